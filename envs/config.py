@@ -1,4 +1,4 @@
-"""Which tasks are asked and how answers are scored."""
+"""Configuration of tasks, episodes and rewards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ STRICT, PROCESS = "strict", "process"
 
 
 class IsolationConfig(BaseModel):
-    """What isolated user code is given (docs/guides/sandbox.md); `strict` is a section with nothing in it.
+    """The permissions of isolated user code (docs/guides/sandbox.md); `strict` is an empty section.
 
     Attributes:
-        network: The host's network.
-        variables: Names in the environment that it sees, beside harmless ones.
-        read: Paths that it may read, beside the system's, this Python's, and those on the import path and in `args`.
+        network: Whether it may use the host's network.
+        variables: Environment variables that it sees, in addition to harmless ones.
+        read: Paths that it may read, in addition to those of the system, this Python, the import path and `args`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,7 +27,7 @@ class IsolationConfig(BaseModel):
 
 
 def _named_isolation(value: object) -> object:
-    """Two kinds have names."""
+    """Resolve the names `strict` and `process`."""
     if isinstance(value, str):
         if value not in (STRICT, PROCESS):
             near = get_close_matches(value, [STRICT, PROCESS], n=1)
@@ -46,13 +46,13 @@ class StreamConfig(BaseModel):
     """One of several streams of training tasks.
 
     Attributes:
-        factory: As `env.factory`; None is the same.
+        factory: As `env.factory`; None is `env.factory`.
         args: Keyword arguments that differ from `env.args`, or all of them for another factory.
         weight: Share of admissions, relative to the other streams.
-        quota: Largest share of the admission window that its live groups take.
-        gate: Mean reward of its newest groups that ends it and begins the next stream; with one, the streams are
-            stages in their order, and weights have no effect.
-        gate_groups: How many groups the mean is of.
+        quota: Largest share of the admission window that its live groups may take.
+        gate: When the mean reward of its newest groups reaches this value, the next stream begins. If any stream has a
+            gate, the streams are stages in their order, and weights have no effect.
+        gate_groups: Number of groups in that mean.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,11 +74,11 @@ class EpisodeConfig(BaseModel):
         max_threads: Token sequences of one episode: agents, and forks (docs/concepts/threads.md).
         timeout_s: Longest time for one reset or step; then the attempt fails (kind env), never reward 0.
         startup_timeout_s: Longest time for loading the environment, seconds.
-        num_workers: Environment processes; each plays many episodes at a time.
-        max_memory_gib: Memory of a process with all it started and loaded, GiB; None is unbounded.
-        max_processes: Processes of a worker at a time.
-        isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
-            section: in a sandbox too, with what the section grants.
+        num_workers: Environment processes; each plays many episodes concurrently.
+        max_memory_gib: Memory of a process and its descendants, GiB; None is unlimited.
+        max_processes: Concurrent processes of a worker.
+        isolation: `process`, or None: a process with the user's permissions, killed at a limit. `strict` or a
+            section: also in a sandbox, with the permissions of the section.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -95,13 +95,13 @@ class EpisodeConfig(BaseModel):
 
 
 class EndpointConfig(BaseModel):
-    """Where agent programs, and who judges by the policy itself, reach it; else nothing listens.
+    """The endpoint where agent programs, and judges that use the policy, reach it. It listens only if needed.
 
     Attributes:
         host: Address to listen on.
         port: TCP port; 0 is a free one.
-        key_variable: Environment variable with a key for plain questions to the policy, as a judge asks them: greedy
-            answers, recorded nowhere. None: only agent programs are answered.
+        key_variable: Environment variable with a key for plain questions to the policy, such as those of a judge:
+            greedy answers that are not recorded. None: only agent programs are answered.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -112,12 +112,12 @@ class EndpointConfig(BaseModel):
 
 
 class ReasoningConfig(BaseModel):
-    """Where a policy thinks before it answers (envs/reasoning.py).
+    """The marks around the reasoning of a policy (envs/reasoning.py).
 
     Attributes:
-        open: Begins a turn that thinks, or ends its prompt where the chat template opens the block; None: every turn
-            begins in thought.
-        close: The answer is what follows. Without it there is none.
+        open: Opens the reasoning at the beginning of a turn, or at the end of its prompt if the chat template opens it;
+            None: every turn begins with reasoning.
+        close: The text after it is the answer. Without it there is no answer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,7 +127,7 @@ class ReasoningConfig(BaseModel):
 
 
 class EnvConfig(BaseModel):
-    """The environment: where tasks come from.
+    """The source of tasks and their environment.
 
     Attributes:
         factory: Import path of a callable `(seed: int, **args) -> TaskSource` (envs/contract.py), or the name of an
@@ -137,9 +137,9 @@ class EnvConfig(BaseModel):
             tasks are always the factory's.
         curriculum: Import path of a `Curriculum` (dataflow/task_queue.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
-        endpoint: Where agent programs reach the policy.
-        reasoning: Marks of the thinking that rewards, environments and agent programs get apart from the answer;
-            `think` is `<think>` and `</think>`, None: all is answer.
+        endpoint: The endpoint at which agent programs reach the policy.
+        reasoning: Marks of the reasoning, which rewards, environments and agent programs get separately from the
+            answer; `think` is `<think>` and `</think>`. None: the whole text is the answer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -160,7 +160,7 @@ class EnvConfig(BaseModel):
     @field_validator("reasoning", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:
-        """One set of marks has a name."""
+        """Resolve the name `think`."""
         if isinstance(value, str) and value != "think":
             near = " Did you mean think?" if get_close_matches(value, ["think"]) else ""
             raise ValueError(f"it is null, think, or a section with open and close.{near}")
@@ -173,7 +173,7 @@ class RewardPartConfig(BaseModel):
     Attributes:
         fn: As `reward.fn`.
         args: As `reward.args`.
-        weight: What its value is multiplied with; 0 only records it.
+        weight: Factor of its value; 0 only records it.
         clip: Lowest and highest value before weighting; None is unbounded.
     """
 
@@ -194,19 +194,19 @@ class RewardConfig(BaseModel):
         args: Keyword arguments of every call, or of `build`.
         parts: Name -> reward, instead of `fn`: their weighted values are added up, and each is recorded.
         num_workers: Reward worker processes; on a GPU pool each has a GPU of its own.
-        pool: Pool that they run on, for a reward that computes on its devices (contract.RewardContext.device); None:
-            beside the driver, on no device.
-        num_parameters: Weights of its model, for the estimate of memory on `pool`; None: as many as the policy has.
+        pool: Pool that they run on, for a reward that computes on its devices (contract.RewardContext.device); None: on
+            the driver's node, without a device.
+        num_parameters: Parameters of its model, for the estimate of memory on `pool`; None: as many as the policy has.
         startup_timeout_s: Longest time for loading it, seconds.
         timeout_s: Longest time for one call, seconds; then the trajectory fails (kind reward), never reward 0.
-        max_concurrency: Calls of an asynchronous function at a time in each worker.
-        max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
-        max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
-        max_processes: Processes of a worker at a time.
-        isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
-            section: in a sandbox too, with what the section grants.
-        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
-            those of each pure one.
+        max_concurrency: Concurrent calls of an asynchronous function in each worker.
+        max_attempts: Attempts of a call whose process dies, each in a new process; then the trajectory fails.
+        max_memory_gib: Memory of a worker's process and its descendants, GiB; None is unlimited.
+        max_processes: Concurrent processes of a worker.
+        isolation: `process`, or None: a process with the user's permissions, killed at a limit. `strict` or a
+            section: also in a sandbox, with the permissions of the section.
+        cache_entries: Results that each worker caches if the function is declared pure (contract.pure); with parts,
+            results of each pure part.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -228,5 +228,5 @@ class RewardConfig(BaseModel):
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return self.fn or " + ".join(self.parts) or "no reward"

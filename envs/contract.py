@@ -1,4 +1,4 @@
-"""What a user plugs in: a source of tasks, an environment, a reward.
+"""The interfaces of user code: a source of tasks, an environment, a reward.
 
 A single-turn task needs a `TaskSource` and a reward function, nothing else.
 """
@@ -21,9 +21,9 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def pure(function: _Function) -> _Function:
-    """Declare that a reward depends on nothing but prompt, reasoning, response, finish reason and the task's fields.
+    """Declare that a reward depends only on prompt, reasoning, response, finish reason and the task's fields.
 
-    Its results are then remembered. A class of callables sets `is_pure = True` instead.
+    Its results are then cached. A class of callables sets `is_pure = True` instead.
     """
     function.is_pure = True  # type: ignore[attr-defined]
     return function
@@ -31,14 +31,14 @@ def pure(function: _Function) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """What a reward may use besides its arguments.
+    """What a reward may use in addition to its arguments.
 
     Attributes:
-        sandbox: Where it may run programs.
-        timeout_s: Of one call, seconds: `reward.timeout_s`.
-        max_concurrency: Calls at a time: `reward.max_concurrency`.
-        device: What a model of it runs on: that of `reward.pool`, as torch calls it.
-        is_serving: Whether calls follow. False where the configuration is only checked: load nothing heavy then.
+        sandbox: Sandbox for programs.
+        timeout_s: Time limit of one call, seconds: `reward.timeout_s`.
+        max_concurrency: Concurrent calls: `reward.max_concurrency`.
+        device: Device of the reward's model: that of `reward.pool`, by torch's name.
+        is_serving: Whether calls follow. If False, the configuration is only checked: load nothing heavy.
     """
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -50,11 +50,11 @@ class RewardContext:
 
 @runtime_checkable
 class RewardFactory(Protocol):
-    """A class whose objects are rewards that need more than arguments: it is built once in every reward process."""
+    """A class of rewards that need more than arguments; it is built once in every reward process."""
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:
-        """Make the reward; start nothing that must be stopped.
+        """Build the reward; start nothing that must be stopped.
 
         Raises:
             ConfigError, TypeError, ValueError: If the arguments do not fit, or the machine cannot run it.
@@ -65,7 +65,7 @@ class RewardFactory(Protocol):
 
 
 class TaskSource(Protocol):
-    """Where tasks come from. Train and held-out tasks must be disjoint."""
+    """A source of tasks. Training and held-out tasks must be disjoint."""
 
     def train(self) -> Iterator[Task]:
         """Endless stream of training tasks, the same for the same seed."""
@@ -81,6 +81,6 @@ class TaskSource(Protocol):
 
 
 class GoldSource(TaskSource, Protocol):
-    """A task source that also knows a full correct answer, worked steps included: what `penstock sft` learns from."""
+    """A task source that also has full correct answers, including worked steps, for `penstock sft` to learn from."""
 
     def gold_response(self, task: Task) -> str: ...

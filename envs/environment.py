@@ -1,15 +1,15 @@
-"""What a multi-turn task is made of: an environment that answers the policy, turn by turn.
+"""The interface of a multi-turn environment, which answers the policy turn by turn.
 
     class Echo(Environment):
         def step(self, action):
             return Done(1.0) if action.text == "bye" else Observation(action.text)
 
 One object plays one episode: `reset` once, then `step` for each turn of the policy until it returns `Done` or a budget
-runs out (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a process of its
-own (episode_host.py); what raises or hangs there fails the attempt, and is never reward 0.
+is exhausted (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a separate
+process (episode_host.py); an exception or a hang there fails the attempt, and never becomes reward 0.
 
-Several agents, and parallel drafts, are threads of one episode (docs/concepts/threads.md): an observation names the
-thread it is for. A list of them asks for several turns at the same time, which `step_all` answers:
+Several agents, and parallel drafts, are threads of one episode (docs/concepts/threads.md): an observation names its
+thread. A list of observations requests several concurrent turns, which `step_all` answers:
 
     class Debate(Environment):
         def reset(self, task):
@@ -35,14 +35,14 @@ Role = Literal["user", "tool", "system"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy said in one turn.
+    """One turn of the policy.
 
     Attributes:
-        text: Without special tokens; where `env.reasoning` is set, the answer alone.
-        is_truncated: The turn was cut off at `rollout.sampling.max_new_tokens` or at the budget of the episode.
+        text: Text without special tokens; if `env.reasoning` is set, the answer alone.
+        is_truncated: The turn was truncated at `rollout.sampling.max_new_tokens` or at the budget of the episode.
         turn: Counted from 0, over all threads.
-        thread: Where it was said.
-        reasoning: Text before the answer, marks included; empty where `env.reasoning` is not set.
+        thread: Thread of the turn.
+        reasoning: Text before the answer, marks included; empty if `env.reasoning` is not set.
     """
 
     text: str
@@ -54,16 +54,16 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment says.
+    """The environment's answer to a turn, or its prompt.
 
     Attributes:
         content: Text, or several chat messages. A policy with plain prompts sees the text as it is; one with chat
             messages sees it through its chat template.
-        role: Of the message, if `content` is text.
-        reward: For the turn that was just taken, so 0 at reset; rewards of an episode are summed.
+        role: Role of the message, if `content` is text.
+        reward: Reward of the turn that was just taken, so 0 at reset; rewards of an episode are summed.
         counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
-        thread: Whose turn is next. A name that is new opens a thread, with this as its whole prompt.
-        fork_of: The new thread begins with all tokens of that one instead, and this goes behind them.
+        thread: Thread of the next turn. A new name opens a thread, with this observation as its whole prompt.
+        fork_of: Thread to fork: the new thread begins with all its tokens, followed by this observation.
     """
 
     content: str | Sequence[Message]
@@ -89,11 +89,11 @@ class Done:
     """The end of an episode.
 
     Attributes:
-        reward: For the last turn; a dict names parts, as a reward function's. An agent program that says none gives
-            None: its trajectory is scored by the reward function alone.
+        reward: Reward of the last turn; a dict names parts, as for a reward function. None is for agent programs
+            without a reward: the reward function alone scores the trajectory.
         counts: As in `Observation`.
-        thread_rewards: Thread -> its own reward, compared with those of the same name in the group. A thread without
-            one has the episode's. With `reward=episode`; other reward functions return them as parts `thread/NAME`.
+        thread_rewards: Thread -> its own reward, compared with threads of the same name in the group. A thread without
+            one gets the episode's reward. For `reward=episode`; other reward functions return parts `thread/NAME`.
     """
 
     reward: float | Mapping[str, float] | None = 0.0
@@ -102,16 +102,16 @@ class Done:
 
 
 Observations = Observation | Sequence[Observation]
-"""One turn is next, or several at the same time, each in its thread."""
+"""Begins one turn, or several concurrent turns, each in its thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointAccess:
-    """What a program needs to ask the policy (envs/endpoint).
+    """What an agent program needs to call the policy (envs/endpoint).
 
     Attributes:
-        base_url: Of the OpenAI API.
-        api_key: Of this session alone.
+        base_url: Base URL of the OpenAI API.
+        api_key: Key of this session.
         model: Name of the policy.
     """
 
@@ -122,11 +122,11 @@ class EndpointAccess:
 
 @dataclass(frozen=True, slots=True)
 class RunsItself:
-    """What `reset` of an agent program returns: it plays the episode itself, in `run(access)` (agents.py)."""
+    """Returned by `reset` of an agent program, which plays the episode itself, in `run(access)` (agents.py)."""
 
 
 class Playable(ABC):
-    """What a process plays for one trajectory: an `Environment`, or an agent program (agents.py)."""
+    """The episode of one trajectory: an `Environment`, or an agent program (agents.py)."""
 
     task: Task
 
@@ -135,15 +135,15 @@ class Playable(ABC):
         """Begin the episode of `task`."""
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the episode holds. Called at most once, also after an error; a process may die before it."""
+        """Release the resources of the episode. Called at most once, also after an error; not if the process dies."""
         return None
 
 
 class Environment(Playable):
-    """One episode. Keep what belongs to it on `self`; what is shared and expensive at the class or the module."""
+    """One episode. Keep its state on `self`, and shared expensive resources on the class or the module."""
 
     def reset(self, task: Task) -> Observations | Awaitable[Observations]:
-        """Begin the episode of `task`; returns the whole prompt, by default that of the task."""
+        """Begin the episode of `task`; returns the whole prompt, by default the task's."""
         self.task = task
         return Observation(task.prompt)
 
@@ -152,7 +152,7 @@ class Environment(Playable):
         """Answer one turn of the policy."""
 
     def step_all(self, actions: Sequence[Action]) -> Observations | Done | Awaitable[Observations | Done]:
-        """Answer the turns behind a list of observations, in the order of the list."""
+        """Answer the turns of a list of observations, in the order of the list."""
         raise NotImplementedError(
             f"{type(self).__name__} returned a list of observations, whose turns are answered by step_all(actions). "
             "Define it, or return one Observation."
@@ -163,10 +163,10 @@ class Environment(Playable):
 class EnvironmentSource(TaskSource, Protocol):
     """A task source whose tasks are played in several turns.
 
-    It may have `gold_actions(task) -> list[str]`, which `penstock env check` plays: one action after the other, up to
-    full reward; of turns at the same time, those of the first observation first.
+    It may have `gold_actions(task) -> list[str]`, which `penstock env check` plays: actions that reach full reward, in
+    order; for concurrent turns, in the order of their observations.
     """
 
     def environment(self) -> Playable:
-        """A fresh environment for one episode."""
+        """A new environment for one episode."""
         ...

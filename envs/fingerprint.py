@@ -1,9 +1,9 @@
-"""What the tasks of a run were made of, in a few bytes, so that a later run can tell whether the data has changed.
+"""A short digest of the tasks of a run, so that a later run can tell whether the data has changed.
 
     digest = blake2b of every task's id, prompt and fields, in the order of the data
 
-A source that keeps all its tasks is hashed as a whole (`stored()`: both sides, in the order of the data), a drawn one
-by the first training tasks of its seed.
+A source that stores its tasks is hashed as a whole (`stored()`: training and held-out tasks, in the order of the data);
+a source that draws them is hashed by the first training tasks of its seed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NUM_DRAWN_TASKS = 64
 
 
 class Fingerprint(TypedDict):
-    """Of one stream.
+    """The fingerprint of one stream.
 
     Attributes:
         source: Its factory with the arguments, as JSON.
-        num_tasks: How many tasks there are; None if they are drawn.
-        digest: Hexadecimal, of 16 bytes.
+        num_tasks: Number of tasks; None if they are drawn.
+        digest: 16 bytes, hexadecimal.
     """
 
     source: str
@@ -35,10 +35,10 @@ class Fingerprint(TypedDict):
 
 
 def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
-    """Stream -> what its tasks are made of; the factory's own under an empty name.
+    """Name of the stream -> fingerprint of its tasks; that of `env.factory` has an empty name.
 
     Raises:
-        ConfigError: If a source does not load; and what it raises when it is read.
+        ConfigError: If a source does not load. Errors while reading its tasks propagate.
     """
     found: dict[str, Fingerprint] = {}
     for name, env in stream_factories(config).items():
@@ -57,7 +57,7 @@ def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
 
 
 def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint]) -> list[str]:
-    """A sentence for each source that both have, with other tasks; another source is no change of one."""
+    """A sentence for each source of both runs whose tasks differ. A source of one run only is not a change."""
     known = {one["source"]: one for one in before.values()}
     return [
         f"{one['source']} had {_size(known[one['source']])}, now {_size(one)}"
@@ -67,7 +67,7 @@ def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint]) -> list
 
 
 def _kind(value: object) -> str:
-    """What stands for a value that is no JSON: its text may differ from process to process."""
+    """Stands in for a value that is not JSON, whose text may differ between processes."""
     return type(value).__name__
 
 

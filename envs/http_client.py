@@ -1,4 +1,4 @@
-"""JSON over HTTP to a service that may be slow, busy or down: retries, bounded times and replies."""
+"""JSON over HTTP to a service that may be slow, busy or down: retries, time limits and a size limit of replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from penstock.envs.retrying import RetryConfig, parse_retry_after
 MAX_REPLY_BYTES = 16 << 20
 _MAX_ERROR_CHARACTERS = 300
 _CHUNK_BYTES = 1 << 16
-_MAY_PASS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+_CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for a TCP connection. A service that runs accepts within milliseconds, however long its answer takes."""
+_RETRYABLE_STATUSES = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class ServiceError(Exception):
@@ -25,18 +27,18 @@ class ServiceError(Exception):
 
 
 class NoAnswerError(ServiceError):
-    """The service did not answer, or said that the fault is its own."""
+    """The service did not answer, or answered with a server error."""
 
 
 class RefusalError(ServiceError):
-    """It answered, and the same request would get the same answer."""
+    """The service refused the request; a retry would not help."""
 
 
-class _PassingError(Exception):
-    """One try failed in a way that may pass.
+class _RetryableError(Exception):
+    """One attempt failed with a transient error.
 
     Attributes:
-        retry_after_s: What the service asks for, seconds.
+        retry_after_s: Wait that the service requests, seconds.
     """
 
     def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
@@ -45,10 +47,10 @@ class _PassingError(Exception):
 
 
 def bearer(variable: str | None) -> dict[str, str]:
-    """The header with a secret that an environment variable holds; none if no variable is named.
+    """The authorization header with the secret of an environment variable; empty if `variable` is None.
 
     Raises:
-        LookupError: If the variable is not set here.
+        LookupError: If the variable is not set.
     """
     if variable is None:
         return {}
@@ -60,14 +62,13 @@ def bearer(variable: str | None) -> dict[str, str]:
 class JsonClient:
     """Posts JSON and reads JSON. Use it from one event loop.
 
-    Tried again are 408, 429, 5xx, broken connections and time-outs, after a wait that grows and is at least what
-    `Retry-After` says.
+    It retries after 408, 429, 5xx, broken connections and time-outs. The wait grows, and is at least `Retry-After`.
 
     Args:
-        retry: When to ask again.
-        max_concurrency: Requests at a time.
-        headers: Of every request.
-        interval_s: Shortest time between the starts of two tries, seconds.
+        retry: Number of attempts and waits between them.
+        max_concurrency: Concurrent requests.
+        headers: Headers of every request.
+        interval_s: Shortest time between the starts of two attempts, seconds.
     """
 
     def __init__(
@@ -81,23 +82,23 @@ class JsonClient:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, url: str, body: object, timeout_s: float, patience_s: float = math.inf) -> Any:
+    async def post(self, url: str, body: object, timeout_s: float, total_timeout_s: float = math.inf) -> Any:
         """Post `body`, return the decoded reply.
 
         Args:
-            url: Where to.
+            url: Address.
             body: Plain data.
-            timeout_s: Longest time for one try, seconds.
-            patience_s: Longest time for all tries, seconds.
+            timeout_s: Longest time for one attempt, seconds.
+            total_timeout_s: Longest time for all attempts, seconds.
 
         Raises:
-            NoAnswerError: If no try was answered.
-            RefusalError: If the service refused, or its answer is no JSON.
-            TypeError, ValueError: If `body` is no plain data.
+            NoAnswerError: If no attempt was answered.
+            RefusalError: If the service refused, or its answer is not JSON.
+            TypeError, ValueError: If `body` is not plain data.
         """
         data = json.dumps(body, allow_nan=False).encode()
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + patience_s
+        give_up_at = loop.time() + total_timeout_s
         for attempt in range(1, self._retry.max_attempts + 1):
             now = loop.time()
             start = max(now, self._next_start)
@@ -106,7 +107,7 @@ class JsonClient:
             async with self._slots:
                 try:
                     return await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
-                except _PassingError as error:
+                except _RetryableError as error:
                     problem = str(error)
                     wait_s = max(error.retry_after_s, self._retry.wait_s(attempt))
             if attempt == self._retry.max_attempts:
@@ -126,21 +127,21 @@ class JsonClient:
             connector = aiohttp.TCPConnector(limit=self._max_concurrency)
             headers = {"Content-Type": "application/json", **self._headers}
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._retry.connect_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         body = bytearray()
         try:
-            # A redirected POST would arrive as a GET: it is refused below instead.
+            # A redirect would turn the POST into a GET, so it is refused below.
             async with self._session.post(url, data=data, timeout=timeout, allow_redirects=False) as response:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     body += chunk
                     if len(body) > MAX_REPLY_BYTES:
                         raise RefusalError(f"the answer is longer than {MAX_REPLY_BYTES} bytes")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            said = str(error)[:_MAX_ERROR_CHARACTERS] or f"no answer within {timeout_s:.3g} s"
-            raise _PassingError(f"{type(error).__name__}: {said}") from error
+            detail = str(error)[:_MAX_ERROR_CHARACTERS] or f"no answer within {timeout_s:.3g} s"
+            raise _RetryableError(f"{type(error).__name__}: {detail}") from error
         status, start = response.status, body[:_MAX_ERROR_CHARACTERS].decode(errors="replace")
-        if status in _MAY_PASS or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise _PassingError(f"HTTP {status}: {start}", parse_retry_after(response.headers.get("Retry-After")))
+        if status in _RETRYABLE_STATUSES or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise _RetryableError(f"HTTP {status}: {start}", parse_retry_after(response.headers.get("Retry-After")))
         if status != HTTPStatus.OK:
             raise RefusalError(f"HTTP {status}: {start}")
         try:

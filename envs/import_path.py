@@ -1,4 +1,4 @@
-"""From an import path in YAML to the object it names, with errors that say which part does not resolve."""
+"""Imports the object that an import path in YAML names, with errors that name the part that does not resolve."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def load_object(path: str, key: str = "import path") -> Any:
 
     Args:
         path: The import path.
-        key: Configuration key that holds it, for the message.
+        key: Its configuration key, for the message.
 
     Raises:
-        ConfigError: If a part does not resolve, naming the part and the nearest match.
+        ConfigError: If a part does not resolve; the message names the part and the nearest match.
     """
     where = f"{key}={path!r}"
     module_path, colon, names = path.partition(":")
@@ -38,12 +38,12 @@ def load_object(path: str, key: str = "import path") -> Any:
                 target = importlib.import_module(name)
                 continue
             except ModuleNotFoundError as error:
-                if error.name != name:
+                if error.name not in (name, MOVED.get(name)):
                     raise ConfigError(_import_failed(where, name, error)) from error
                 if target is None or colon or not hasattr(target, part):
                     raise ConfigError(_not_found(where, name, target)) from None
-                num_modules = index  # from here on they are names in a module
-            except Exception as error:  # user code runs here: whatever it raises is a config problem
+                num_modules = index  # the remaining parts are names in a module
+            except Exception as error:  # user code runs here: anything it raises is a config problem
                 raise ConfigError(_import_failed(where, name, error)) from error
         try:
             target = getattr(target, part)
@@ -55,7 +55,7 @@ def load_object(path: str, key: str = "import path") -> Any:
 
 
 def import_extra(library: str) -> Any:
-    """A library that the extra `envs` brings.
+    """Import a library of the extra `envs`.
 
     Raises:
         ConfigError: If it cannot be imported.

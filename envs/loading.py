@@ -1,4 +1,4 @@
-"""From the `env` and `reward` sections of the configuration to the user's objects, checked."""
+"""Loads and checks the user's objects that the configuration sections `env` and `reward` name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     """Build the task source that `env.factory` names.
 
     Raises:
-        ConfigError: If the path does not resolve, the arguments do not fit, or the result is no task source.
+        ConfigError: If the path does not resolve, the arguments do not fit, or the result is not a task source.
     """
     factory = load_object(factory_path(config.factory), "env.factory")
     if not callable(factory):
@@ -44,11 +44,11 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
 
 
 def load_reward(config: RewardConfig, context: RewardContext | None = None) -> RewardFunction:
-    """Import and build what `reward.fn` or `reward.parts` name.
+    """Import and build the reward of `reward.fn` or `reward.parts`.
 
     Raises:
-        ConfigError: If a path does not resolve, what it names cannot be called with a trajectory or raises when it is
-            built, or its arguments do not fit.
+        ConfigError: If a path does not resolve, its object is not callable or raises when it is built, or its arguments
+            do not fit.
     """
     if (config.fn is None) == (not config.parts):
         raise ConfigError(
@@ -90,7 +90,7 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
             raise ConfigError(f"{section}.args={dict(args)}: {path} refuses them: {wrong}.") from error
         except ConfigError:
             raise
-        except (Exception, SystemExit) as error:  # user code: whatever it raises is said
+        except (Exception, SystemExit) as error:  # user code: anything it raises is reported
             raise ConfigError(f"{section}.fn={path!r}: its build raised {type(error).__name__}: {error}") from error
     return partial(function, **args) if args else cast("RewardFunction", function)
 
@@ -100,7 +100,7 @@ def _not_callable(key: str, path: str, value: object) -> str:
 
 
 def _misspelt(factory: Callable[..., object], config: EnvConfig) -> str:
-    """The nearest parameter to each argument that the factory does not have."""
+    """Hints with the nearest parameter, for each argument that the factory does not have."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a builtin without a signature

@@ -1,12 +1,13 @@
-"""What a policy thinks, told from what it answers: `<think>…</think>`, then the answer.
+"""Splits the text of a turn into reasoning and answer: `<think>…</think>`, then the answer.
 
     begins --open mark, or the prompt ended with it--> thinks --close mark--> closed --a letter--> answers
     begins --any other letter--> answers
 
-Invariant: what was held back, thought and answered is the text that was read, in this order, but for the marks and the
-space beside them; the answer is always an end of the text. So reading it in pieces gives what reading it whole gives.
+Invariant: reasoning, answer and the text held back are together the text that was read, in this order, except for the
+marks and the space around them; the answer is always a suffix of the text. So reading the text in pieces and reading it
+at once give the same result.
 
-Only text is split. The sampled tokens are kept as they came, and stay in the history of the next turn.
+Only text is split. The sampled tokens are unchanged, and stay in the history of the next turn.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Literal, NamedTuple
 from penstock.envs.config import ReasoningConfig
 
 
-class Spoken(NamedTuple):
+class TurnText(NamedTuple):
     """The text of one turn: `reasoning` + `answer`.
 
     Attributes:
-        reasoning: All before the answer, marks and space included; empty if there is none.
+        reasoning: All text before the answer, marks and space included; may be empty.
     """
 
     reasoning: str
@@ -32,12 +33,12 @@ class ReasoningReader:
     """Reads one turn while it is sampled.
 
     Args:
-        marks: Between which it thinks.
-        before: Text that the turn goes on from; a chat template may have opened the block at its end.
+        marks: Marks around the reasoning.
+        before: Text that the turn continues; a chat template may have opened the reasoning at its end.
 
     Attributes:
-        thought: Read so far, without marks.
-        answer: Read so far, from its first letter that is no space.
+        thought: Reasoning so far, without marks.
+        answer: Answer so far, from its first letter that is not a space.
     """
 
     def __init__(self, marks: ReasoningConfig, before: str) -> None:
@@ -47,11 +48,11 @@ class ReasoningReader:
         self._state: Literal["begins", "thinks", "closed", "answers"] = "begins" if marks.open else "thinks"
         self._held = ""
 
-    def read(self, text: str) -> Spoken:
-        """What a piece lets be said: new thought, without marks, and new answer."""
+    def read(self, text: str) -> TurnText:
+        """Read a piece; returns the new reasoning, without marks, and the new answer."""
         self._held += text
         thought = answer = ""
-        if self._state == "begins":  # look whether it begins with the open mark, as soon as that can be told
+        if self._state == "begins":  # wait until it is known whether the text begins with the open mark
             opening, begun = self._marks.open or "", self._held.lstrip()
             if begun.startswith(opening):
                 self._state, self._held = "thinks", begun.removeprefix(opening)
@@ -71,31 +72,31 @@ class ReasoningReader:
             answer, self._held = self._held, ""
         return self._keep(thought, answer)
 
-    def finish(self) -> Spoken:
-        """The same at the end of the turn: what was held back is no mark."""
+    def finish(self) -> TurnText:
+        """Return the rest at the end of the turn: the text that was held back is not a mark."""
         rest, self._held = self._held, ""
         if self._state == "thinks" or (self._state == "begins" and self._is_open):
             return self._keep(rest, "")
         return self._keep("", "" if self._state == "closed" else rest)
 
-    def _keep(self, thought: str, answer: str) -> Spoken:
+    def _keep(self, thought: str, answer: str) -> TurnText:
         self.thought += thought
         self.answer += answer
-        return Spoken(thought, answer)
+        return TurnText(thought, answer)
 
 
-def split_turn(marks: ReasoningConfig | None, text: str, before: str) -> Spoken:
-    """Split a whole turn that goes on from the text `before`; a block that is never closed leaves no answer."""
+def split_turn(marks: ReasoningConfig | None, text: str, before: str) -> TurnText:
+    """Split a whole turn that continues the text `before`. If the reasoning is not closed, there is no answer."""
     if marks is None:
-        return Spoken("", text)
+        return TurnText("", text)
     reader = ReasoningReader(marks, before)
     reader.read(text)
     reader.finish()
-    return Spoken(text[: len(text) - len(reader.answer)], reader.answer)
+    return TurnText(text[: len(text) - len(reader.answer)], reader.answer)
 
 
 def num_begun(text: str, words: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of `words` begins, but is not complete."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `words`."""
     longest = min(max(map(len, words), default=0), len(text))
     beginnings = {word[:size] for word in words for size in range(1, len(word))}
     return next((size for size in range(longest, 0, -1) if text[-size:] in beginnings), 0)

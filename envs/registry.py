@@ -1,6 +1,6 @@
-"""Environments by name: the built-in ones, and those that installed packages offer.
+"""Environments by name: the built-in ones, and those of installed packages.
 
-A package offers one by an entry point of the group `penstock.envs`, in its pyproject.toml:
+A package registers one as an entry point of the group `penstock.envs`, in its pyproject.toml:
 
     [project.entry-points."penstock.envs"]
     maze = "my_package.maze:Maze"
@@ -37,10 +37,10 @@ MOVED = {
 
 
 def known_factories() -> dict[str, str]:
-    """Name -> import path; a package cannot replace what is built in.
+    """Name -> import path; a package cannot replace a built-in environment.
 
     Raises:
-        ConfigError: If two packages offer one name.
+        ConfigError: If two packages register the same name.
     """
     offered = {(point.name, point.value) for point in entry_points(group=GROUP)}
     twice = [name for name, count in Counter(name for name, _ in offered).items() if count > 1]
@@ -54,10 +54,10 @@ def known_factories() -> dict[str, str]:
 
 
 def factory_path(name_or_path: str) -> str:
-    """The import path that a name stands for; an import path is returned as it is.
+    """The import path of a name; an import path is returned as it is.
 
     Raises:
-        ConfigError: If it is a name that nobody offers.
+        ConfigError: If the name is not registered.
     """
     if "." in name_or_path or ":" in name_or_path:
         return name_or_path

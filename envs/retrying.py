@@ -1,4 +1,4 @@
-"""When to ask a service again."""
+"""When to retry a request to a service."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ _BACKOFF_FACTOR, _MAX_BACKOFF_S = 2.0, 30.0
 
 
 class RetryConfig(BaseModel):
-    """How a service that fails is asked again.
+    """How requests to a service that fails are retried.
 
     Attributes:
-        connect_timeout_s: Longest wait for a connection, seconds.
-        max_attempts: Tries of one request, the first included.
-        backoff_s: Wait before the second try, seconds; doubled each time, with jitter.
+        max_attempts: Attempts of one request, including the first.
+        backoff_s: Wait before the second attempt, seconds; doubled each time, with jitter.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    connect_timeout_s: float = Field(default=5.0, gt=0)
     max_attempts: int = Field(default=4, ge=1)
     backoff_s: float = Field(default=0.5, ge=0)
 
     def wait_s(self, attempt: int) -> float:
-        """Before the next try, after `attempt` >= 1 tries, seconds: exponential, with jitter."""
+        """Wait before the next attempt, after `attempt` >= 1 attempts, seconds: exponential, with jitter."""
         longest = min(self.backoff_s * _BACKOFF_FACTOR ** (attempt - 1), _MAX_BACKOFF_S)
         return longest * random.uniform(0.5, 1.0)
 
 
 def parse_retry_after(header: str | None) -> float:
-    """Seconds that a `Retry-After` header asks for, as a number or a date; 0 without one, or if it is neither."""
+    """Seconds to wait by a `Retry-After` header, a number or a date; 0 without one, or if it is neither."""
     if header is None:
         return 0.0
     if header.strip().isdecimal():

@@ -1,4 +1,4 @@
-"""What a reward function may return, and what becomes of it: a reward with parts, or a sentence that says why not."""
+"""Turns the return value of a reward function into a reward with parts, or into an error that explains the problem."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Reply(TypedDict, total=False):
 
 
 def to_reply(returned: object, what: str = "the reward function returned") -> Reply:
-    """Turn what the user's function returned into a reward and its parts, or into an error that says what it was.
+    """Turn the return value of the user's function into a reward and its parts, or into an error that describes it.
 
     A dict names parts; the reward is its `reward` entry, or the sum.
 
     Args:
-        returned: What the user's code gave.
-        what: The beginning of the sentence, if it is wrong.
+        returned: The return value of the user's code.
+        what: Beginning of the error message.
     """
     if not isinstance(returned, Mapping):
         number = _to_number(returned, f"{what} ")
@@ -55,7 +55,7 @@ def to_reply(returned: object, what: str = "the reward function returned") -> Re
 
 
 def is_hello(hello: object) -> bool:
-    """Whether it is one, and not what the user's code wrote into our socket."""
+    """Whether it is a well-formed hello, as opposed to bytes that the user's code wrote into our socket."""
     if not isinstance(hello, dict):
         return False
     if "error" in hello:
@@ -64,7 +64,7 @@ def is_hello(hello: object) -> bool:
 
 
 def is_reply(reply: object) -> bool:
-    """The same of a `Reply` to a call."""
+    """Whether it is a well-formed `Reply` to a call."""
     if not isinstance(reply, dict):
         return False
     if "reward" in reply:
@@ -73,7 +73,7 @@ def is_reply(reply: object) -> bool:
 
 
 def are_parts(parts: object) -> bool:
-    """Whether it names numbers, as `to_reply` does."""
+    """Whether it maps names to finite numbers, as `to_reply` does."""
     return isinstance(parts, dict) and are_finite(parts.values())
 
 
@@ -83,9 +83,9 @@ def are_finite(numbers: Iterable[object]) -> bool:
 
 
 def to_failure(error: BaseException) -> Reply:
-    """What the user's function raised, with its traceback, at most `MAX_DETAIL_CHARACTERS` of it.
+    """Describe an exception of the user's function by its traceback, cut to `MAX_DETAIL_CHARACTERS`.
 
-    Behind it stands which right it lacked, if that is why.
+    A hint follows if the cause is a missing permission of isolated code.
     """
     text = "".join(traceback.format_exception(error))
     if len(text) > MAX_DETAIL_CHARACTERS:
@@ -99,7 +99,7 @@ def to_failure(error: BaseException) -> Reply:
 
 
 def _to_number(value: object, what: str) -> float | str:
-    """The finite number that `value` is, or a sentence that says why it is none."""
+    """The finite number that `value` is, or an error message."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a numpy or torch scalar
     if not isinstance(value, Real):

@@ -1,7 +1,7 @@
-"""Plays an environment with a scripted agent, without a model: what `penstock env check` prints.
+"""Plays an environment with scripted actions, without a model, for `penstock env check`.
 
-The agent says the gold actions, then garbage. Everything runs in an environment process as in training, so a check that
-hangs or dies is a line of the table, not of the terminal.
+It plays garbage, then the gold actions. Everything runs in an environment process as in training, so a check that hangs
+or dies becomes a row of the table and does not end the command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
-from penstock.envs.endpoint.message_history import Part
+from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.loading import load_task_source
@@ -39,7 +39,7 @@ FULL_REWARD = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table; `is_good` is None where nothing could be checked."""
+    """One row of the table; `is_good` is None if nothing could be checked."""
 
     name: str
     is_good: bool | None
@@ -67,7 +67,7 @@ def _bad(name: str, found: str) -> Finding:
 
 
 async def check_environment(config: EnvConfig, reward: RewardConfig | None = None) -> list[Finding]:
-    """All checks, in the order in which a user would look at them; `reward` scores the answers of single-turn tasks.
+    """Run all checks, in the order in which a user would read them; `reward` scores answers to single-turn tasks.
 
     Raises:
         ConfigError: If the factory or the reward does not resolve or refuses its arguments.
@@ -81,7 +81,7 @@ async def check_environment(config: EnvConfig, reward: RewardConfig | None = Non
             return [*findings, Finding("rewards", None, "single-turn tasks: name what scores an answer by --reward")]
         return [*findings, *await _check_answers(reward, source, tasks)]
     if reward is not None:
-        raise ConfigError(f"--reward {reward.fn}: {config.factory} has episodes, which are played; leave it out.")
+        raise ConfigError(f"--reward {reward.fn}: {config.factory} has episodes with their own reward; leave it out.")
     host = EpisodeHost(config, 0)
     try:
         return [*findings, *await _check_episodes(host, source, tasks, config)]
@@ -94,7 +94,7 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
         tasks = list(islice(named_tasks(source, MAIN, source.train()), NUM_TASKS))
         again = load_task_source(config, 0)
         same = list(islice(named_tasks(again, MAIN, again.train()), NUM_TASKS))
-    except Exception as error:  # noqa: BLE001  user code: whatever it raises is a finding
+    except Exception as error:  # noqa: BLE001  user code: anything it raises is a finding
         return [_bad("train()", f"raised {type(error).__name__}: {error}")], []
     strange = next((task for task in tasks if not isinstance(task, Task)), None)
     if strange is not None or not tasks:
@@ -115,7 +115,7 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
 
 
 async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task]) -> list[Finding]:
-    """What the reward function gives to garbage and to the gold answer of each task, in a reward process."""
+    """Score garbage and the gold answer of each task with the reward function, in a reward process."""
     runner = RewardRunner(reward)
     try:
         garbage = await runner.score_many([(task, _answer(task, text)) for task in tasks for text in GARBAGE])
@@ -143,7 +143,7 @@ def _judged(name: str, scores: Sequence[Score | TrajectoryError], *, is_gold: bo
 
 
 def _answer(task: Task, text: str) -> Trajectory:
-    """A finished answer as a reward function gets it; its tokens are only counted."""
+    """A finished answer as a reward function gets it; only the number of its tokens is real."""
     num_tokens = 1 + len(text)
     return Trajectory(
         trajectory_id=TrajectoryId(task.task_id),
@@ -200,13 +200,13 @@ async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: An
             return Finding(name, None, "the program gives no reward: the reward function scores its trajectory")
         is_done = bool(played.replies[-1].get("done"))
         if not is_done or played.reward < FULL_REWARD:
-            end = "ended" if is_done else "did not end"
-            return _bad(name, f"{task.task_id} {end} with reward {played.reward:g} for {actions!r:.80}")
+            how = "ended" if is_done else "did not end"
+            return _bad(name, f"{task.task_id} {how} with reward {played.reward:g} for {actions!r:.80}")
     return _good(name, f"{len(tasks)} of {len(tasks)} tasks")
 
 
 async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
-    """Say `actions` one after the other, as far as the episode goes; it may ask for several at the same time."""
+    """Play `actions` in order until the episode ends; it may request several turns concurrently."""
     names, left = ThreadNames(task.task_id, config.episode.max_threads), list(enumerate(actions))
     async with host.open(task) as played:
         reply = await played.reset()
@@ -214,29 +214,32 @@ async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: E
             return await _run(played, task, actions, config)
         replies: list[dict[str, Any]] = [dict(reply)]
         step_s: list[float] = []
-        said = names.listen(reply)
-        if len(said) > config.episode.max_turns:
-            asked = f"reset of {task.task_id}: asks for {len(said)} turns at the same time"
-            raise TrajectoryError("env", f"{asked}, env.episode.max_turns={config.episode.max_turns}")
-        while said and len(left) >= len(said):
-            turns = [Action(text, turn=turn, thread=one.thread) for one, (turn, text) in zip(said, left, strict=False)]
-            left = left[len(said) :]
+        observations = names.check(reply)
+        if len(observations) > config.episode.max_turns:
+            requested = f"reset of {task.task_id}: asks for {len(observations)} turns at the same time"
+            raise TrajectoryError("env", f"{requested}, env.episode.max_turns={config.episode.max_turns}")
+        while observations and len(left) >= len(observations):
+            turns = [
+                Action(text, turn=turn, thread=one.thread)
+                for one, (turn, text) in zip(observations, left, strict=False)
+            ]
+            left = left[len(observations) :]
             started = time.perf_counter()
             reply = await take_turns(played, reply, turns)
             step_s.append(time.perf_counter() - started)
             replies.append(dict(reply))
-            said = names.listen(reply)
+            observations = names.check(reply)
     return _Played(replies, step_s)
 
 
 async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
-    """The same for an agent program, which asks for its turns itself."""
+    """Play `actions` as the answers to an agent program, which requests its turns itself."""
     replies: list[dict[str, Any]] = []
     left, step_s, waiting_since = list(actions), [], time.perf_counter()
 
-    async def say(part: Part) -> str | None:
+    async def say(content: NewContent) -> str | None:
         nonlocal waiting_since
-        replies.append({"content": part})
+        replies.append({"content": content})
         step_s.append(time.perf_counter() - waiting_since)
         waiting_since = time.perf_counter()
         return left.pop(0) if left else None

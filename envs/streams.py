@@ -1,4 +1,4 @@
-"""From the `env` section to the streams of training tasks."""
+"""Builds the streams of training tasks from the configuration section `env`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.envs.environment import EnvironmentSource
 from penstock.envs.loading import load_task_source
 
 MAIN = ""
-"""Name of the stream that `env.factory` is."""
+"""Name of the stream of `env.factory`."""
 
 
 def load_task_streams(config: EnvConfig, seed: int) -> list[TaskStream]:
-    """Every stream of training tasks; one without a name where none is configured.
+    """Every stream of training tasks; a single unnamed one if none is configured.
 
     Raises:
         ConfigError: If a factory does not resolve, refuses its arguments or returns no task source.
@@ -53,19 +53,19 @@ def load_held_out(config: EnvConfig, seed: int, num_tasks: int) -> list[Task]:
 
 
 def named_tasks(source: TaskSource, name: str, tasks: Iterable[Task]) -> Iterator[Task]:
-    """Tasks of an `EnvironmentSource` carry the name of their stream, by which the episode host finds it."""
+    """Set the name of the stream on tasks of an `EnvironmentSource`, so that the episode host finds its environment."""
     if not isinstance(source, EnvironmentSource):
         return iter(tasks)
     return (replace(task, environment=name) for task in tasks)
 
 
 def stream_factories(config: EnvConfig) -> dict[str, EnvConfig]:
-    """Name -> where its tasks and environments come from; of `env.factory` and every stream."""
+    """Name -> configuration of its tasks and environments, for `env.factory` and every stream."""
     return {MAIN: config} | {name: stream_env(config, stream) for name, stream in config.streams.items()}
 
 
 def stream_env(config: EnvConfig, stream: StreamConfig) -> EnvConfig:
-    """The environment of one stream: the factory's own arguments are inherited, another factory's are not."""
+    """The environment of one stream. It inherits `env.args` only if it has the same factory."""
     if stream.factory is None or stream.factory == config.factory:
         return EnvConfig(factory=config.factory, args={**config.args, **stream.args})
     return EnvConfig(factory=stream.factory, args=stream.args)

@@ -22,7 +22,7 @@ class VllmEngineConfig(BaseModel):
         kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
             `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
         gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and the
-            version that waits there for its swap.
+            staged version that waits for its swap.
         enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
@@ -38,11 +38,11 @@ class VllmEngineConfig(BaseModel):
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
 
     def cache_gib(self, device: Literal["cpu", "gpu", "cuda"]) -> float | None:
-        """KV cache of one engine on `device`, GiB; None where vLLM measures what is left."""
+        """KV cache of one engine on `device`, GiB; None if vLLM computes it from the memory that is left."""
         return CPU_KV_CACHE_GIB if self.kv_cache_gib is None and device == "cpu" else self.kv_cache_gib
 
     def utilization_without(self, staged_bytes: float, device_bytes: float) -> float:
-        """What vLLM may take of a device of `device_bytes` when `staged_bytes` of it are kept for the next version.
+        """The share of a device of `device_bytes` for vLLM when `staged_bytes` of it are reserved for the next version.
 
         Raises:
             ConfigError: If nothing is left.
@@ -68,7 +68,7 @@ class TorchEngineConfig(BaseModel):
         max_num_seqs: Trajectories decoded at once by one engine.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
         deterministic: Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that
-            what a request samples does not depend on its company (docs/concepts/determinism.md). Slower.
+            the tokens of a request do not depend on the rest of its batch (docs/concepts/determinism.md). Slower.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,7 +88,7 @@ EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminat
 
 
 class SamplingConfig(BaseModel):
-    """How the policy samples during training: from all tokens, since the trainer's logprobs are of all of them.
+    """How the policy samples during training: from the whole vocabulary, over which the trainer computes logprobs.
 
     Attributes:
         max_new_tokens: Longest answer, tokens; below `model.max_context_tokens`.
@@ -102,16 +102,16 @@ class SamplingConfig(BaseModel):
 
 
 class RolloutConfig(BaseModel):
-    """The rollout side: engines and sampling.
+    """Engines and sampling.
 
     Attributes:
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
         max_resumes: Interruptions in a row, without a new token between them, that one trajectory survives by resuming
             from its tokens.
-        max_engine_restarts: Times that an engine which was lost, or fenced, is started again; it receives the
-            current version before it serves. Colocated engines are not restarted.
-        routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
+        max_engine_restarts_per_hour: How often within an hour an engine that was lost or fenced is restarted; it
+            receives the current version before it serves. Colocated engines are not restarted.
+        routing: `prefix_aware` keeps the trajectories of a group on one engine while that is not too busy
             (rollout/pool/routing.py); `least_loaded` does not.
         start_timeout_s: Longest wait for all engines to start, seconds.
     """

@@ -1,7 +1,7 @@
 """A `gymnasium.Env` as a multi-turn environment: `env=gymnasium env.args.id=my_package:MyEnv-v0`.
 
-Observations are shown as text: `str(observation)`, or what `render()` returns with `render_mode="ansi"`. The policy
-names an action by a word of `action_names`, or by its number; else the turn is answered with the choices and counted.
+Observations are shown as text: `str(observation)`, or the result of `render()` with `render_mode="ansi"`. The policy
+names an action by a word of `action_names`, or by its number. Any other turn is answered with the choices and counted.
 Install with `pip install 'penstock[envs]'`.
 """
 
@@ -28,16 +28,16 @@ class GymnasiumTasks(GeneratedTasks):
 
     Args:
         seed: Order of the training stream.
-        id: As given to `gymnasium.make`; `module:Name-v0` imports the module first.
+        id: Id for `gymnasium.make`; `module:Name-v0` imports the module first.
         kwargs: Further arguments of `gymnasium.make`.
-        action_names: Word of each action of a discrete space, in order; None names them by number. Without effect on
-            other spaces: a text space gets the turn as it is.
+        action_names: Word of each action of a discrete space, in order; None names them by number. No effect on other
+            spaces: a text space gets the turn as it is.
         instruction: Text before the first observation.
-        chat: Ask in chat messages.
+        chat: Give the prompt as chat messages.
 
     Raises:
         ConfigError: If gymnasium is not installed.
-        ValueError: If it knows no such environment, or the action space is neither discrete nor text.
+        ValueError: If it has no such environment, or the action space is neither discrete nor text.
     """
 
     id: str
@@ -53,7 +53,7 @@ class GymnasiumTasks(GeneratedTasks):
 
     @property
     def name(self) -> str:
-        """What task ids begin with."""
+        """Prefix of the task ids."""
         return f"gymnasium/{self.id}"
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ class GymnasiumTasks(GeneratedTasks):
         return {"prompt": [{"role": "user", "content": text}] if self.chat else text, "seed": seed}
 
     def environment(self) -> Environment:
-        """A fresh environment, not shared with any other episode."""
+        """A new environment, not shared with any other episode."""
         return GymnasiumEpisode(self._make(), self._names)
 
     def _make(self) -> Any:
@@ -105,7 +105,7 @@ class GymnasiumEpisode(Environment):
         return Observation(_as_text(self._played, observation), reward=float(reward))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the gymnasium environment."""
         self._played.close()
 
 
@@ -134,10 +134,10 @@ def _action_names(played: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def checked_words(names: list[str]) -> list[str]:
-    """Names of actions that can be found in a turn and told apart.
+    """Check that names of actions can be found in a turn and told apart.
 
     Raises:
-        ValueError: If a name is not a single word, or two are equal but for case.
+        ValueError: If a name is not a single word, or two names differ only in case.
     """
     for name in names:
         if not _WORD.fullmatch(name):

@@ -1,7 +1,7 @@
 """Every task of reasoning-gym by name, scored by its own verifier: `env=reasoning_gym env.args.dataset=chain_sum`.
 
 Install with `pip install 'penstock[envs]'`. Training rows come from one seed range and held-out rows from another;
-questions that are held out are skipped in training.
+training skips held-out questions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELD_OUT_SEED = 1_000_003
 _FIRST_TRAIN_SEED = 1 << 21
 _EPOCHS_PER_SEED = 1024
 _NUM_EPOCHS = (2**32 - _FIRST_TRAIN_SEED) // ROWS_PER_EPOCH
-"""That many fit: some datasets seed numpy, which takes 32 bits."""
+"""Limited because some datasets seed numpy, which takes 32 bits."""
 _INSTRUCTION = "Give the final answer alone between <answer> and </answer>."
 
 
@@ -33,8 +33,8 @@ class ReasoningGymTasks:
     """Task source over one dataset of reasoning-gym.
 
     Args:
-        seed: Of the training rows. Held-out rows do not depend on it.
-        dataset: Its name there.
+        seed: Seed of the training rows. Held-out rows do not depend on it.
+        dataset: Name of the dataset in reasoning-gym.
         config: Its own settings, e.g. `{min_terms: 2, max_terms: 3}`.
 
     Raises:
@@ -55,17 +55,17 @@ class ReasoningGymTasks:
         self._rows(self.seed, 1)  # settings that do not fit are refused now
 
     def train(self) -> Iterator[Task]:
-        """Endless stream of rows, fresh ones in every epoch."""
+        """Endless stream of rows, with new ones in every epoch."""
         held_out = {row["question"] for row in self._held_out}
         epoch = 0
         while True:
-            fresh = False
+            has_new = False
             rows = self._rows(train_seed(self.seed, epoch), ROWS_PER_EPOCH)
             for index in range(ROWS_PER_EPOCH):
                 if (row := rows[index])["question"] not in held_out:
-                    fresh = True
+                    has_new = True
                     yield self._task(row, f"train/{epoch * ROWS_PER_EPOCH + index}")
-            if not fresh:
+            if not has_new:
                 raise ConfigError(f"env: every row of {self.dataset} is held out: its settings allow too few.")
             epoch += 1
 
@@ -97,7 +97,7 @@ class ReasoningGymTasks:
         return Task(TaskId(f"{self.dataset}/{where}"), prompt, fields)
 
     def gold_response(self, task: Task) -> str:
-        """The answer that reasoning-gym gives; some tasks have several, and for those it may be None."""
+        """The answer that reasoning-gym gives. It may be None for tasks with several answers."""
         return f"<answer>{task.fields['entry']['answer']}</answer>"
 
 
@@ -108,7 +108,7 @@ def train_seed(seed: int, epoch: int) -> int:
 
 @pure
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
-    """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1.
+    """The score of reasoning-gym's verifier for the text between the last answer tags, in 0..1.
 
     Some verifiers evaluate the answer as Python (countdown, puzzle24, n_queens): `reward=reasoning_gym` isolates them.
     """
@@ -121,10 +121,10 @@ def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, 
 def verified(
     score_answer: Callable[[str, dict[str, Any]], float], answer: str, entry: dict[str, Any]
 ) -> dict[str, float]:
-    """Reward of an answer. Some verifiers raise on one that they cannot parse: it is wrong, and counted apart."""
+    """Reward of an answer. Some verifiers raise if they cannot parse it: it is wrong, and counted separately."""
     try:
         return {"reward": float(score_answer(answer, entry)), "verifier_error": 0.0}
-    except Exception:  # noqa: BLE001  what it raises says that the answer is none
+    except Exception:  # noqa: BLE001  an exception means that the answer cannot be parsed
         return {"reward": 0.0, "verifier_error": 1.0}
 
 
@@ -135,7 +135,7 @@ def dataset_names() -> list[str]:
 
 @cache
 def _held_out_rows(dataset: str, config: str) -> list[Any]:
-    """Drawn once in a process, where several sources read them: a row of countdown takes 25 ms."""
+    """Drawn once per process for all sources: a row of countdown takes 25 ms."""
     rows = import_extra("reasoning_gym").create_dataset(
         dataset, seed=HELD_OUT_SEED, size=MAX_HELD_OUT, **json.loads(config)
     )

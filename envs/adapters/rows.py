@@ -1,4 +1,4 @@
-"""Rows of a dataset as single-turn tasks: JSONL, Parquet, a Hugging Face dataset, or what a function of yours returns.
+"""Rows of a dataset as single-turn tasks: JSONL, Parquet, a Hugging Face dataset, or the result of your own function.
 
     env=dataset env.args.path=rows.jsonl env.args.prompt_field=question reward.fn=my_rewards:correct
 
@@ -25,16 +25,15 @@ from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row
 
 @dataclass(eq=False)
 class RowTasks:
-    """Task source over rows. Rows are loaded when the first task is asked for.
+    """Task source over rows. Rows are loaded for the first task.
 
-    A row is held out by a hash of its prompt, a tenth of them, whatever the seed; a prompt that occurs twice is so on
-    one side only.
+    A hash of the prompt holds out a tenth of the rows, for every seed. Equal prompts are always in the same split.
 
     Args:
         seed: Order of the training stream.
         path: A `.jsonl` or `.parquet` file, or the name of a Hugging Face dataset.
         rows: Import path of a function without arguments that returns a list of dicts, instead of `path`.
-        split: Of a Hugging Face dataset.
+        split: Split of a Hugging Face dataset.
         prompt_field: Column of the prompt: text, or chat messages.
         id_field: Column of the task id; None numbers the rows.
         required_fields: Columns that every row must have, e.g. those that the reward takes.
@@ -79,7 +78,7 @@ class RowTasks:
         return first(num_tasks, tasks, f"the held-out part of {self._where}")
 
     def stored(self) -> list[Task]:
-        """All rows, both sides (fingerprint.py)."""
+        """All training and held-out rows (fingerprint.py)."""
         return self._tasks
 
     @property
@@ -121,12 +120,12 @@ class RowTasks:
         """Read all rows.
 
         Raises:
-            ConfigError: If they cannot be had; it says what was looked for.
+            ConfigError: If they cannot be loaded; the message says what was searched.
         """
         if self.rows is not None:
             function = load_object(self.rows, "env.args.rows")
             return list(function() if callable(function) else function)
-        assert self.path is not None, "one of the two"
+        assert self.path is not None, "either path or rows is given"
         path = Path(self.path).expanduser()
         if path.suffix not in (".jsonl", ".parquet"):
             import datasets

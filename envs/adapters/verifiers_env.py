@@ -1,7 +1,7 @@
 """Environments and rubrics of the `verifiers` library: `env=verifiers env.args.id=my_environment reward=episode`.
 
-Such an environment asks the policy itself over the OpenAI API, so it is played as an agent program (agents.py): its own
-rollout runs unchanged against the recording endpoint, then its rubric scores. Install with
+Such an environment calls the policy itself over the OpenAI API, so it is played as an agent program (agents.py): its
+own rollout runs unchanged against the recording endpoint, and then its rubric scores it. Install with
 `pip install 'penstock[envs]'`.
 """
 
@@ -24,27 +24,27 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.import_path import import_extra
-from penstock.envs.tasks.agents import Program, open_client
+from penstock.envs.tasks.agents import AgentProgram, open_client
 from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row_key
 
 _BUDGET_CODES = ("max_turns", "context_length_exceeded")
-"""Of the endpoint's refusals that are the policy's doing: the episode is cut off, and scored as far as it went."""
+"""Error codes of the endpoint for an exhausted budget: the episode is truncated there and then scored."""
 _RAISED: ContextVar[list[str]] = ContextVar("names of the reward functions that raised")
 
 
 class VerifiersTasks:
     """Task source over the dataset of one environment.
 
-    Held out is its evaluation dataset, and training rows with a prompt of that are skipped; without one, a tenth of the
-    rows by a hash of the prompt.
+    Its evaluation dataset is held out, and training skips rows with the same prompts. Without an evaluation dataset, a
+    hash of the prompt holds out a tenth of the rows.
 
     Args:
         seed: Order of the training stream.
-        id: As given to `verifiers.load_environment`: a module with `load_environment`, `-` and `_` alike.
+        id: Id for `verifiers.load_environment`: a module with `load_environment`; `-` and `_` are equivalent.
         kwargs: Arguments of its `load_environment`.
 
     Raises:
-        ConfigError: If verifiers is not installed, or another one than the adapter is for.
+        ConfigError: If verifiers is not installed, or has a version that the adapter does not support.
         ValueError: If the environment does not load, or its rubric scores a group as a whole.
     """
 
@@ -103,13 +103,13 @@ class VerifiersTasks:
             tasks = [self._task(row, "held_out", index) for index, row in enumerate(dataset)]
         return list({row_key({"prompt": task.prompt}): task for task in tasks}.values())
 
-    def _task(self, row: Mapping[str, Any], side: str, index: int) -> Task:
+    def _task(self, row: Mapping[str, Any], split: str, index: int) -> Task:
         fields = {name: value for name, value in row.items() if name != "prompt"}
-        return Task(TaskId(f"{self._id}/{side}/{index}"), row["prompt"], fields)
+        return Task(TaskId(f"{self._id}/{split}/{index}"), row["prompt"], fields)
 
 
-class VerifiersEpisode(Program):
-    """One rollout, scored by the rubric: its sum is the reward, and each function a part of its name."""
+class VerifiersEpisode(AgentProgram):
+    """One rollout, scored by the rubric: the sum is the reward, and each function is a part under its own name."""
 
     def __init__(self, played: Any, loop: SharedLoop) -> None:
         self._played = played
@@ -126,9 +126,9 @@ class VerifiersEpisode(Program):
         async with open_client(access) as client:
             state = await self._played.rollout(row, client, access.model, deepcopy(self._played.sampling_args))
         error = state["error"]
-        # As it may: no error, an empty answer, a tool call that ends it, or a budget.
-        is_the_policys = error is None or isinstance(error, verifiers.ToolError | verifiers.EmptyModelResponseError)
-        if not is_the_policys and getattr(error.__cause__, "code", None) not in _BUDGET_CODES:
+        # A failed tool call, an empty answer and an exhausted budget are results of the policy; other errors are not.
+        is_policy_result = error is None or isinstance(error, verifiers.ToolError | verifiers.EmptyModelResponseError)
+        if not is_policy_result and getattr(error.__cause__, "code", None) not in _BUDGET_CODES:
             raise RuntimeError(f"the rollout ended with {error!r}: {error.__cause__}") from error
         raised: list[str] = []
         _RAISED.set(raised)
@@ -137,9 +137,9 @@ class VerifiersEpisode(Program):
 
 
 class SharedLoop:
-    """The event loop of all rollouts of a process, in a thread of its own that starts with the first.
+    """The event loop of all rollouts of a process, in a separate thread that starts with the first rollout.
 
-    Environments and rubrics keep clients, locks and semaphores on themselves, and these belong to one loop.
+    Environments and rubrics hold clients, locks and semaphores, which belong to one loop.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class SharedLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Done]) -> Done:
-        """Run it there. If this is cancelled, it ends when the coroutine has ended, so a hang is seen."""
+        """Run a coroutine in the shared loop. After a cancellation it waits until the coroutine ends: a hang shows."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -171,9 +171,9 @@ class SharedLoop:
 
 
 def _rubrics(played: Any) -> Iterator[Any]:
-    """The rubrics that hold reward functions, those of groups of rubrics and of environments too."""
-    for member in getattr(played, "envs", ()):
-        yield from _rubrics(member)
+    """All rubrics with reward functions, including those in groups of rubrics and of environments."""
+    for nested in getattr(played, "envs", ()):
+        yield from _rubrics(nested)
     waiting = [played.rubric]
     while waiting:
         rubric = waiting.pop()
@@ -182,7 +182,7 @@ def _rubrics(played: Any) -> Iterator[Any]:
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; it is noted if it raises, which verifiers turns into 0."""
+    """The same function, which records its exceptions, since verifiers turns them into 0."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _load(name: str, kwargs: dict[str, Any]) -> Any:
             "`load_environment` whose dependencies agree with ours. Install it: pip install 'penstock[envs]'."
         )
     datasets.disable_progress_bars()
-    # Environments take over SIGINT and SIGTERM of the whole process; they are the run's.
+    # Environments replace the process's handlers of SIGINT and SIGTERM, which belong to the run: restore them.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         played = verifiers.load_environment(name, **kwargs)
@@ -215,5 +215,5 @@ def _load(name: str, kwargs: dict[str, Any]) -> Any:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    played.set_interleaved_rollouts(False)  # a request of prime-rl's servers; the endpoint keeps the tokens anyway
+    played.set_interleaved_rollouts(False)  # this mode is for prime-rl's servers; our endpoint records the tokens
     return played

@@ -1,4 +1,4 @@
-"""Bodies of answers, whole or as chunks of a stream, in the form of the OpenAI API."""
+"""Bodies of answers, whole or as chunks of a stream, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Json = dict[str, Any]
 
 
 class Writer:
-    """The answer to one request; tool calls are held back until they are complete."""
+    """Writes the answer to one request. In a stream, tool calls are held back until they are complete."""
 
-    def __init__(self, asked: ChatRequest) -> None:
-        self._asked = asked
-        self._is_chat = asked.messages is not None
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        self._is_chat = request.messages is not None
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._said = self._thought = self._held = ""
+        self._sent = self._thought = self._held = ""
         self._has_begun = False
 
     def whole(self, answer: Answer) -> Json:
         """The body of an answer that is not streamed."""
-        content, calls = split_answer(self._asked, answer.text)
+        content, calls = split_answer(self._request, answer.text)
         choice: Json = {"index": 0, "finish_reason": "tool_calls" if calls else answer.finish_reason}
         if self._is_chat:
             message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
@@ -40,35 +40,35 @@ class Writer:
         return self._body("", [{**choice, "logprobs": self._logprobs(answer.tokens)}], answer)
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
-        """What a piece of a stream lets be said."""
+        """The chunks for a piece of a stream."""
         if piece.reasoning:
             self._thought += piece.reasoning
             yield self._chunk("", delta={"reasoning_content": piece.reasoning})
         text = self._held + piece.text
-        said = text[: _end_of_text(text)] if self._asked.tools else text
-        self._held = text[len(said) :]
-        if said or piece.tokens:
-            yield self._chunk(said, logprobs=self._logprobs(piece.tokens))
+        ready = text[: _end_of_text(text)] if self._request.tools else text
+        self._held = text[len(ready) :]
+        if ready or piece.tokens:
+            yield self._chunk(ready, logprobs=self._logprobs(piece.tokens))
 
     def last_chunks(self, answer: Answer) -> Iterator[Json]:
-        """What is left to say at the end of a stream."""
-        calls = split_answer(self._asked, answer.text)[1]
+        """The remaining chunks at the end of a stream."""
+        calls = split_answer(self._request, answer.text)[1]
         thought = (answer.reasoning or "").removeprefix(self._thought)
         if thought:
             yield self._chunk("", delta={"reasoning_content": thought})
-        rest = "" if calls else answer.text.removeprefix(self._said)
+        rest = "" if calls else answer.text.removeprefix(self._sent)
         if rest:
             yield self._chunk(rest)
         for index, call in enumerate(_tool_calls(calls)):
             yield self._chunk("", delta={"tool_calls": [{"index": index, **call}]})
         yield self._chunk("", delta={}, finish_reason="tool_calls" if calls else answer.finish_reason)
-        if self._asked.wants_usage:
+        if self._request.wants_usage:
             yield self._body(".chunk", [], answer)
 
     def _chunk(
         self, text: str, *, delta: Json | None = None, finish_reason: str | None = None, logprobs: Json | None = None
     ) -> Json:
-        self._said += text
+        self._sent += text
         choice: Json = {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs}
         if self._is_chat:
             role = {} if self._has_begun else {"role": "assistant"}
@@ -79,7 +79,7 @@ class Writer:
         return self._body(".chunk", [choice], None)
 
     def _body(self, suffix: str, choices: list[Json], answer: Answer | None) -> Json:
-        """With the usage, if it is that of the whole answer."""
+        """The common fields, with the token usage if the whole answer is given."""
         body: Json = {
             "id": self._id,
             "object": f"chat.completion{suffix}" if self._is_chat else "text_completion",
@@ -94,12 +94,12 @@ class Writer:
                 "completion_tokens": answer.num_tokens,
                 "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
             }
-        elif self._asked.wants_usage:
+        elif self._request.wants_usage:
             body["usage"] = None
         return body
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
-        if not self._asked.wants_logprobs or not tokens:
+        if not self._request.wants_logprobs or not tokens:
             return None
         if self._is_chat:
             return {
@@ -118,7 +118,7 @@ class Writer:
 
 
 def _end_of_text(text: str) -> int:
-    """Where a tool call begins, or may begin with what comes next."""
+    """Position where a tool call begins, or where an incomplete opening tag begins."""
     begins = text.find(CALL_OPENING)
     return begins if begins >= 0 else len(text) - num_begun(text, [CALL_OPENING])
 

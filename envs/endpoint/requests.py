@@ -1,4 +1,4 @@
-"""Bodies of requests, checked: what is asked, or a refusal that names the parameter, in the form of the OpenAI API."""
+"""Parses and checks bodies of requests; a refusal names the parameter, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 MODEL = "policy"
-"""The one model there is."""
+"""Name of the only model."""
 MAX_STOPS = 4
 _OFF: dict[str, tuple[object, ...]] = {
     "n": (1,),
@@ -33,7 +33,7 @@ _OFF: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Parameters that would change what is sampled, or its form, and the values besides null that do not."""
+"""Parameters that would change the sampled tokens or their format, with their neutral values other than null."""
 _WITHOUT_MEANING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _IGNORED = ("temperature", "top_p", "seed")
 
@@ -43,13 +43,13 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: For people.
+        message: Human-readable message.
         code: Machine-readable reason.
-        param: The parameter it is about.
+        param: The parameter that caused it.
         kind: `type` in the body.
 
     Attributes:
-        body: Of the answer, in the form of the API.
+        body: Body of the answer, in the format of the API.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def too_many_turns(max_turns: int) -> ApiError:
-    """429: the episode has had all its turns."""
+    """429: the episode has used all its turns."""
     message = f"This session has had its {max_turns} answers (env.episode.max_turns)."
     return ApiError(429, message, kind="insufficient_quota", code="max_turns")
 
 
 def check_model(name: str) -> None:
-    """There is one model.
+    """Check the name of the model.
 
     Raises:
-        ApiError: 404, if it is another.
+        ApiError: 404, for an unknown model.
     """
     if name != MODEL:
         message = (
@@ -97,8 +97,8 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Said(NamedTuple):
-    """One chat message. Space around the text is no difference."""
+class ChatMessage(NamedTuple):
+    """One chat message, with its text stripped for comparisons."""
 
     role: str
     content: str
@@ -111,14 +111,14 @@ class ChatRequest:
     """One request.
 
     Attributes:
-        messages: Of chat; None for a plain completion.
-        prompt: Of a plain completion.
-        tools: Each as JSON text with sorted keys.
-        max_tokens: The caller's limit.
+        messages: Messages of a chat; None for a plain completion.
+        prompt: Prompt of a plain completion.
+        tools: Tools, each as JSON text with sorted keys.
+        max_tokens: Limit of the caller.
         ignored: Parameters that have no effect.
     """
 
-    messages: tuple[Said, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
     prompt: str = ""
     tools: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -130,7 +130,7 @@ class ChatRequest:
 
     @property
     def param(self) -> str:
-        """Where the text is, for errors."""
+        """Name of the parameter with the text, for errors."""
         return "prompt" if self.messages is None else "messages"
 
 
@@ -170,7 +170,7 @@ class _Function(_Part):
     arguments: str
 
     def call(self) -> Call:
-        """With its arguments in a form that can be compared; what is no JSON stays as it is."""
+        """The call with normalized arguments, for comparisons; text that is not JSON is unchanged."""
         try:
             return Call(self.name, json.dumps(json.loads(self.arguments), sort_keys=True))
         except (ValueError, RecursionError):
@@ -196,16 +196,16 @@ class _Message(BaseModel):
 
     @model_validator(mode="after")
     def _nothing_else(self) -> Self:
-        """Clients send back what an answer had, with its empty fields."""
+        """Refuse unknown fields, except empty ones: clients send answers back with all their fields."""
         unknown = [name for name, value in (self.model_extra or {}).items() if value not in (None, [], {})]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not supported")
         return self
 
-    def said(self) -> Said:
+    def to_chat_message(self) -> ChatMessage:
         role = "system" if self.role == "developer" else self.role
         calls = tuple(one.function.call() for one in self.tool_calls or ())
-        return Said(role, self.content.strip(), calls, (self.reasoning_content or "").strip())
+        return ChatMessage(role, self.content.strip(), calls, (self.reasoning_content or "").strip())
 
 
 class _ToolFunction(_Part):
@@ -235,8 +235,8 @@ class _Body(_Part):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = None
 
-    def asked(self) -> ChatRequest:
-        """What both kinds of request have."""
+    def to_request(self) -> ChatRequest:
+        """The fields common to both kinds of request."""
         check_model(self.model)
         return ChatRequest(
             max_tokens=self.max_tokens,
@@ -260,13 +260,13 @@ class _Completion(_Body):
 
 
 def parse_chat(body: object) -> ChatRequest:
-    """A body of `/v1/chat/completions`.
+    """Parse a body of `/v1/chat/completions`.
 
     Raises:
-        ApiError: 400 with the parameter, or 404 for another model.
+        ApiError: 400 with the parameter, or 404 for an unknown model.
     """
     chat = _validated(_Chat, body)
-    asked = chat.asked()
+    common = chat.to_request()
     if chat.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's: there is nothing to answer", "messages")
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
@@ -276,23 +276,23 @@ def parse_chat(body: object) -> ChatRequest:
     ]
     strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
     return replace(
-        asked,
-        messages=tuple(message.said() for message in chat.messages),
+        common,
+        messages=tuple(message.to_chat_message() for message in chat.messages),
         tools=tuple(tools),
         max_tokens=min(limits, default=None),
         wants_logprobs=bool(chat.logprobs),
-        ignored=asked.ignored + strict,
+        ignored=common.ignored + strict,
     )
 
 
 def parse_completion(body: object) -> ChatRequest:
-    """A body of `/v1/completions`.
+    """Parse a body of `/v1/completions`.
 
     Raises:
-        ApiError: 400 with the parameter, or 404 for another model.
+        ApiError: 400 with the parameter, or 404 for an unknown model.
     """
     completion = _validated(_Completion, body)
-    return replace(completion.asked(), prompt=completion.prompt, wants_logprobs=completion.logprobs is not None)
+    return replace(completion.to_request(), prompt=completion.prompt, wants_logprobs=completion.logprobs is not None)
 
 
 _Kind = TypeVar("_Kind", bound=_Body)

@@ -1,4 +1,4 @@
-"""Agent programs answered without a model: by a script (`penstock env check`), or by a person (`penstock env play`)."""
+"""Answers agent programs without a model: by a script (`penstock env check`), or by a person (`penstock env play`)."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.config import EnvConfig
-from penstock.envs.endpoint.message_history import Part
+from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 
-Say = Callable[[Part], Awaitable[str | None]]
-"""The next answer to what is new; None if there is none left."""
+Say = Callable[[NewContent], Awaitable[str | None]]
+"""Returns the answer to the new messages; None if there is no answer left."""
 
 
 class ScriptedPolicy:
-    """Answers in words: a word counts as a token.
+    """Answers from `say`; a word counts as a token.
 
     Attributes:
-        num_answers: Given so far.
-        is_over: It was asked once more than it had answers.
+        num_answers: Answers given so far.
+        is_over: A request came after the last answer.
     """
 
     def __init__(self, say: Say) -> None:
@@ -30,23 +30,23 @@ class ScriptedPolicy:
         self.is_over = False
         self._say = say
 
-    async def answer(self, part: Part, exchange: Exchange) -> Answer:
-        """Say the next answer.
+    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
+        """Give the next answer.
 
         Raises:
-            ApiError: 429, if there is none.
+            ApiError: 429, if there is no answer left.
         """
-        text = await self._say(part)
+        text = await self._say(content)
         if text is None:
             self.is_over = True
             raise too_many_turns(self.num_answers)
         self.num_answers += 1
         exchange.say(Piece(text))
-        return Answer(text, text, "stop", len(str(part).split()), len(text.split()))
+        return Answer(text, text, "stop", len(str(content).split()), len(text.split()))
 
 
 async def play_program(config: EnvConfig, played: PlayedEpisode, name: str, say: Say) -> EpisodeReply:
-    """Let a program play to its end; one that went on asking may end as it likes, as in training.
+    """Run a program to its end. If it continues after the last answer, its errors are ignored, as in training.
 
     Raises:
         TrajectoryError: kind `env`, if it fails.

@@ -1,12 +1,12 @@
-"""The recording endpoint: an HTTP server whose every session is one dialogue with the policy. Beside them it answers
-plain questions with a key of the run's own.
+"""The recording endpoint: an HTTP server in which every session is one conversation with the policy. It also answers
+plain questions, with a separate key of the run.
 
     POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/policy
     Authorization: Bearer KEY, of a session or of the run
 
 Runs in the event loop of the run. Consumes: requests. Waits for: a body, at most `BODY_TIMEOUT_S`; the session's
-policy. Unblocked by: the client; the end of the turn or of the session. A client that goes away ends its handler only:
-the turn is sampled to its end, for the request may be repeated.
+policy. Unblocked by: the client; the end of the turn or of the session. If a client disconnects, only its handler ends:
+the turn is sampled to its end, because the client may repeat the request.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from penstock.envs.endpoint.session import Exchange, Questions, Session
 BODY_TIMEOUT_S = 30.0
 MAX_REQUEST_BYTES = 4 << 20
 _SHUTDOWN_S = 1.0
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  only to say where such a server is found
+# A server that listens on all addresses is reached at the loopback address.
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """Serves sessions. It starts with the first one; close it.
+    """Serves sessions. It starts with the first session; the owner closes it.
 
     Args:
-        config: Where it listens.
-        timeout_s: Longest time that a session may be silent, seconds.
+        config: Its address.
+        timeout_s: Longest wait for the next request of a session, seconds.
     """
 
     def __init__(self, config: EndpointConfig, timeout_s: float) -> None:
@@ -61,10 +62,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, name: str) -> AsyncIterator[Session]:
-        """One session; its key is forgotten at the end.
+        """Open a session; its key is invalid afterwards.
 
         Raises:
-            ConfigError: If the address cannot be listened on.
+            ConfigError: If it cannot listen on the address.
         """
         await self._serve()
         serial = next(self._serial)
@@ -79,7 +80,7 @@ class Endpoint:
         """Answer plain questions from now on.
 
         Raises:
-            ConfigError: If the address cannot be listened on.
+            ConfigError: If it cannot listen on the address.
         """
         await self._serve()
         self._questions = questions
@@ -118,7 +119,7 @@ class Endpoint:
             await runner.cleanup()
             raise ConfigError(f"env.endpoint: cannot listen on {host} port {port}: {error.strerror}.") from error
         self._runner = runner
-        self._base_url = f"http://{_EVERYWHERE.get(host, host)}:{runner.addresses[0][1]}/v1"
+        self._base_url = f"http://{_LOOPBACK.get(host, host)}:{runner.addresses[0][1]}/v1"
 
     def _session(self, request: web.Request) -> Session | Questions:
         scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
@@ -133,20 +134,20 @@ class Endpoint:
     async def _complete(self, request: web.Request, parse: Callable[[object], ChatRequest]) -> web.StreamResponse:
         session = self._session(request)
         try:
-            asked = parse(await _read_json(request))
-            exchange = session.ask(asked)
+            chat_request = parse(await _read_json(request))
+            exchange = session.submit(chat_request)
         except (ApiError, web.HTTPException):
             session.refused()
             raise
-        headers = {"x-penstock-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
-        if asked.is_stream:
+        headers = {"x-penstock-ignored": ", ".join(chat_request.ignored)} if chat_request.ignored else {}
+        if chat_request.is_stream:
             return await _stream(request, exchange, headers)
         try:
             answer = await exchange.result()
         except ApiError:
             exchange.was_delivered = True
             raise
-        response = web.json_response(Writer(asked).whole(answer), headers=headers)
+        response = web.json_response(Writer(chat_request).whole(answer), headers=headers)
         await response.prepare(request)
         await response.write_eof()
         exchange.was_delivered = True
@@ -163,8 +164,8 @@ class Endpoint:
 
 
 async def _stream(request: web.Request, exchange: Exchange, headers: dict[str, str]) -> web.StreamResponse:
-    """Server-sent events; a refusal before the first of them is a plain error."""
-    pieces, writer = exchange.pieces(), Writer(exchange.asked)
+    """Stream server-sent events; a refusal before the first event is a plain error."""
+    pieces, writer = exchange.pieces(), Writer(exchange.request)
     first = await anext(pieces, None)
     if first is None and exchange.error is not None:
         exchange.was_delivered = True
@@ -211,7 +212,7 @@ def _model_card() -> Json:
 
 @web.middleware
 async def _in_api_form(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Every refusal has the API's form, those of aiohttp as well; a retry would change nothing."""
+    """Convert every refusal, including aiohttp's own, to the API's format, and tell clients not to retry."""
     try:
         return await handler(request)
     except ApiError as refused:

@@ -1,10 +1,10 @@
 """One session: the requests of one program, answered one after the other by a policy.
 
-    thinking --a request--> answering --its end--> thinking --the program's end--> closed
+    waiting --a request--> answering --the answer--> waiting --the program's end--> closed
 
-Consumes: requests. Waits for: the next request or the program's end, while thinking; the policy, while answering.
-Unblocked by: the server, the program; the policy. Who waits for an answer is unblocked by it, by a refusal, or by the
-session's end, which refuses what is open.
+Consumes: requests. Waits for: the next request or the program's end, while waiting; the policy, while answering.
+Unblocked by: the server, the program; the policy. A caller that waits for an answer is unblocked by the answer, by a
+refusal, or by the end of the session, which refuses open requests.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.envs.workers.episode_child import EpisodeReply
 
 MAX_QUESTIONS = 1024
 _LATE_S = 1.0
-"""By how much a wait is late in a loop that stood still, seconds; less is ordinary load."""
-FEWEST_CHARACTERS = 16
-"""Of a key: shorter ones can be guessed."""
+"""A wait that is later than this shows that the event loop stood still; less is ordinary load. Seconds."""
+MIN_KEY_CHARACTERS = 16
+"""Shorter keys can be guessed."""
 
 
 class SampledToken(NamedTuple):
@@ -38,7 +38,7 @@ class SampledToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a stream says at a time."""
+    """One piece of a streamed answer."""
 
     text: str
     tokens: tuple[SampledToken, ...] = ()
@@ -50,11 +50,11 @@ class Answer:
     """One answered turn.
 
     Attributes:
-        text: As it is delivered: without special tokens, cut before a stop text; of chat, without reasoning.
-        sampled_text: Of all sampled tokens that were kept.
-        tokens: They, if logprobs were requested.
-        version: Newest policy version that sampled one.
-        reasoning: Text between the marks of `env.reasoning`; None where answers are not split.
+        text: Delivered text: without special tokens, cut before a stop text; in a chat, without reasoning.
+        sampled_text: Text of all sampled tokens that were kept.
+        tokens: Sampled tokens, if the request wants logprobs.
+        version: Newest policy version that sampled a token.
+        reasoning: Text between the marks of `env.reasoning`; None if answers are not split.
     """
 
     text: str
@@ -68,23 +68,23 @@ class Answer:
 
 
 class Policy(Protocol):
-    """What answers a session, or questions."""
+    """Answers the requests of a session, or plain questions."""
 
     async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
         """Answer one turn.
 
         Raises:
-            ApiError: If it cannot be; the session goes on without it.
-            PenstockError: If nobody can answer any more.
+            ApiError: If this request cannot be answered; the session continues.
+            PenstockError: If no further request can be answered.
         """
         ...
 
 
 class Exchange:
-    """A request and what becomes of it; any number of readers may follow it, from its beginning.
+    """A request and its answer. Any number of readers may follow it from its beginning.
 
     Attributes:
-        was_delivered: Somebody got the whole answer, or the refusal.
+        was_delivered: A client has received the whole answer, or the refusal.
     """
 
     def __init__(self, request: ChatRequest) -> None:
@@ -113,10 +113,10 @@ class Exchange:
         self._wake()
 
     async def result(self) -> Answer:
-        """Wait for the end.
+        """Wait for the answer.
 
         Raises:
-            ApiError: If it was refused.
+            ApiError: If the request was refused.
         """
         while not self.is_over:
             await self._news.wait()
@@ -126,7 +126,7 @@ class Exchange:
         return self.answer
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces there are and will be; then `result` is at once there."""
+        """All pieces, past and future. After the last one, `result` does not wait."""
         index = 0
         while True:
             while index < len(self._pieces):
@@ -145,14 +145,14 @@ class Session:
     """One program's access to the policy.
 
     Args:
-        name: For messages.
-        serial: Its place in the table of the server.
-        base_url: Of the server.
-        timeout_s: Longest time between two answers, without that of the policy; seconds. Refused requests do not
-            extend it, so a program that goes on after its budget ends.
+        name: Name in messages.
+        serial: Key in the server's table of sessions.
+        base_url: Address of the server.
+        timeout_s: Longest time between two answers, not counting the policy's time, seconds. Refused requests do not
+            extend it, so a program that continues after its budget is ended.
 
     Attributes:
-        access: What the program has to know.
+        access: Address and key for the program.
         counts: Requests, refused ones, and those with a parameter that had no effect.
     """
 
@@ -172,17 +172,17 @@ class Session:
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     def submit(self, request: ChatRequest) -> Exchange:
-        """Hand in a request, or find the one that it repeats because its answer did not arrive.
+        """Submit a request. If it repeats the last one, whose answer was not delivered, return that exchange.
 
         Raises:
-            ApiError: If another one is being answered.
+            ApiError: If another request is being answered.
         """
         last = self._last
         if last is not None and not last.was_delivered and last.request == request:
             return last
         if last is not None and not last.is_over:
             raise bad_request(
-                "Another request of this session is being answered. A session is one dialogue: wait for it.",
+                "Another request of this session is being answered. A session is one conversation: wait for it.",
                 code="concurrent_request",
             )
         self.counts["requests"] += 1
@@ -199,20 +199,20 @@ class Session:
         return {name: float(count) for name, count in self.counts.items()}
 
     def refused(self) -> None:
-        """Count a request that was not handed in."""
+        """Count a request that was not submitted."""
         self.counts["requests"] += 1
         self.counts["refused"] += 1
 
     async def serve(self, program: Coroutine[Any, Any, EpisodeReply], policy: Policy) -> EpisodeReply:
-        """Run a program to its end, and answer it meanwhile.
+        """Run a program to its end, and answer its requests.
 
         Args:
-            program: Runs it; cancelled if it is not over.
-            policy: What answers.
+            program: Runs the program; cancelled if this method raises.
+            policy: Answers the requests.
 
         Raises:
-            TrajectoryError: kind `env`, if the program fails, or gets no answer and does not end for `timeout_s`; and
-                what the policy raises.
+            TrajectoryError: kind `env`, if the program fails, or gets no answer and does not end for `timeout_s`.
+                Errors of the policy propagate.
         """
         loop, running = asyncio.get_running_loop(), asyncio.ensure_future(program)
         incoming: asyncio.Task[Exchange] | None = None
@@ -244,7 +244,7 @@ class Session:
             await asyncio.gather(*pending, return_exceptions=True)
 
     def close(self) -> None:
-        """Refuse what is open and what comes."""
+        """Refuse open and future requests."""
         self._is_closed = True
         if self._last is not None and not self._last.is_over:
             self._last.refuse(_session_ended())
@@ -264,21 +264,21 @@ class Session:
 
 
 class Questions:
-    """As a `Session` for the server, but each request stands for itself: plain questions to the policy, of a judge for
-    example. No dialogue, nothing is recorded or trained.
+    """Answers plain questions to the policy, of a judge for example. The server uses it like a `Session`, but the
+    requests are independent: they form no conversation, and nothing is recorded or trained.
 
     Consumes: requests with the key of the run. Waits for: the policy. Unblocked by: its answer, or the end of the run.
-    Any number of questions up to `MAX_QUESTIONS` are answered at the same time, each on its own.
+    Up to `MAX_QUESTIONS` questions are answered concurrently.
     """
 
     def __init__(self, key: str, policy: Policy) -> None:
-        """Answer whoever has `key`.
+        """Answer requests with `key`.
 
         Raises:
-            ValueError: If it is too short.
+            ValueError: If the key is too short.
         """
-        if len(key) < FEWEST_CHARACTERS:
-            raise ValueError(f"the key has {len(key)} characters, expected at least {FEWEST_CHARACTERS}")
+        if len(key) < MIN_KEY_CHARACTERS:
+            raise ValueError(f"the key has {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}")
         self._key = key.encode()
         self._policy = policy
         self._answering: set[asyncio.Task[None]] = set()
@@ -288,10 +288,10 @@ class Questions:
         return hmac.compare_digest(self._key, key.encode())
 
     def submit(self, request: ChatRequest) -> Exchange:
-        """Begin to answer.
+        """Begin to answer a question.
 
         Raises:
-            ApiError: If too many are being answered.
+            ApiError: If too many questions are being answered.
         """
         if len(self._answering) >= MAX_QUESTIONS:
             message = f"{MAX_QUESTIONS} questions are being answered. Ask again when some are."
@@ -303,10 +303,10 @@ class Questions:
         return exchange
 
     def refused(self) -> None:
-        """Nobody counts."""
+        """Questions are not counted."""
 
     async def close(self) -> None:
-        """Refuse what is open."""
+        """Refuse open questions."""
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -324,6 +324,6 @@ class Questions:
 
 
 def _session_ended() -> ApiError:
-    """500: it ended under the request."""
+    """500: the session ended during the request."""
     message = "The session ended before the request was answered."
     return ApiError(500, message, kind="server_error", code="session_ended")

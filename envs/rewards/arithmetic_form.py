@@ -1,8 +1,8 @@
-"""A preference for the RLHF chain (docs/algorithms.md): a reader who does not add wants to follow a sum to its answer.
+"""A preference for the RLHF chain (docs/algorithms.md): worked sums whose steps lead to the answer are preferred.
 
-`follows_its_steps`: every step takes the next column and the carry of the step before, and the answer is read from the
-steps. Whether `7+5+0=12` is true is not asked, so a small reward model can learn it. `MixedWriters` are whom the chain
-starts from: most of them give the answer alone, which nobody can follow.
+`follows_its_steps` checks that every step takes the next column and the carry of the previous step, and that the answer
+is read from the steps. It does not check whether `7+5+0=12` is true, so a small reward model can learn it. The chain
+starts from the answers of `MixedWriters`, most of which have no steps.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem
 
 
 class MixedWriters(ArithmeticTasks):
-    """Column sums of several writers: `47+85=` is answered `7+5+0=12;4+8+1=13;132` by some and `132` by the others.
+    """Column sums of several writers: some answer `47+85=` with `7+5+0=12;4+8+1=13;132` and the others with `132`.
 
-    A hash of the prompt says who answers, on both sides of the split and for every seed; a prompt does not show it, so
-    who learns from them answers in both ways.
+    A hash of the prompt decides the writer, in both splits and for every seed. The prompt does not show the writer, so
+    a policy that learns from these answers mixes both styles.
 
     Args:
-        seed: As of `ArithmeticTasks`.
+        seed: As in `ArithmeticTasks`.
         brief_share: Share of the prompts that are answered without steps; in [0, 1].
-        args: Those of `ArithmeticTasks`.
+        args: Arguments of `ArithmeticTasks`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -38,7 +38,7 @@ class MixedWriters(ArithmeticTasks):
         self._brief_share = brief_share
 
     def gold_response(self, task: Task) -> str:
-        """The right answer, with its steps or alone."""
+        """The correct answer, with or without its steps."""
         worked = super().gold_response(task)
         digest = blake2b(f"arithmetic/writer/{task.prompt}".encode(), digest_size=8).digest()
         is_brief = int.from_bytes(digest, "big") < self._brief_share * 2**64
@@ -54,7 +54,7 @@ def follows_its_steps(trajectory: Trajectory, **_: object) -> float:
 
 
 def is_consistent(problem: Problem, response: str) -> bool:
-    """Whether `response` copies the columns of a sum, hands on its own carries and reads the answer from its steps."""
+    """Whether `response` copies the columns of a sum, propagates its carries and takes the answer from its steps."""
     left, right = str(problem.left), str(problem.right)
     width = max(len(left), len(right))
     columns = zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True)

@@ -1,4 +1,4 @@
-"""One reward from several: weighted, clipped, added up, each recorded on its own."""
+"""One reward from several parts: a weighted sum of clipped values, with each value recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.dataflow.trajectory import Trajectory, is_thread_reward
 from penstock.envs.contract import RewardFunction
 from penstock.envs.reward_result import Reply, to_reply
-from penstock.envs.workers.reward_cache import LastUsed, seen_key
+from penstock.envs.workers.reward_cache import LruCache, cache_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class WeightedPart:
 class WeightedSum:
     """`Σ weight_i · clip_i(value_i)`.
 
-    A part that fails fails the whole: a reward without one of its parts would be another reward.
+    If a part fails, the sum fails: without that part it would be a different reward.
 
     Args:
         parts: Name -> reward.
-        cache_entries: Results to remember of each pure part, where others are not pure: the sum as a whole is not
-            remembered then.
+        cache_entries: Results to cache for each pure part if other parts are not pure, so that the sum cannot be
+            cached.
 
     Raises:
         ValueError: If a part is called `reward` or `thread`.
@@ -47,24 +47,24 @@ class WeightedSum:
 
     def __init__(self, parts: Mapping[str, WeightedPart], *, cache_entries: int = 0) -> None:
         if "reward" in parts:
-            raise ValueError("a part called 'reward' could not be told from the sum in what is recorded. Rename it.")
+            raise ValueError("a part named 'reward' could not be told apart from the recorded sum. Rename it.")
         if "thread" in parts:
-            raise ValueError("a part called 'thread' could not be told from the rewards of threads. Rename it.")
+            raise ValueError("a part named 'thread' could not be told apart from the rewards of threads. Rename it.")
         self.parts = parts
         self.is_async = any(is_async_function(part.function) for part in parts.values())
         self.is_pure = all(is_pure_function(part.function) for part in parts.values())
-        self._known: dict[str, LastUsed[object]] = {name: LastUsed(cache_entries) for name in parts}
+        self._caches: dict[str, LruCache[object]] = {name: LruCache(cache_entries) for name in parts}
 
     def __call__(
         self, trajectory: Trajectory, **fields: Any
     ) -> dict[str, float] | Coroutine[Any, Any, dict[str, float]]:
-        """The reward and its parts; they have to be awaited if a part is asynchronous."""
+        """The reward and its parts; awaitable if a part is asynchronous."""
         if self.is_async:
             return self._gather(trajectory, fields)
         return self._combine({name: self._returned(name, trajectory, fields) for name in self.parts})
 
     async def _gather(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, float]:
-        """Asynchronous parts run at the same time, after the synchronous ones. The first that fails ends the others."""
+        """Run the synchronous parts, then the asynchronous ones concurrently. The first failure cancels the others."""
         names = sorted(self.parts, key=lambda name: is_async_function(self.parts[name].function))
         returned = {name: self._returned(name, trajectory, fields) for name in names}
         try:
@@ -79,22 +79,22 @@ class WeightedSum:
         return self._combine({**returned, **{name: task.result() for name, task in waiting.items()}})
 
     def _returned(self, name: str, trajectory: Trajectory, fields: Mapping[str, Any]) -> object:
-        """What a part returns, which may have to be awaited, or is remembered; what it raises is not remembered."""
+        """The value of a part, possibly awaitable or cached. Exceptions are not cached."""
         function = self.parts[name].function
-        is_kept = not self.is_pure and is_pure_function(function) and not is_async_function(function)
-        key = seen_key(trajectory, fields) if is_kept else None
-        if key is not None and (known := self._known[name].get(key)) is not None:
-            return known
+        is_cached = not self.is_pure and is_pure_function(function) and not is_async_function(function)
+        key = cache_key(trajectory, fields) if is_cached else None
+        if key is not None and (cached := self._caches[name].get(key)) is not None:
+            return cached
         returned = function(trajectory, **fields)
         if key is not None:
-            self._known[name].put(key, returned)
+            self._caches[name].put(key, returned)
         return returned
 
     def _combine(self, returned: Mapping[str, object]) -> dict[str, float]:
         """The reward and the value of each part, before clipping and weighting.
 
         Raises:
-            ValueError: If a part returned no number, with its name.
+            ValueError: If a part did not return a number; the message names the part.
         """
         recorded: dict[str, float] = {}
         contributions, replies = [], {}
@@ -109,7 +109,7 @@ class WeightedSum:
         return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies)}
 
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
-        """The same sum for each thread that a part gives a reward of its own; other parts give theirs to all."""
+        """The sum for each thread that has a reward of its own in a part; the other parts contribute their reward."""
         found: dict[str, float] = {}
         for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_reward(name)}):
             values = {name: reply["parts"].get(thread, reply["reward"]) for name, reply in replies.items()}
@@ -126,7 +126,7 @@ def calls_of(
 ) -> Iterator[tuple[str, RewardFunction, Mapping[str, Any]]]:
     """The calls that score one trajectory of a task with these fields, so that they can be checked before a run.
 
-    Of each: where the configuration names the function, the function, and what it gets besides the trajectory.
+    Each is (configuration key of the function, function, its keyword arguments).
     """
     if isinstance(function, WeightedSum):
         for name, part in function.parts.items():
@@ -138,7 +138,7 @@ def calls_of(
 
 
 def is_async_function(function: RewardFunction) -> bool:
-    """Does a call return an awaitable?"""
+    """Whether a call returns an awaitable."""
     if isinstance(function, partial):
         return is_async_function(function.func)
     if isinstance(function, WeightedSum):
@@ -148,7 +148,7 @@ def is_async_function(function: RewardFunction) -> bool:
 
 
 def is_pure_function(function: RewardFunction) -> bool:
-    """Was it declared pure (contract.pure)?"""
+    """Whether it was declared pure (contract.pure)."""
     return (
         is_pure_function(function.func) if isinstance(function, partial) else bool(getattr(function, "is_pure", False))
     )

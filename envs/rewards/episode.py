@@ -1,4 +1,4 @@
-"""The reward that an environment gave, as a reward function: `reward=episode`."""
+"""The reward of the environment as a reward function: `reward=episode`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def episode_reward(trajectory: Trajectory, **_: object) -> dict[str, float]:
     """Sum of the rewards of an episode's turns, with its named parts.
 
     Raises:
-        ValueError: If the task has no environment, or it was an agent program that said no reward.
+        ValueError: If the task has no environment, or its agent program returned no reward.
     """
     episode = trajectory.episode
     if episode is None:

@@ -23,7 +23,7 @@ def contains(trajectory: Trajectory, *, text: str, **_: Any) -> float:
 def matches(trajectory: Trajectory, *, pattern: str, **_: Any) -> float:
     """1 if the regular expression `pattern` matches the whole response (the dot matches newlines), else 0.
 
-    A pattern that backtracks without end runs into `reward.timeout_s`.
+    A pattern that backtracks endlessly is ended by `reward.timeout_s`.
     """
     return float(re.fullmatch(pattern, trajectory.response, re.DOTALL) is not None)
 
@@ -39,11 +39,11 @@ def json_valid(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = Non
     """1 if the last fenced block, or else the whole response, is JSON that satisfies `schema`, else 0.
 
     Args:
-        trajectory: Its response is judged.
-        schema: JSON Schema (2020-12 unless it says otherwise); None takes any JSON.
+        trajectory: Its response is checked.
+        schema: JSON Schema (2020-12 unless it names another version); None accepts any JSON.
 
     Raises:
-        jsonschema.SchemaError: If the schema itself is wrong: the task's fault, not the response's.
+        jsonschema.SchemaError: If the schema is invalid, which is an error of the task, not of the response.
     """
     blocks = FENCED_BLOCK.findall(trajectory.response)
     try:
@@ -74,7 +74,7 @@ def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: 
 
     Args:
         trajectory: Its sampled tokens are counted.
-        max_tokens: From here on the penalty is whole.
+        max_tokens: From this length on the penalty is −1.
         buffer_tokens: Length of the slope, tokens; 0 < buffer <= max.
 
     Raises:
@@ -87,5 +87,5 @@ def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: 
 
 
 def finished(trajectory: Trajectory, **_: Any) -> float:
-    """1 if the answer ended by itself, 0 if it was cut at the length limit."""
+    """1 if the response ended by itself, 0 if it was truncated at the length limit."""
     return float(trajectory.finish_reason == "stop")

@@ -1,4 +1,4 @@
-"""A reward that another service computes: the trajectory goes there as JSON, a number or named numbers come back."""
+"""A reward that an HTTP service computes: it gets the trajectory as JSON and returns a number or named numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.envs.http_client import JsonClient, ServiceError, bearer
 from penstock.envs.retrying import RetryConfig
 from penstock.envs.reward_result import to_reply
 
-_PATIENCE = 0.95
-"""Share of `reward.timeout_s` for all tries of a call: it must end with its own reason, not with a time-out."""
+_TIMEOUT_SHARE = 0.95
+"""Share of `reward.timeout_s` for all attempts of a call, so that it fails with its own cause before the time-out."""
 
 
 class HttpConfig(RetryConfig):
-    """Where the service is.
+    """The service.
 
     Attributes:
         url: Its address.
         key_variable: Environment variable of the reward workers with the key that is sent as `Authorization: Bearer`;
             None sends none.
-        request_timeout_s: Longest time for one try, seconds.
-        max_requests_per_s: Of each reward worker, tries included; None is unbounded.
+        request_timeout_s: Longest time for one attempt, seconds.
+        max_requests_per_s: Attempts per second of each reward worker; None is unlimited.
     """
 
     url: str = Field(pattern=r"^https?://")
@@ -35,30 +35,30 @@ class HttpConfig(RetryConfig):
 
 
 class RewardServiceError(Exception):
-    """The service gave no reward, so there is none: not 0."""
+    """The service returned no reward, so the trajectory has none (not 0)."""
 
 
 class HttpReward:
-    """The reward that a service answers with: a number, or an object of numbers as a reward function's dict.
+    """The reward that a service returns: a number, or an object of numbers like the dict of a reward function.
 
     Args:
-        config: Where it is.
+        config: The service.
         context: Limits of a call.
 
     Raises:
-        ConfigError: If its key is not set, or a call cannot end in time.
+        ConfigError: If its key is not set, or a call cannot finish in time.
     """
 
     def __init__(self, config: HttpConfig, context: RewardContext) -> None:
-        self._patience_s = _PATIENCE * context.timeout_s
-        if config.request_timeout_s > self._patience_s:
+        self._total_timeout_s = _TIMEOUT_SHARE * context.timeout_s
+        if config.request_timeout_s > self._total_timeout_s:
             raise ConfigError(
                 f"reward request_timeout_s={config.request_timeout_s:g} with reward.timeout_s="
-                f"{context.timeout_s:g}: a call would end before its first try does. Set reward.timeout_s to "
-                "several tries and their waits."
+                f"{context.timeout_s:g}: a call would end before its first attempt does. Set reward.timeout_s to "
+                "several attempts and their waits."
             )
         interval_s = 0.0 if config.max_requests_per_s is None else 1 / config.max_requests_per_s
-        if context.max_concurrency * interval_s > self._patience_s:
+        if context.max_concurrency * interval_s > self._total_timeout_s:
             raise ConfigError(
                 f"reward max_requests_per_s={config.max_requests_per_s:g} with reward.max_concurrency="
                 f"{context.max_concurrency}: the last of them would be sent after "
@@ -87,24 +87,24 @@ class HttpReward:
         return cls(HttpConfig.model_validate(args), context)
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        """Ask for the reward of one trajectory.
+        """Request the reward of one trajectory.
 
         Raises:
             RewardServiceError: If there is no usable answer.
         """
-        reply = to_reply(await self._ask(encode_trajectory(trajectory, fields)), "the service answered")
+        reply = to_reply(await self._post_json(encode_trajectory(trajectory, fields)), "the service answered")
         if "error" in reply:
             raise RewardServiceError(reply["error"])
         return {**reply["parts"], "reward": reply["reward"]}
 
-    async def _ask(self, body: object) -> Any:
-        """Post a body; the decoded reply.
+    async def _post_json(self, body: object) -> Any:
+        """Post a body; return the decoded reply.
 
         Raises:
             RewardServiceError: If there is no usable answer.
         """
         try:
-            return await self._client.post(self._url, body, self._request_timeout_s, self._patience_s)
+            return await self._client.post(self._url, body, self._request_timeout_s, self._total_timeout_s)
         except (TypeError, ValueError) as error:
             raise RewardServiceError(f"the task cannot be sent to {self._url} as JSON: {error}") from error
         except ServiceError as error:
@@ -116,8 +116,8 @@ class HttpReward:
 
 
 def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[str, Any]:
-    """What a service is sent: plain data, if the fields are."""
-    said = ("response", "reasoning", "observation", "finish_reason", "thread")
+    """The trajectory as plain data, if the fields are plain data."""
+    turn_fields = ("response", "reasoning", "observation", "finish_reason", "thread")
     turns = [] if trajectory.episode is None else trajectory.episode.turns
     return {
         "task_id": trajectory.task_id,
@@ -127,6 +127,6 @@ def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[st
         "reasoning": trajectory.reasoning,
         "finish_reason": trajectory.finish_reason,
         "num_tokens": trajectory.num_sampled_tokens,
-        "turns": [{name: getattr(turn, name) for name in said} for turn in turns],
+        "turns": [{name: getattr(turn, name) for name in turn_fields} for turn in turns],
         "episode_reward": None if trajectory.episode is None else trajectory.episode.reward,
     }

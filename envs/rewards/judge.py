@@ -1,4 +1,4 @@
-"""A language model as a judge, behind any server that speaks the OpenAI chat API: it gets a rubric and says a score."""
+"""A language model as a judge, behind any server with the OpenAI chat API: it gets a rubric and returns a score."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pydantic import Field, field_validator, model_validator
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import RewardContext
 from penstock.envs.rewards.http_reward import HttpConfig, HttpReward, RewardServiceError
-from penstock.envs.workers.reward_cache import LastUsed
+from penstock.envs.workers.reward_cache import LruCache
 
 _MAX_SHOWN_CHARACTERS = 300
 
 
 class JudgeConfig(HttpConfig):
-    """Who judges, and how.
+    """The judge, its question and its scale.
 
     Attributes:
         url: Base URL of the API, e.g. `http://localhost:8000/v1`.
-        model: Its name there.
+        model: Name of the model in the API.
         template: The question; `{prompt}`, `{response}` and fields of the task are filled in, `{{` is a brace.
         pattern: Regular expression with one group, the score; its last match in the answer counts.
-        json_key: The answer holds a JSON object with the score under this key, instead of `pattern`.
+        json_key: Key of the score in a JSON object in the answer, instead of `pattern`.
         lowest: Score that becomes reward 0.
         highest: Score that becomes reward 1.
-        max_questions: Times a question is asked until its answer holds a score in that range.
-        cache_entries: Judgements that are remembered by their question in each reward worker.
-        request: Further parameters of a request.
+        max_questions: Attempts to get an answer with a score in that range.
+        cache_entries: Scores that each reward worker caches by their question.
+        request: Further parameters of each request.
     """
 
     model: str
@@ -59,7 +59,7 @@ class JudgeConfig(HttpConfig):
         try:
             num_groups = 1 if pattern is None else re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"it is no regular expression: {error}") from error
+            raise ValueError(f"it is not a regular expression: {error}") from error
         if num_groups != 1:
             raise ValueError(f"it has {num_groups} groups, expected 1, the score; (?:...) groups without counting")
         return pattern
@@ -74,7 +74,7 @@ class JudgeConfig(HttpConfig):
 
 
 def names_in(template: str) -> list[str]:
-    """Names that a template has between braces, without their attributes and indices.
+    """Field names in a template, without their attributes and indices.
 
     Raises:
         ValueError: If a brace is not closed, or a name is missing.
@@ -83,18 +83,18 @@ def names_in(template: str) -> list[str]:
     plain = [re.split(r"[.\[]", name)[0] for name in names]
     strange = [name for name in plain if not name.isidentifier()]
     if strange:
-        raise ValueError(f"{{{strange[0]}}} names no field; a brace that is text is written twice")
+        raise ValueError(f"{{{strange[0]}}} is not the name of a field; write a literal brace twice")
     return plain
 
 
 class JudgeReward(HttpReward):
     """The judge's score between `lowest` and `highest`, as a reward between 0 and 1.
 
-    An answer without a score in that range, or one that was cut off, is asked for again, with a word on what was wrong;
-    after `max_questions` the call fails. It is never scored 0. Equal questions are asked once.
+    If an answer has no score in that range, or was truncated, the question is repeated with the reason. After
+    `max_questions` attempts the call fails; it never returns 0. Equal questions are sent once.
 
     Args:
-        config: Who judges, and how.
+        config: The judge, its question and its scale.
         context: Limits of a call.
     """
 
@@ -102,9 +102,9 @@ class JudgeReward(HttpReward):
         super().__init__(config, context)
         self._config = config
         self._url = f"{config.url.rstrip('/')}/chat/completions"
-        self._known: LastUsed[dict[str, float]] = LastUsed(config.cache_entries)
-        self._asking: dict[str, asyncio.Task[dict[str, float]]] = {}
-        # What `penstock train` checks the fields of the tasks against, before anything starts.
+        self._cache: LruCache[dict[str, float]] = LruCache(config.cache_entries)
+        self._pending: dict[str, asyncio.Task[dict[str, float]]] = {}
+        # Before a run, `penstock train` checks the fields of the tasks against this signature.
         names = sorted(set(names_in(config.template)) - {"prompt", "response"})
         fields = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
         trajectory, others = Parameter("trajectory", Parameter.POSITIONAL_ONLY), Parameter("_", Parameter.VAR_KEYWORD)
@@ -121,18 +121,18 @@ class JudgeReward(HttpReward):
         return cls(JudgeConfig.model_validate(args), context)
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        """Judge a response: `reward`, the judge's `score`, and how many answers had none.
+        """Judge a response: `reward`, the judge's `score`, and the number of answers without a score.
 
         Raises:
-            RewardServiceError: If the judge cannot be asked, or says no score.
+            RewardServiceError: If the judge cannot be reached, or returns no score.
         """
         question = self._question(trajectory, fields)
-        if (known := self._known.get(question)) is not None:
-            return known
-        if question not in self._asking:
-            self._asking[question] = asyncio.create_task(self._judge(question))
-            self._asking[question].add_done_callback(lambda done: self._remember(question, done))
-        return await asyncio.shield(self._asking[question])  # others may wait for it, too
+        if (cached := self._cache.get(question)) is not None:
+            return cached
+        if question not in self._pending:
+            self._pending[question] = asyncio.create_task(self._judge(question))
+            self._pending[question].add_done_callback(lambda done: self._remember(question, done))
+        return await asyncio.shield(self._pending[question])  # other calls may wait for it too
 
     def _question(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> str:
         shown = {**fields, "prompt": trajectory.prompt, "response": trajectory.response}
@@ -143,22 +143,22 @@ class JudgeReward(HttpReward):
             raise RewardServiceError(problem) from error
 
     def _remember(self, question: str, judging: asyncio.Task[dict[str, float]]) -> None:
-        """A judgement, but no failure."""
-        del self._asking[question]
+        """Cache the score, unless the question failed."""
+        del self._pending[question]
         if not judging.cancelled() and judging.exception() is None:
-            self._known.put(question, judging.result())
+            self._cache.put(question, judging.result())
 
     async def _judge(self, question: str) -> dict[str, float]:
-        config, asked, answer, problem = self._config, question, "", ""
+        config, content, answer, problem = self._config, question, "", ""
         for num_unscored in range(config.max_questions):
-            messages = [{"role": "user", "content": asked}]
-            reply = await self._ask({**config.request, "model": config.model, "messages": messages})
+            messages = [{"role": "user", "content": content}]
+            reply = await self._post_json({**config.request, "model": config.model, "messages": messages})
             answer, problem = read_answer(reply)
             score, problem = (None, problem) if problem else find_score(answer, config)
             if score is not None:
                 reward = (score - config.lowest) / (config.highest - config.lowest)
                 return {"reward": reward, "score": score, "unscored_answers": float(num_unscored)}
-            asked = f"{question}\n\n(An answer could not be used: {problem}. Keep exactly to the form asked for.)"
+            content = f"{question}\n\n(An answer could not be used: {problem}. Keep exactly to the form asked for.)"
         raise RewardServiceError(
             f"{self._url}: the judge gave no score in {config.max_questions} answers: {problem}. The last ended in "
             f"{answer[-_MAX_SHOWN_CHARACTERS:]!r}"
@@ -166,10 +166,10 @@ class JudgeReward(HttpReward):
 
 
 def read_answer(reply: Any) -> tuple[str, str]:
-    """What the judge said, and what is wrong with it: cut off at its limit, or empty.
+    """The judge's text, and what is wrong with it: truncated, or empty; else an empty string.
 
     Raises:
-        RewardServiceError: If it is no answer of the chat API.
+        RewardServiceError: If the reply is not one of the chat API.
     """
     try:
         choice = reply["choices"][0]
@@ -200,7 +200,7 @@ def find_score(answer: str, config: JudgeConfig) -> tuple[float | None, str]:
     try:
         score = float(value)
     except (TypeError, ValueError):
-        return None, f"{value!r:.60} is no number"
+        return None, f"{value!r:.60} is not a number"
     if not config.lowest <= score <= config.highest:
         return None, f"{score:g} is outside {config.lowest:g}..{config.highest:g}"
     return score, ""

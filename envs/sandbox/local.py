@@ -1,8 +1,8 @@
 """The sandbox on this machine: a pool of sandboxes, started ahead, one for each answer.
 
 Consumes: the programs of an answer. Waits for: a slot, then the sandbox's first byte, then a result for each program.
-Unblocked by: an answer before it that ends; the sandbox's start or end; the program's end or first limit, which the
-runner inside finds, or, should that fail, the wall clock out here. A cancelled call ends its sandbox.
+Unblocked by: an earlier answer that ends; the sandbox's start or end; the program's exit or first limit, which the
+runner in the sandbox detects, or, if that fails, the wall-clock limit here. A cancelled call ends its sandbox.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.envs.sandbox.contract import (
     SandboxUnavailableError,
 )
 from penstock.envs.workers import process_tree
-from penstock.envs.workers.permission_hints import JAILED_VARIABLE
+from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
@@ -55,13 +55,13 @@ for name, _ in modules:
     del sys.modules[name]
 module.main(connection, *sys.argv[2:])
 """
-"""What the interpreter in a sandbox is started with: it reads the runner's code and runs it."""
+"""The program of the interpreter in a sandbox: it reads the runner's code and runs it."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What the host allows.
+    """Whether the host can isolate programs.
 
     Attributes:
         problem: Why programs do not run in namespaces of their own; empty if they do.
@@ -80,15 +80,15 @@ class Isolation:
 class IsolatedRunner:
     """One started runner (runner.py), in a sandbox or, without isolation, in a folder of its own.
 
-    It is started ahead, serves the programs of one answer, and is thrown away. The thread that starts it must outlive
-    it: with that thread it dies.
+    It is started ahead, serves the programs of one answer, and is used once. The thread that starts it must outlive it:
+    the runner dies with that thread.
 
-    Invariant: no process of it is alive, and no file of it is left, soon after `end`.
+    Invariant: soon after `end`, none of its processes is alive and none of its files is left.
 
     Args:
         config: The section `sandbox`.
-        max_disk_mib: Size of its working directory, MiB; without isolation there is no such limit.
-        isolate: Whether in a sandbox.
+        max_disk_mib: Size of its working directory, MiB; not enforced without isolation.
+        isolate: Whether to start it in a sandbox.
 
     Raises:
         OSError: If it cannot be started.
@@ -125,14 +125,14 @@ class IsolatedRunner:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; who waits for its first byte hears why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; the wait for its first byte reports why
             self.connection.sendall(_runner_code())
 
     def wait_until_ready(self) -> None:
-        """Wait until it could run a program. Blocking; a start takes some tens of milliseconds.
+        """Wait until it can run a program. Blocks; a start takes some tens of milliseconds.
 
         Raises:
-            OSError: If it does not start, with what it said.
+            OSError: If it does not start, with its last line of output.
         """
         self.connection.settimeout(_START_TIMEOUT_S)
         try:
@@ -143,7 +143,7 @@ class IsolatedRunner:
             raise OSError(self.why_it_ended())
 
     async def run(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
-        """Run programs one after the other; the first that hits a limit is the last.
+        """Run programs one after the other; skip the rest after a program that hits a limit.
 
         Raises:
             OSError, EOFError, TimeoutError, ValueError: If the sandbox fails.
@@ -162,22 +162,22 @@ class IsolatedRunner:
         return results
 
     def why_it_ended(self) -> str:
-        """The last line that it said, after it has ended."""
+        """The last line of its standard error; kills it if it has not ended."""
         self._process.kill()
         assert self._process.stderr is not None
-        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-        return next(reversed(said), f"it ended with exit code {self._process.wait()}, and said nothing")
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return next(reversed(lines), f"it ended with exit code {self._process.wait()} and no output")
 
     def end(self) -> None:
-        """Kill it with all that runs in it; a call that waits for its result fails at once."""
+        """Kill it and all its processes; a call that waits for its result fails at once."""
         if self._writer is None:
             self.connection.close()
-        else:  # closing the socket itself would take it from the event loop, whose reader would hear of no end
+        else:  # closing the socket itself would remove it from the event loop, and its reader would wait forever
             self._writer.transport.abort()
         if self.is_isolated:
             self._process.kill()
         else:
-            self._process.send_signal(signal.SIGSTOP)  # so that it starts no more
+            self._process.send_signal(signal.SIGSTOP)  # so that it starts no further processes
             process_tree.kill_descendants(self._process.pid)
             self._process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -188,14 +188,14 @@ class IsolatedRunner:
 
 @contextlib.contextmanager
 def _ahead_of_programs() -> Iterator[None]:
-    """A runner that root starts in here is scheduled before the programs that it watches, whatever they start.
+    """Give a runner that root starts here real-time priority over the programs that it watches.
 
-    The kernel counts no processes of root's, so a program that only forks ends when the runner has seen it: among
-    thousands of processes it would wait for minutes for its turn. A program gives the priority up (runner.py).
+    The kernel does not limit the number of root's processes, so only the runner can stop a fork bomb, and among
+    thousands of processes it would wait minutes to be scheduled. Programs give up the priority (runner.py).
     """
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     if os.geteuid() == 0:
-        with contextlib.suppress(PermissionError):  # root of a container often may not: no limit but the watcher
+        with contextlib.suppress(PermissionError):  # root of a container often lacks this permission
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     try:
         yield
@@ -204,7 +204,7 @@ def _ahead_of_programs() -> Iterator[None]:
 
 
 def _readable(content: bytes) -> BinaryIO:
-    """A file that holds it, small enough for a pipe."""
+    """A pipe from which `content`, which must fit into it, can be read."""
     reader, writer = os.pipe()
     os.write(writer, content)
     os.close(writer)
@@ -213,17 +213,17 @@ def _readable(content: bytes) -> BinaryIO:
 
 @functools.cache
 def _runner_code() -> bytes:
-    """The runner and what it imports, compiled: no file of ours has to be visible, and none is compiled again."""
-    packages = ("penstock", "penstock.envs", "penstock.envs.workers")  # of which nothing else is there
+    """The runner and its imports, compiled once: no source file has to be visible in the sandbox."""
+    packages = ("penstock", "penstock.envs", "penstock.envs.workers")  # empty except for the modules below
     sources = dict.fromkeys(packages, "")
     sources |= {module.__name__: inspect.getsource(module) for module in (process_tree, runner_module)}
     return marshal.dumps([(name, compile(source, f"<{name}>", "exec")) for name, source in sources.items()])
 
 
 def _to_frame(program: Program, limits: Limits, *, is_isolated: bool) -> bytes:
-    """A job as the runner reads it."""
+    """Encode a job for the runner."""
     bpf = None
-    if not is_isolated:  # in a sandbox bwrap has installed it
+    if not is_isolated:  # in a sandbox, bwrap has installed the filter
         with contextlib.suppress(OSError):
             bpf = syscall_filter()
     return marshal.dumps(
@@ -237,14 +237,14 @@ async def _read_result(reader: asyncio.StreamReader, limits: Limits) -> SandboxR
     outcome, exit_code, wall_s, *lengths, detail = line.decode().rstrip("\n").split(" ", 5)
     num_out, num_error = map(int, lengths)
     if outcome not in get_args(Outcome) or max(num_out, num_error) > limits.max_output_kib << 10:
-        raise ValueError(f"the runner said {line!r:.200}")
+        raise ValueError(f"the runner sent {line!r:.200}")
     texts = [(await reader.readexactly(length)).decode("utf-8", "replace") for length in (num_out, num_error)]
     exited = int(exit_code) if outcome == "exited" else None
     return SandboxResult(cast("Outcome", outcome), exited, texts[0], texts[1], float(wall_s), detail)
 
 
 def try_isolation(config: SandboxConfig) -> Isolation:
-    """Start a sandbox, to see what the host allows."""
+    """Start a sandbox to find out whether the host allows isolation."""
     try:
         isolated_runner = IsolatedRunner(config, config.limits.max_disk_mib, isolate=True)
         try:
@@ -257,7 +257,7 @@ def try_isolation(config: SandboxConfig) -> Isolation:
 
 
 def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
-    """Refuse or warn where there is no isolation.
+    """Refuse or warn if there is no isolation.
 
     Raises:
         ConfigError: If `allow_unisolated` is off.
@@ -265,8 +265,8 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
     if isolation.is_isolated:
         return
     problem = isolation.problem
-    if JAILED_VARIABLE in os.environ:
-        problem = "isolation is strict, and a sandbox makes none inside: use isolation=process or sandbox=remote"
+    if ISOLATION_VARIABLE in os.environ:
+        problem = "isolation is strict, and sandboxes cannot be nested: use isolation=process or sandbox=remote"
     if not config.allow_unisolated:
         raise ConfigError(
             [
@@ -280,13 +280,13 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
 
 
 class LocalSandbox:
-    """Runs programs on this machine, each answer's in a sandbox of their own. Use it from one event loop.
+    """Runs programs on this machine, those of each answer in a sandbox of their own. Use it from one event loop.
 
-    Sandboxes are started ahead: as many as have been in use at the same time.
+    As many sandboxes are started ahead as have been in use concurrently.
 
     Args:
         config: The section `sandbox`.
-        isolate: False does not even try to isolate; for tests and comparisons.
+        isolate: False does not try to isolate; for tests and comparisons.
     """
 
     def __init__(self, config: SandboxConfig, *, isolate: bool = True) -> None:
@@ -300,10 +300,10 @@ class LocalSandbox:
         self._is_closed = False
 
     async def start(self) -> Isolation:
-        """Find out which isolation there is.
+        """Find out whether programs can be isolated.
 
         Raises:
-            ConfigError: If the host allows none and `allow_unisolated` is off.
+            ConfigError: If the host allows no isolation and `allow_unisolated` is off.
             SandboxUnavailableError: If it has been closed.
         """
         if self._is_closed:
@@ -337,20 +337,20 @@ class LocalSandbox:
         raise SandboxUnavailableError(f"sandbox: a sandbox failed, {_MAX_ATTEMPTS} times in a row: {problem}")
 
     async def close(self) -> None:
-        """End every program that runs."""
+        """End all running programs."""
         self._is_closed = True
         for isolated_runner in [*self._spare, *self._busy]:
             isolated_runner.end()
         self._spare.clear()
 
     def _take(self, max_disk_mib: int, *, isolate: bool) -> IsolatedRunner:
-        """A sandbox that has been started, most often some time ago; and start as many as may be needed next."""
+        """Return a started sandbox, and start as many as may be needed next."""
         while self._spare and self._spare[0].max_disk_mib != max_disk_mib:
             self._spare.popleft().end()
         taken = self._spare.popleft() if self._spare else IsolatedRunner(self._config, max_disk_mib, isolate=isolate)
         self._busy.add(taken)
         self._most_busy = max(self._most_busy, len(self._busy))
-        # Those after it are not needed now: a machine that cannot start them at the moment takes nothing from this one.
+        # The spare sandboxes are not needed yet, so a failure to start them now is no failure of this call.
         with contextlib.suppress(OSError):
             while len(self._spare) < self._most_busy:
                 self._spare.append(IsolatedRunner(self._config, max_disk_mib, isolate=isolate))

@@ -1,4 +1,4 @@
-"""From the section `sandbox` to a sandbox."""
+"""Builds the sandbox of the configuration section `sandbox`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from penstock.envs.sandbox.remote import RemoteSandbox
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """The sandbox that the configuration names. It starts with the first program and is closed by its user."""
+    """The sandbox that the configuration names. It starts with the first program; the caller closes it."""
     return LocalSandbox(config) if config.remote is None else RemoteSandbox(config.remote, config.num_slots)
 
 
 def check_sandbox(config: SandboxConfig) -> None:
-    """Find out before the run whether programs may run here.
+    """Check before the run whether programs may run here.
 
     Raises:
         ConfigError: If the host allows no isolation and `allow_unisolated` is off.

@@ -1,4 +1,4 @@
-"""A sandbox on another machine, over HTTP: `POST {url}/run` with a job, answered by a result (see service.py)."""
+"""A sandbox on another machine, over HTTP: `POST {url}/run` with a job returns a result (see service.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RemoteSandbox:
         except RefusalError as error:
             raise SandboxUnavailableError(f"{where} refused a job: {error}") from error
         except TypeError as error:
-            raise SandboxUnavailableError(f"{where} answered something else than a result: {error}") from error
+            raise SandboxUnavailableError(f"{where} answered something other than a result: {error}") from error
 
     async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
         """Run the programs of one answer, each in a sandbox of its own. See `Sandbox.run_in_turn`."""

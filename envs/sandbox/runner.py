@@ -1,17 +1,17 @@
-"""The first process of a sandbox: it runs the programs of one answer, one after the other, and ends with all they
-started.
+"""The first process of a sandbox: it runs the programs of one answer one after the other, and kills everything that
+they started.
 
     python -I -S -B -c BOOT RUNNER FOLDERS MODE     its code comes over the socket (local.py)
 
-Consumes jobs from its socket, which is its standard input; waits for a program's end, its output, or a limit; is
-unblocked by the first of them, or by the socket being closed, upon which it ends. It never learns what a program ought
-to print: who judges is outside.
+Consumes jobs from its socket, which is its standard input. Waits for: a program's exit, its output, or a limit.
+Unblocked by: the first of them, or the socket being closed, upon which it ends. It never learns the expected output of
+a program; the judge runs outside.
 
-The first byte that it writes says that it is ready. A job is a `marshal`ed dict. The answer is a line of text, `OUTCOME
-EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a sandbox it is process 1:
-nobody in it can kill it, or, as it is not dumpable, look into it.
+The first byte that it writes means that it is ready. A job is a `marshal`ed dict. The answer is a line of text,
+`OUTCOME EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a sandbox it is
+process 1, so no process of the sandbox can kill it; it is not dumpable, so none can read its memory.
 
-Every check starts this module in a new interpreter, so what programs seldom need is imported where it is needed.
+Every check starts this module in a new interpreter, so modules that programs seldom need are imported lazily.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import time
 
 from penstock.envs.workers import process_tree
 
-TYPE_CHECKING = False  # that of `typing` takes as long to import as the interpreter takes to start
+TYPE_CHECKING = False  # importing `typing` takes as long as starting the interpreter
 if TYPE_CHECKING:
     from typing import Any, BinaryIO, NoReturn
 
 SOURCE = "program.py"
-"""What a program is called in its own traceback."""
+"""Name of a program in its own traceback."""
 MAX_OPEN_FILES = 256
-"""Said in docs/guides/sandbox.md; pipes and sockets hold memory that no process shows."""
+"""Documented in docs/guides/sandbox.md. Pipes and sockets hold memory that no process accounts for."""
 _CONNECTION = 0
-_LOOK_EVERY_S = 0.02
+_CHECK_EVERY_S = 0.02
 _CHUNK = 65536
 _MAX_FILES = 4096
 _OWN_TASKS = 1
 _USUAL_MODULES = {"collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string", "typing"}
 _CANNOT_START = 127
-# A program may have put others in the places of the streams of the beginning.
+# A program may have replaced `sys.stdout` and `sys.stderr`, so both the current and the original streams are flushed.
 _FLUSHES = [lambda name=name: getattr(sys, name).flush() for name in ("stdout", "stderr", "__stdout__", "__stderr__")]
 
 
@@ -51,15 +51,15 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
     """Serve jobs until the socket closes.
 
     Args:
-        connection: The socket, to read from.
-        folders: Of installed packages, which programs may import; separated as in PATH.
+        connection: The socket, opened for reading.
+        folders: Folders of installed packages, which programs may import; separated as in PATH.
         mode: `1` in a sandbox, `0` without isolation.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_isolated = mode == "1"
     os.environ.pop("PWD", None)  # bwrap sets it
     sys.path += folders.split(os.pathsep)
-    site.setquit()  # `exit()`, `quit()` and `help()`, which an interpreter that is started without `site` has not
+    site.setquit()  # `exit()`, `quit()` and `help()`, which an interpreter that is started without `site` lacks
     site.sethelper()
     if is_isolated:
         process_tree.set_dumpable(0)
@@ -69,10 +69,11 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
     folder = os.getcwd()
     while (job := _receive(connection)) is not None:
         for name in _USUAL_MODULES & set((job["code"] or "").replace(",", " ").split()):
-            __import__(name)  # the programs of an answer are most often one code: imported here, it is so for all
-        gc.freeze()  # what is there before a program is not searched for garbage at its end: 1 of 20 ms of a check
+            __import__(name)  # imported before the fork, once for all programs of the answer, which often share code
+        # Objects that exist before a program are not searched for garbage when it ends: saves 1 of 20 ms of a check.
+        gc.freeze()
         reply = _Run(job, folder, is_isolated=is_isolated).run()
-        if reply is None:  # the client has left
+        if reply is None:  # the client has disconnected
             break
         with open(_CONNECTION, "wb", closefd=False) as writer:
             writer.write(reply)
@@ -84,14 +85,14 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
 
 def _receive(connection: BinaryIO) -> dict[str, Any] | None:
     try:
-        job: dict[str, Any] = marshal.load(connection)  # noqa: S302  from outside the sandbox, whom it can trust
+        job: dict[str, Any] = marshal.load(connection)  # noqa: S302  written by our own process outside the sandbox
     except EOFError:
         return None
     return job
 
 
 def _empty(folder: str) -> None:
-    """Remove what a program left in it, whatever rights that has: its owner is this user."""
+    """Remove the files that a program left, whatever their permissions: their owner is this user."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             os.chmod(entry.path, 0o700)
@@ -102,7 +103,7 @@ def _empty(folder: str) -> None:
 
 
 class _Run:
-    """Runs and watches one program. Invariant: whatever way `run` ends, no other process of the sandbox is alive."""
+    """Runs and watches one program. Invariant: however `run` ends, no other process of the sandbox is alive then."""
 
     def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool) -> None:
         self._job = job
@@ -116,7 +117,7 @@ class _Run:
         self._unsent = memoryview(job["stdin"])
 
     def run(self) -> bytes | None:
-        """Run the program to its end or first limit; None if the client left."""
+        """Run the program until it exits or hits a limit; None if the client disconnected."""
         for name, content in self._job["files"].items():
             path = os.path.join(self._folder, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -144,7 +145,7 @@ class _Run:
             exit_code = self._end(pid)
         if ended is None:
             return None
-        for fd in self._output:  # what is in the pipes still, whose writers are dead
+        for fd in self._output:  # the rest of the pipes, whose writers are dead
             self._read(fd)
             os.close(fd)
         outcome, detail = ended
@@ -157,19 +158,19 @@ class _Run:
         return line.encode() + b"".join(texts)
 
     def _watch(self, pid: int, stdin: int, deadline: float) -> tuple[str, str] | None:
-        """Wait for the end; None if the client left."""
-        end = os.pidfd_open(pid)
-        self._poll.register(end, select.POLLIN)
-        next_look = time.monotonic() + _LOOK_EVERY_S
+        """Wait until the program exits or hits a limit; None if the client disconnected."""
+        exited = os.pidfd_open(pid)
+        self._poll.register(exited, select.POLLIN)
+        next_check = time.monotonic() + _CHECK_EVERY_S
         while True:
-            events = dict(self._poll.poll(max(0.0, next_look - time.monotonic()) * 1000))
+            events = dict(self._poll.poll(max(0.0, next_check - time.monotonic()) * 1000))
             now = time.monotonic()
             for fd in self._open & events.keys():
                 self._read(fd)
             if sum(map(len, self._output.values())) > self._max_output:
                 return "output", f"more than {self._max_output} bytes of output"
-            if end in events:
-                os.close(end)
+            if exited in events:
+                os.close(exited)
                 return "exited", ""
             if _CONNECTION in events:
                 return None
@@ -177,33 +178,33 @@ class _Run:
                 self._feed(stdin)
             if now >= deadline:
                 return "wall_clock", f"more than {self._limits['wall_s']:g} s"
-            if now >= next_look:
+            if now >= next_check:
                 if over := self._over_a_limit():
                     return over
-                next_look = min(now + _LOOK_EVERY_S, deadline)
+                next_check = min(now + _CHECK_EVERY_S, deadline)
 
     def _over_a_limit(self) -> tuple[str, str] | None:
         limits = self._limits
-        members = process_tree.all_others() if self._is_isolated else process_tree.descendants(os.getpid())
-        num_tasks, cpu_s, memory_bytes = process_tree.measure(members)
-        # First, since the proportional memory of the thousands that a fork bomb has soon takes too long to find.
+        pids = process_tree.all_others() if self._is_isolated else process_tree.descendants(os.getpid())
+        num_tasks, cpu_s, memory_bytes = process_tree.measure(pids)
+        # Checked first: a fork bomb soon has thousands of processes, whose proportional memory takes long to sum.
         if num_tasks > limits["max_processes"]:
             return "processes", f"{num_tasks} processes and threads, more than {limits['max_processes']}"
         most = limits["memory_mib"] << 20
-        if memory_bytes > most:  # perhaps only because shared pages count more than once
-            memory_bytes = process_tree.proportional_memory_bytes(members)
+        if memory_bytes > most:  # perhaps only because shared pages count once per process
+            memory_bytes = process_tree.proportional_memory_bytes(pids)
             if memory_bytes > most:
                 return "memory", f"{memory_bytes >> 20} MiB, more than {limits['memory_mib']} MiB"
         if cpu_s > limits["cpu_s"]:
             return "cpu_time", f"more than {limits['cpu_s']:g} s of processor time"
-        if self._is_isolated:  # each costs the kernel a KiB that neither processes nor the size of the folder show
+        if self._is_isolated:  # each file costs the kernel 1 KiB, which neither processes nor the folder account for
             files = os.statvfs(self._folder)
             if files.f_files - files.f_ffree > _MAX_FILES:
                 return "memory", f"more than {_MAX_FILES} files"
         return None
 
     def _read(self, fd: int) -> None:
-        """Take what is in the pipe, until it is more than the limit allows."""
+        """Read the pipe until it is empty or the output exceeds the limit."""
         found = self._output[fd]
         try:
             while fd in self._open and len(found) <= self._max_output:
@@ -227,10 +228,10 @@ class _Run:
             os.close(stdin)
 
     def _end(self, pid: int) -> int:
-        """Kill all that is left; the exit code of the program."""
+        """Kill all remaining processes; returns the exit code of the program."""
         if self._is_isolated:
             try:
-                os.kill(-1, signal.SIGKILL)  # everyone in this pid namespace but its first process
+                os.kill(-1, signal.SIGKILL)  # all processes of this pid namespace except its first one
             except ProcessLookupError:
                 pass
         else:
@@ -240,11 +241,11 @@ class _Run:
         return os.waitstatus_to_exitcode(status)
 
     def _become_program(self, standard: tuple[int, int, int]) -> NoReturn:
-        """In the forked process: take the standard streams and the limits of the program, and run it."""
+        """In the forked process: set the standard streams and the limits of the program, and run it."""
         argv: list[str] = self._job["argv"]
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # only the runner goes first (local.py)
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # only the runner has priority (local.py)
             os.setsid()
             for number, fd in enumerate(standard):
                 os.dup2(fd, number)
@@ -267,7 +268,7 @@ def _whole(seconds: float) -> int:
 
 
 def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
-    """Let the kernel refuse what one process may not have; what all may have together is watched."""
+    """Set the limits that the kernel enforces per process. The limits of all processes together are polled."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     cpu_s = _whole(limits["cpu_s"])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
@@ -276,14 +277,14 @@ def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
     with open("/proc/self/statm", "rb") as file:
         reserved = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, ((limits["memory_mib"] << 20) + reserved,) * 2)
-    # Counted per sandbox, and not at all where root started it; without a sandbox it would count all that this user
-    # runs.
+    # The kernel counts this per sandbox, and does not enforce it for root. Without a sandbox it would count all
+    # processes of this user.
     if is_isolated:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["max_processes"] + _OWN_TASKS,) * 2)
 
 
 def _drop_permissions(bpf: bytes | None) -> None:
-    """Without isolation: have no capabilities, no way to get any, and, where there is one, the system call filter."""
+    """Without isolation: drop all capabilities for good, and install the system call filter if there is one."""
     import ctypes
 
     signal_when_parent_dies, no_new_privileges, seccomp, filter_mode, version_3 = 1, 38, 22, 2, 0x20080522
@@ -308,7 +309,7 @@ def _run_python(code: str) -> NoReturn:
     sys.modules["__main__"] = main_module
     exit_code = 0
     try:
-        exec(compile(code, SOURCE, "exec"), names)  # noqa: S102  what the sandbox is for
+        exec(compile(code, SOURCE, "exec"), names)  # noqa: S102  it runs inside the sandbox
     except SystemExit as leaving:
         if isinstance(leaving.code, int):
             exit_code = leaving.code & 0xFF
@@ -321,13 +322,13 @@ def _run_python(code: str) -> NoReturn:
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace.tb_next if trace else None)
         exit_code = 1
-    # As the interpreter ends, without taking down its modules: that would be 2 of the 20 ms that a check costs.
+    # The steps of an interpreter's exit, except the teardown of its modules, which takes 2 of the 20 ms of a check.
     steps = (
         getattr(sys.modules.get("threading"), "_shutdown", None),
         getattr(sys.modules.get("atexit"), "_run_exitfuncs", None),
         *_FLUSHES,
         lambda: names.update(dict.fromkeys(name for name in names if name != "__builtins__")),
-        gc.collect,  # files that nobody closed are written
+        gc.collect,  # flushes files that were not closed
         *_FLUSHES,
     )
     for step in steps:
@@ -340,7 +341,7 @@ def _run_python(code: str) -> NoReturn:
 
 
 class _Source:
-    """Where tracebacks find the lines of a program, which is in no file."""
+    """Gives tracebacks the source lines of a program, which has no file."""
 
     def __init__(self, code: str) -> None:
         self._code = code

@@ -1,13 +1,13 @@
-"""A sandbox as an HTTP service: the other side of remote.py, and the definition of its protocol.
+"""A sandbox as an HTTP service: the server of remote.py's client, and the definition of the protocol.
 
-    POST /run      a job, application/json -> 200 and a result; 400 if it is no job; 503 if the sandbox failed
+    POST /run      a job, application/json -> 200 and a result; 400 if it is malformed; 503 if the sandbox failed
                    401 without the token, if the service has one: `Authorization: Bearer TOKEN`
     GET  /health   200 and `{"ok": true}`
 
 A job is `{"code": str | null, "argv": [str], "stdin": base64, "files": {path: base64}, "limits": {...}}`, a result
 `{"outcome", "exit_code", "stdout", "stderr", "wall_s", "detail"}`; the fields are those of `Program`, `Limits` and
-`SandboxResult` in contract.py. Limits above the service's own are cut to them. Nothing is encrypted, and without a
-token whoever reaches the port may use the machine's processors: let only the reward workers reach it.
+`SandboxResult` in contract.py. Limits above the service's own are reduced to them. Nothing is encrypted, and without a
+token any client that reaches the port can run programs on this machine: let only the reward workers reach it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_JOB_BYTES = 64 << 20
 
 
 def serve(config: SandboxConfig, host: str, port: int, token: str | None) -> None:
-    """Serve this machine's sandbox until SIGINT or SIGTERM. A client that leaves ends its program.
+    """Serve this machine's sandbox until SIGINT or SIGTERM. If a client disconnects, its program is ended.
 
     Raises:
         ConfigError: If the host allows no isolation and `sandbox.allow_unisolated` is off.
@@ -43,18 +43,18 @@ def serve(config: SandboxConfig, host: str, port: int, token: str | None) -> Non
 
 
 def make_service(sandbox: Sandbox, most: Limits, *, token: str | None = None) -> web.Application:
-    """The service over `sandbox`, which is closed with it.
+    """Build the service over `sandbox`, which is closed with it.
 
     Args:
-        sandbox: Where programs run.
-        most: The largest limits a job may ask for.
-        token: What a client has to know; None asks for nothing.
+        sandbox: Runs the programs.
+        most: Largest limits of a job.
+        token: Token that clients must send; None accepts every client.
     """
-    wanted = None if token is None else f"Bearer {token}".encode()
+    expected = None if token is None else f"Bearer {token}".encode()
 
     async def run(request: web.Request) -> web.Response:
-        said = request.headers.get(hdrs.AUTHORIZATION, "").encode()
-        if wanted is not None and not hmac.compare_digest(said, wanted):
+        given = request.headers.get(hdrs.AUTHORIZATION, "").encode()
+        if expected is not None and not hmac.compare_digest(given, expected):
             return web.Response(status=401, text="the token is missing or wrong")
         try:
             program, limits = decode_job(await request.json())
@@ -79,5 +79,5 @@ def make_service(sandbox: Sandbox, most: Limits, *, token: str | None = None) ->
 
 
 def cut_limits(limits: Limits, most: Limits) -> Limits:
-    """The smaller of each."""
+    """Reduce each limit to at most that of `most`."""
     return Limits(**{name: min(value, getattr(most, name)) for name, value in limits})

@@ -1,7 +1,7 @@
-"""Programs that ask the policy themselves, over the OpenAI API, as episodes: `env=agent`.
+"""Agent programs, which call the policy over the OpenAI API, as episodes: `env=agent`.
 
 The task comes from any task source. The program is a command, in a process of its own, or an asynchronous function
-`agent(task, client)`, in a process that is already warm. It gets an address and a key (envs/endpoint); when it ends,
+`agent(task, client)`, in a process that is already running. It gets an address and a key (envs/endpoint). When it ends,
 the episode ends.
 """
 
@@ -38,15 +38,15 @@ AgentFunction = Callable[[Task, Any], Awaitable[RewardResult | None]]
 Run = Callable[[Task, EndpointAccess], Awaitable[RewardResult | None]]
 
 _TAIL_BYTES = 16 << 10
-_LAST_WORDS_S = 1.0
+_OUTPUT_TIMEOUT_S = 1.0
 
 
 class AgentTasks:
     """Task source whose tasks are given to a program.
 
     Args:
-        seed: As given to the task source.
-        tasks: Name or import path of the task source; whatever environment it has is not used.
+        seed: Seed of the task source.
+        tasks: Name or import path of the task source; its environment is not used.
         agent: Words of a command; or import path of an `async def agent(task, client)` that returns a reward, a dict of
             named rewards, or None, where `client` is an `openai.AsyncOpenAI`.
         task_args: Keyword arguments of the task source.
@@ -88,8 +88,8 @@ class AgentTasks:
         return AgentEpisode(self._run)
 
 
-class Program(Playable):
-    """An episode that asks the policy itself."""
+class AgentProgram(Playable):
+    """An episode that calls the policy itself."""
 
     def reset(self, task: Task) -> RunsItself:
         """Keep the task; nothing starts yet."""
@@ -98,17 +98,17 @@ class Program(Playable):
 
     @abstractmethod
     async def run(self, access: EndpointAccess) -> Done:
-        """Play it to its end."""
+        """Play the episode to its end."""
 
 
-class AgentEpisode(Program):
+class AgentEpisode(AgentProgram):
     """One run of a command or a function."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     async def run(self, access: EndpointAccess) -> Done:
-        """Run it to its end."""
+        """Run the command or function to its end."""
         return Done(await self._run(self.task, access))
 
 
@@ -137,25 +137,25 @@ def open_client(access: EndpointAccess) -> AsyncOpenAI:
     """The official client of a session; closed by `async with`."""
     import openai
 
-    # The endpoint is near and speaks plain HTTP: no proxy, and no certificates, which take long to load.
+    # The endpoint is on this machine and speaks plain HTTP: no proxy, and no certificates, which are slow to load.
     http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
     return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)
 
 
 async def _run_command(command: Sequence[str], task: Task, access: EndpointAccess) -> RewardResult | None:
-    """Run a program to its end, and keep the end of its output. Being cancelled kills it.
+    """Run a program to its end, and keep the tail of its output. Cancelling the call kills the program.
 
     Returns:
-        The reward that its last line is: a number or an object of numbers; None if it is neither.
+        The reward in its last line: a number or an object of numbers; None if it is neither.
 
     Raises:
-        RuntimeError: If it cannot be started, or its exit code is not 0; with the end of what it said.
+        RuntimeError: If it cannot be started, or its exit code is not 0; with the tail of its output.
     """
     no_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-    near = ",".join(filter(None, [no_proxy, "127.0.0.1,localhost,::1"]))  # the endpoint is never asked through a proxy
+    direct = ",".join(filter(None, [no_proxy, "127.0.0.1,localhost,::1"]))  # requests to the endpoint bypass proxies
     variables = {
-        "NO_PROXY": near,
-        "no_proxy": near,
+        "NO_PROXY": direct,
+        "no_proxy": direct,
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
@@ -165,7 +165,7 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
         given.write(json.dumps(fields, default=str).encode() + b"\n")
         given.seek(0)
         try:
-            process = subprocess.Popen(  # noqa: ASYNC220  it only starts here, and hands out its pidfd
+            process = subprocess.Popen(  # noqa: ASYNC220  it only starts here; the wait for it is asynchronous
                 command,
                 stdin=given,
                 stdout=subprocess.PIPE,
@@ -178,21 +178,21 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
     assert process.stdout is not None
     assert process.stderr is not None
     out, err = bytearray(), bytearray()
-    listening = asyncio.gather(_keep_tail(process.stdout, out), _keep_tail(process.stderr, err))
+    reading = asyncio.gather(_keep_tail(process.stdout, out), _keep_tail(process.stderr, err))
     try:
         await _ended(process.pid)
     finally:
-        # It and what it started, as far as that can be found by parentage or process group; what is left is ended with
-        # the environment process (workers/supervisor.py).
+        # Kill it and its descendants that parentage or process group can find. The rest ends with the environment
+        # process (workers/supervisor.py).
         process_tree.kill_descendants(process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # a daemon of it may hold its output open
-            await asyncio.wait_for(listening, _LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # a daemon may hold its output open
+            await asyncio.wait_for(reading, _OUTPUT_TIMEOUT_S)
     if process.returncode != 0:
-        said = (bytes(err) or bytes(out)).decode(errors="replace").strip()
-        raise RuntimeError(f"the agent {how_it_ended(process.returncode)}: {said[-2000:]}")
+        output = (bytes(err) or bytes(out)).decode(errors="replace").strip()
+        raise RuntimeError(f"the agent {how_it_ended(process.returncode)}: {output[-2000:]}")
     return parse_reward(bytes(out).decode(errors="replace"))
 
 
@@ -200,13 +200,13 @@ def parse_reward(output: str) -> RewardResult | None:
     """The last line with text, if it is a JSON number or an object of numbers."""
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     try:
-        said = json.loads(last)
+        value = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    if _is_number(said):
-        return float(said)
-    if isinstance(said, dict) and said and all(map(_is_number, said.values())):
-        return {name: float(value) for name, value in said.items()}
+    if _is_number(value):
+        return float(value)
+    if isinstance(value, dict) and value and all(map(_is_number, value.values())):
+        return {name: float(part) for name, part in value.items()}
     return None
 
 
@@ -215,7 +215,7 @@ def _is_number(value: object) -> bool:
 
 
 async def _ended(pid: int) -> None:
-    """Wait for the end of a child, and leave it to be waited for."""
+    """Wait until a child process exits, without reaping it."""
     loop, pidfd, is_over = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
     loop.add_reader(pidfd, is_over.set)
     try:

@@ -1,12 +1,12 @@
 """Column arithmetic with worked steps: the demo's task, learnable by a policy of a million parameters in minutes.
 
-`47+85=` is answered by `7+5+0=12;4+8+1=13;132`: one step per column from the right, `digit+digit+carry=sum`, then the
-answer. Subtraction takes the smaller from the larger; a column that borrows shows it as a leading 1:
+The answer to `47+85=` is `7+5+0=12;4+8+1=13;132`: one step per column from the right, `digit+digit+carry=sum`, then the
+result. Subtraction takes the smaller from the larger number; a column that borrows shows a leading 1: the answer to
 `85-47=` is `15-7-0=8;8-4-1=3;38`.
 
-Whether a problem is held out is decided by a hash of its canonical prompt and by nothing else, so train and held-out
-problems are disjoint for every seed and every difficulty. A linear congruence of the operands would not do: it leaks
-into the answers. Commuted sums share their canonical prompt, hence their side.
+A hash of the canonical prompt alone decides whether a problem is held out, so training and held-out problems are
+disjoint for every seed and every difficulty. (A linear congruence of the operands would leak into the answers.)
+Commuted sums have the same canonical prompt, so they are in the same split.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def is_held_out(self) -> bool:
-        """Side of the split: blake2b of the canonical prompt, below `HELD_OUT_PERCENT` in a hundred."""
+        """Whether blake2b of the canonical prompt, modulo 100, is below `HELD_OUT_PERCENT`."""
         low, high = sorted((self.left, self.right))
         digest = blake2b(f"{low}{self.operator}{high}=".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
@@ -60,7 +60,7 @@ class Problem:
         """Parse `47+85=`.
 
         Raises:
-            ValueError: If `prompt` is no problem of this environment.
+            ValueError: If `prompt` is not a problem of this environment.
         """
         for operator in _OPERATORS:
             left, _, right = prompt.removesuffix("=").partition(operator)
@@ -70,14 +70,14 @@ class Problem:
 
 
 def worked_response(problem: Problem, rng: random.Random | None = None) -> str:
-    """Worked columns, then the answer that comes of them: one step per column from the right, with its carry or borrow.
+    """Worked columns, then the answer from them: one step per column from the right, with its carry or borrow.
 
-    With `rng` it has one mistake, as a half-trained policy makes it: what follows is consistent with it, and the answer
-    differs from the right one.
+    With `rng` it has one mistake, as a half-trained policy makes it: the later steps are consistent with it, and the
+    answer is wrong.
 
-    648+257=  8+7+0=15;4+5+1=10;6+2+1=9;905       right
-    8+7+0=14;4+5+1=10;6+2+1=9;904       `sum`: one off, and the answer follows
-    8+7+0=15;4+3+1=8;6+2+0=8;885        `digit`: copied wrong, and summed up right
+    648+257=  8+7+0=15;4+5+1=10;6+2+1=9;905       correct
+    8+7+0=14;4+5+1=10;6+2+1=9;904       `sum`: one off, and the answer follows from it
+    8+7+0=15;4+3+1=8;6+2+0=8;885        `digit`: copied wrong, but summed correctly
     8+7+0=15;4+5+0=9;6+2+0=8;895        `carry`: forgotten or invented
     8+7+0=15;4+5+1=10;6+2+1=9;915       `answer`: one digit of it off by one
     """
@@ -118,8 +118,9 @@ class ArithmeticTasks:
     Args:
         seed: Order of the training stream. Held-out tasks do not depend on it.
         digits: Largest number of digits of an operand, 1..6. A gold response has about `9·digits + 4` characters.
-        operators: Which operators occur: `+`, `-` or `+-`, drawn evenly.
-        min_digits: Smallest number of digits of an operand; `None` is `digits`. Between the two, drawn evenly.
+        operators: The operators that occur: `+`, `-` or `+-`, drawn uniformly.
+        min_digits: Smallest number of digits of an operand, `None` is `digits`; the number is drawn uniformly between
+            the two.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -168,7 +169,7 @@ class ArithmeticTasks:
         return worked_response(Problem.from_prompt(task.prompt))
 
     def mistaken_response(self, task: Task, rng: random.Random) -> str:
-        """The same with a mistake that looks right."""
+        """The same with a plausible mistake."""
         assert isinstance(task.prompt, str), "gold_response comes first"
         return worked_response(Problem.from_prompt(task.prompt), rng)
 
@@ -198,7 +199,7 @@ class ArithmeticTasks:
             yield from problems
             return
         seen: set[Problem] = set()
-        # A fiftieth of all pairs is less than half of what is held out: drawing distinct ones stays cheap and ends.
+        # A fiftieth of all pairs is less than half of the held-out ones, so drawing distinct ones stays cheap and ends.
         while len(seen) < num_operands**2 // 50:
             problem = self._draw(rng)
             if problem.is_held_out and problem not in seen:
@@ -211,13 +212,13 @@ def _operands(length: int) -> range:
     return range(0 if length == 1 else 10 ** (length - 1), 10**length)
 
 
-def _task(problem: Problem, side: str, index: int) -> Task:
-    return Task(TaskId(f"arithmetic/{side}/{index}"), problem.prompt, {"answer": str(problem.answer)})
+def _task(problem: Problem, split: str, index: int) -> Task:
+    return Task(TaskId(f"arithmetic/{split}/{index}"), problem.prompt, {"answer": str(problem.answer)})
 
 
 @pure
 def exact_match(trajectory: Trajectory, answer: str, **_: object) -> float:
-    """1 if the answer ended by itself and what follows its last `;` is `answer`, else 0."""
+    """1 if the response ended by itself and the text after its last `;` is `answer`, else 0."""
     if trajectory.finish_reason != "stop":
         return 0.0
     return float(trajectory.response.rpartition(";")[2] == answer)

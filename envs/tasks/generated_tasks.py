@@ -1,8 +1,8 @@
 """Tasks that are drawn, not stored: a user writes `draw`, and gets a reproducible stream and a disjoint held-out set.
 
-A task is held out if blake2b of its prompt and fields, or of what `split_by` names, says so, and by nothing else, so
-train and held-out tasks are disjoint for every seed. Sources of stored tasks (adapters/) split and order by the same
-functions.
+A hash (blake2b) of a task's prompt and fields, or of the keys that `split_by` returns, alone decides whether the task
+is held out, so training and held-out tasks are disjoint for every seed. Sources of stored tasks (adapters/) use the
+same functions to split and shuffle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.dataflow.trajectory import Task
 
 HELD_OUT_PERCENT = 10
 _FRUITLESS_DRAWS = 20_000
-"""Draws in a row without a new task after which there are no more."""
+"""After this many draws in a row without a new task, the source is considered exhausted."""
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class GeneratedTasks(ABC):
         """One task: `prompt` (text or chat messages), and the fields that environment and reward need."""
 
     def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What makes a task another one, by default all of it; leave out what may differ between equal tasks."""
+        """The keys that identify a task, by default all; leave out those that may differ between equal tasks."""
         return row
 
     @property
     def name(self) -> str:
-        """What task ids begin with."""
+        """Prefix of the task ids."""
         return type(self).__name__
 
     def train(self) -> Iterator[Task]:
@@ -52,7 +52,7 @@ class GeneratedTasks(ABC):
 
         Raises:
             ValueError: If `draw` gives only held-out tasks, or no prompt.
-            ConfigError: If a field that the split goes by is not JSON.
+            ConfigError: If a field that the split depends on is not JSON.
         """
         rng = random.Random(f"{self.name}/train/{self.seed}")
         index = fruitless = 0
@@ -95,16 +95,16 @@ class GeneratedTasks(ABC):
             raise ValueError(f"{self.name}.draw(rng) gave {got}; expected a dict with 'prompt' and the task's fields")
         return row
 
-    def _task(self, row: Mapping[str, Any], side: str, index: int) -> Task:
+    def _task(self, row: Mapping[str, Any], split: str, index: int) -> Task:
         fields = {name: value for name, value in row.items() if name != "prompt"}
-        return Task(TaskId(f"{self.name}/{side}/{index}"), row["prompt"], fields)
+        return Task(TaskId(f"{self.name}/{split}/{index}"), row["prompt"], fields)
 
 
 def row_key(row: Mapping[str, Any]) -> bytes:
-    """What two equal rows share, in every process.
+    """A key that is equal for equal rows, in every process.
 
     Raises:
-        ConfigError: If a field is not JSON: its text may be another in the next process (a set), and so its side.
+        ConfigError: If a field is not JSON: its text may differ between processes (a set), and with it the split.
     """
     for name, value in row.items():
         try:
@@ -112,19 +112,19 @@ def row_key(row: Mapping[str, Any]) -> bytes:
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"env: field {name!r} of a task is {value!r:.80} of type {type(value).__name__}, which is not JSON "
-                f"({error}), so the task could change its side of the split from process to process. Give numbers, "
+                f"({error}), so the task could be held out in one process and not in another. Give numbers, "
                 "text, lists (a sorted one for a set) or dicts, or leave the field out in split_by(row)."
             ) from error
     return blake2b(json.dumps(dict(row), sort_keys=True).encode(), digest_size=8).digest()
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:
-    """Side of the split: below `HELD_OUT_PERCENT` in a hundred."""
+    """Whether its key, modulo 100, is below `HELD_OUT_PERCENT`."""
     return int.from_bytes(row_key(row), "big") % 100 < HELD_OUT_PERCENT
 
 
 def endless(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
-    """Every task once per epoch, each epoch a new shuffle, the same for the same seed. At least one task."""
+    """Every task once per epoch, each epoch in a new order, the same for the same seed. Needs at least one task."""
     rng = random.Random(seed)
     order = list(tasks)
     while True:
@@ -133,12 +133,12 @@ def endless(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
 
 
 def first(num_tasks: int, tasks: Sequence[Task], where: str) -> list[Task]:
-    """The first `num_tasks`.
+    """The first `num_tasks` of `tasks`.
 
     Args:
-        num_tasks: How many.
-        tasks: In their order.
-        where: What they are, for the error.
+        num_tasks: Number of tasks.
+        tasks: All tasks, in order.
+        where: Name of their source, for the error.
 
     Raises:
         ValueError: If there are fewer, with both numbers.

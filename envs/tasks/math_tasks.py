@@ -1,4 +1,4 @@
-"""Word problems from a Hugging Face dataset (GSM8K by default), answered in a box and checked by math-verify."""
+"""Word problems from a Hugging Face dataset (GSM8K by default), with answers in `\\boxed{}` checked by math-verify."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HELD_OUT_SEED = "math/held-out"
 
 
 _CALCULATOR = re.compile(r"<<[^>]*>>")
-"""Marks of GSM8K beside each computed number."""
+"""Calculator annotations of GSM8K next to each computed number."""
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
-"""Commas inside numbers; those of tuples stay."""
+"""Commas inside numbers; commas of tuples stay."""
 
 
 @dataclass(eq=False)
 class MathTasks:
-    """Task source over two splits of a dataset. Rows are loaded when the first task is asked for.
+    """Task source over two splits of a dataset. Rows are loaded for the first task.
 
     Args:
         seed: Order of the training stream. Held-out tasks do not depend on it.
@@ -38,7 +38,7 @@ class MathTasks:
         held_out_split: Split to evaluate on. Its questions are removed from the training split.
         question_field: Column of the question.
         answer_field: Column of the answer.
-        answer_marker: The final answer stands after the last of these; without one, the whole field is the answer.
+        answer_marker: The final answer follows the last marker; without one, the whole field is the answer.
         instruction: Appended to every question, after a blank line.
     """
 
@@ -71,13 +71,13 @@ class MathTasks:
         return first(num_tasks, self._held_out_rows, f"split {self.held_out_split!r} of {self.dataset}")
 
     def gold_response(self, task: Task) -> str:
-        """The worked steps of the dataset, if it has some before the marker, and the answer in a box."""
+        """The worked steps of the dataset, if there are any before the marker, and the boxed answer."""
         boxed = f"\\boxed{{{task.fields['answer']}}}"
         worked = self._worked.get(task.task_id, "")
         return f"{worked}\n\nThe answer is {boxed}." if worked else f"The answer is {boxed}."
 
     def stored(self) -> list[Task]:
-        """All questions, both sides (fingerprint.py)."""
+        """All training and held-out questions (fingerprint.py)."""
         return [*self._train_rows, *self._held_out_rows]
 
     @cached_property
@@ -96,7 +96,7 @@ class MathTasks:
         """Read one split.
 
         Raises:
-            ConfigError: If the dataset cannot be had, or lacks a column.
+            ConfigError: If the dataset cannot be loaded, or lacks a column.
         """
         import datasets
 
@@ -107,10 +107,10 @@ class MathTasks:
             found = f"env.args.dataset: split {split!r} of {name} is not in the local cache"
             if os.environ.get("HF_DATASETS_OFFLINE") == "1":
                 raise ConfigError(
-                    f"{found}, and the network was not asked (HF_DATASETS_OFFLINE=1; a dry run never asks it)."
+                    f"{found}, and the network was not used (HF_DATASETS_OFFLINE=1; a dry run never uses it)."
                 ) from error
             raise ConfigError(
-                f"{found} and not within reach ({type(error).__name__}: {error}). Without a network, load it once "
+                f"{found} and cannot be downloaded ({type(error).__name__}: {error}). Without a network, load it once "
                 "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
             ) from error
         missing = {self.question_field, self.answer_field} - set(rows.column_names)
@@ -136,8 +136,8 @@ def _question(task: Task) -> str:
 def math_verify_reward(trajectory: Trajectory, answer: str, **_: object) -> float:
     """1 if math-verify finds the response's final (boxed) answer equal to `answer`, else 0.
 
-    math-verify's own time-outs are alarms of the main thread and are switched off: the reward worker kills a call that
-    hangs. A truncated response has no final answer.
+    math-verify's own time-outs use alarm signals of the main thread and are switched off: the reward worker kills a
+    call that hangs. A truncated response has no final answer.
     """
     import math_verify
 

@@ -1,9 +1,9 @@
-"""Preferences: two answers to one task, of which the first is wanted more.
+"""Preference pairs: two answers to one task, of which the first is preferred.
 
-They are columns of the tasks (`chosen`, `rejected`: a dataset of yours, or the `pairs.jsonl` of `penstock sample`), or
-synthetic: a full correct answer against a worse one, the same for the same task, without limit. Worse is what policies
-do: digits are changed, a stretch is left out or said twice, or the task source makes a mistake that looks right
-(`mistaken_response`): half of the answers, where it knows how.
+They are columns of the tasks (`chosen`, `rejected`: your own dataset, or the `pairs.jsonl` of `penstock sample`), or
+synthetic: a full correct answer against a worse one, the same for the same task. The worse one has mistakes as policies
+make them: changed digits, or a passage that is left out or repeated. If the task source has `mistaken_response`, half
+of the rejected answers have a plausible mistake from it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def preferred_pair(source: TaskSource, task: Task) -> tuple[str, str]:
     """The pair of a task: (chosen, rejected).
 
     Raises:
-        ValueError: If there is none: an answer is no text, both are the same, or the task has no such columns and its
-            source no gold response.
+        ValueError: If there is none: an answer is not text, both are equal, or the task has neither these columns nor a
+            source with gold responses.
     """
     given = [task.fields.get(column) for column in PAIR_COLUMNS]
     if given == [None, None]:

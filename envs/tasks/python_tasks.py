@@ -1,7 +1,7 @@
-"""Small Python programs to write: what to do with a list of integers, step by step, with tests that a sandbox runs.
+"""Small Python programs to write: steps to apply to a list of integers, with tests that a sandbox runs.
 
-Difficulty is the number of steps. Tasks are drawn, so there are as many as one likes; the results in the tests are
-those of the function that `gold_response` writes down. Use it with `reward=python_code`.
+Difficulty is the number of steps. Tasks are drawn, so there is no limit on their number. The expected results in the
+tests are computed by the function of `gold_response`. Use it with `reward=python_code`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 MAX_STEPS = 8
 _MAX_DRAWS = 100
-"""Of inputs, until their results differ; then other steps are drawn."""
+"""Draws of inputs until their results differ; after that, other steps are drawn."""
 
 Numbers = list[int]
 
 
 class _Step(NamedTuple):
-    """One thing to do. `{k}` stands for a number that is drawn.
+    """One step. `{k}` is replaced by a number that is drawn.
 
     Attributes:
-        text: For the prompt.
-        code: An expression over `numbers`.
+        text: Its description in the prompt.
+        code: Its expression over `numbers`.
         low, high: Range of k.
     """
 
@@ -70,10 +70,10 @@ class PythonTasks(GeneratedTasks):
 
     Args:
         seed: Order of the training stream.
-        num_steps: Things to do before the result is returned, 1..8.
-        num_tests: Inputs that each answer is run with, 2..50.
-        form: `function`: the tests call `solve(numbers)` in the interpreter of the answer; `program`: it reads the
-            numbers from standard input and prints the result, judged from outside, which code cannot cheat.
+        num_steps: Steps before the result is returned, 1..8.
+        num_tests: Test inputs of each task, 2..50.
+        form: `function`: the tests call `solve(numbers)` in the interpreter of the answer; `program`: the answer reads
+            the numbers from standard input and prints the result, which is compared outside, so code cannot cheat.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -93,7 +93,7 @@ class PythonTasks(GeneratedTasks):
             raise ValueError(f"form={self.form!r}: it is function or program")
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
-        """What to do, the tests, and the lines of a correct function."""
+        """A prompt, its tests, and the lines of a correct function."""
         while True:
             steps = [(step, rng.randint(step.low, step.high)) for step in rng.choices(_STEPS, k=self.num_steps)]
             result = rng.choice(_RESULTS)
@@ -103,7 +103,7 @@ class PythonTasks(GeneratedTasks):
                 return {"prompt": self._prompt(steps, result), "body": body, **self._tests(solved)}
 
     def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is to be done, whatever it is tested with."""
+        """The steps alone, regardless of the test inputs."""
         return {"body": row["body"]}
 
     def gold_response(self, task: Task) -> str:
@@ -137,11 +137,11 @@ def _function(body: list[str]) -> str:
 
 
 def _draw_inputs(rng: random.Random, body: list[str], num_tests: int) -> list[tuple[Numbers, Numbers | int]] | None:
-    """Different lists, and what the function makes of them: not always the same, nor always the input, so that a
-    constant answer fails. None if such lists are rare.
+    """Draw inputs with their results. The results are neither all equal nor all equal to the input, so that constant
+    answers fail. None if such inputs are rare.
     """
     space: dict[str, Any] = {}
-    exec(_function(body), space)  # noqa: S102  the lines are ours, not the policy's
+    exec(_function(body), space)  # noqa: S102  the lines come from this module, not from the policy
     for _ in range(_MAX_DRAWS):
         inputs = [[rng.randint(-20, 20) for _ in range(rng.randint(1, 10))] for _ in range(num_tests)]
         solved = [(given, space["solve"](given)) for given in inputs]

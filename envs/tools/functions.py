@@ -1,4 +1,4 @@
-"""Python functions as tools: their schema from the signature, their calls parsed from what the model writes.
+"""Python functions as tools: schemas from their signatures, and calls parsed from the text of the model.
 
     def add(a: int, b: int) -> int:
         \"\"\"Add two numbers.\"\"\"
@@ -6,9 +6,9 @@
 
     Toolbox([add]).schemas()[0]["function"]["parameters"]["required"] == ["a", "b"]
 
-The form of a call is that of Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`,
-any number of them in a turn. What the model gets wrong (bad JSON, no such tool, arguments that do not fit), and what a
-tool raises or takes too long for, is said to the model and counted. It never ends the episode.
+Calls have the format of Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`, any
+number of them in a turn. Mistakes of the model (invalid JSON, an unknown tool, invalid arguments), and exceptions and
+time-outs of a tool, are reported to the model and counted. They never end the episode.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _MAX_PROBLEMS = 5
 
 
 class ToolError(Exception):
-    """A tool says that a call failed; the model is told these words."""
+    """A call of a tool failed; the message is reported to the model."""
 
-    def __init__(self, words: str, outcome: Outcome = "error") -> None:
-        super().__init__(words)
+    def __init__(self, message: str, outcome: Outcome = "error") -> None:
+        super().__init__(message)
         self.outcome = outcome
 
 
 class ToolServerError(Exception):
-    """What runs a tool is gone or hangs: no fault of the model's, so the attempt fails."""
+    """The server of a tool died or hangs. That is not the model's fault, so the attempt fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedTool:
-    """A tool that comes with its schema, e.g. from an MCP server (mcp_tools.py).
+    """A tool with its own schema, e.g. from an MCP server (mcp_tools.py).
 
     Attributes:
         parameters: JSON Schema of its arguments.
-        call: Takes the arguments and keeps its own time-out; may raise `ToolError` and `ToolServerError`.
+        call: Takes the arguments and applies its own time-out; may raise `ToolError` and `ToolServerError`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ToolCall:
     """One call as the model wrote it.
 
     Attributes:
-        problem: What is wrong with its form; empty if it can be tried.
+        problem: Why it is malformed; empty if it is well-formed.
     """
 
     name: str
@@ -78,14 +78,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model is told about one call."""
+    """The result of one call, as reported to the model."""
 
     outcome: Outcome
     text: str
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Every call in a turn, in order; a call that is not closed counts, as far as it is complete JSON."""
+    """Every call in a turn, in order. The last one may lack its closing tag if its JSON is complete."""
     return [_parse(match.group(1).strip()) for match in _CALL.finditer(text)]
 
 
@@ -104,7 +104,7 @@ def _parse(body: str) -> ToolCall:
 
 
 def describe_tools(schemas: Iterable[dict[str, Any]]) -> str:
-    """What to put into a system prompt: the tools, and the form of a call."""
+    """Text for a system prompt: the tools, and the format of a call."""
     tools = "\n".join(json.dumps(schema) for schema in schemas)
     return (
         f"You may call these functions:\n<tools>\n{tools}\n</tools>\nFor each call write\n"
@@ -117,11 +117,11 @@ class Toolbox:
 
     Args:
         tools: Functions, plain or asynchronous, with a type hint for each parameter and a docstring for the model; or
-            tools that come with their schema.
+            tools with their own schema.
         timeout_s: Longest time for one call, seconds.
 
     Raises:
-        TypeError: If a parameter has no type hint, or two tools have one name.
+        TypeError: If a parameter has no type hint, or two tools have the same name.
     """
 
     def __init__(self, tools: Iterable[Tool], timeout_s: float = 10.0) -> None:
@@ -130,12 +130,12 @@ class Toolbox:
             described = _checked(tool) if isinstance(tool, DescribedTool) else _described(tool, timeout_s)
             if described.name in self._tools:
                 raise TypeError(
-                    f"two tools are called {described.name!r}; the model could not tell them apart. Rename one."
+                    f"two tools are named {described.name!r}; the model could not tell them apart. Rename one."
                 )
             self._tools[described.name] = described
 
     def schemas(self) -> list[dict[str, Any]]:
-        """As OpenAI and chat templates describe tools."""
+        """The tools in the format of OpenAI and of chat templates."""
         return [
             {
                 "type": "function",
@@ -149,15 +149,15 @@ class Toolbox:
         ]
 
     def describe(self) -> str:
-        """As `describe_tools`."""
+        """See `describe_tools`."""
         return describe_tools(self.schemas())
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Make one call; whatever happens is a result. A plain function runs in a thread that is left behind at the
-        time-out; `env.episode.timeout_s` is the limit that ends a process.
+        """Make one call and return its result, also after an error. A plain function runs in a thread, which keeps
+        running after a time-out; only `env.episode.timeout_s` ends the process.
 
         Raises:
-            ToolServerError: If what runs the tool is gone or hangs.
+            ToolServerError: If the server of the tool died or hangs.
         """
         if call.problem:
             return ToolResult("bad_json", f"error: {call.problem}")
@@ -172,7 +172,7 @@ class Toolbox:
 
 
 def _checked(tool: DescribedTool) -> DescribedTool:
-    """The same tool; arguments that do not fit its schema never reach it."""
+    """The same tool, with its arguments validated against its schema before each call."""
 
     async def call(arguments: Mapping[str, Any]) -> str:
         wrong = [error.message for error in Draft202012Validator(tool.parameters).iter_errors(arguments)]
@@ -184,7 +184,7 @@ def _checked(tool: DescribedTool) -> DescribedTool:
 
 
 def _described(tool: Callable[..., object], timeout_s: float) -> DescribedTool:
-    """A function with the schema of its signature; whatever it raises is said to the model."""
+    """A function with the schema of its signature; its exceptions are reported to the model."""
     name = getattr(tool, "__name__", type(tool).__name__)
     model = _argument_model(name, tool)
 
@@ -206,18 +206,18 @@ def _described(tool: Callable[..., object], timeout_s: float) -> DescribedTool:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             episode = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and episode is not None and episode.cancelling():
-                raise  # not only something that the tool waits for
+                raise  # the episode itself is cancelled, not only a task that the tool awaits
             if deadline.expired():
                 raise ToolError(f"{name} took longer than {timeout_s:g} s", "timeout") from error
-            raise ToolError(_in_words(error)) from error
+            raise ToolError(_describe(error)) from error
 
     return DescribedTool(name, inspect.getdoc(tool) or "", _plain_schema(model.model_json_schema()), call)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  user code: its `__str__` may raise, too
+    except Exception:  # noqa: BLE001  user code: its `__str__` may raise too
         return type(error).__name__
 
 
@@ -234,13 +234,13 @@ def _argument_model(name: str, tool: Callable[..., object]) -> Any:
                 "cannot be told what it takes. Write e.g. `: int`."
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        TypeAdapter(hints[parameter.name])  # a type without a schema is refused here, not at the first call
+        TypeAdapter(hints[parameter.name])  # refuses a type without a schema now, not at the first call
         parameters[parameter.name] = (hints[parameter.name], default)
     return create_model(name, __config__=ConfigDict(extra="forbid"), **parameters)
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """JSON schema without the titles that pydantic invents."""
+    """JSON schema without the titles that pydantic adds."""
     properties = {
         name: {key: value for key, value in part.items() if key != "title"}
         for name, part in schema.get("properties", {}).items()

@@ -1,11 +1,11 @@
-"""Tools of MCP servers (Model Context Protocol), by the official client library `mcp`: a command, or a URL.
+"""Tools of MCP servers (Model Context Protocol), with the official library `mcp`; a server is a command or a URL.
 
     class Episode(McpToolEnvironment):
         servers = (McpServer(command=("python", "my_server.py")),)
 
-Every episode has a session with each server, and a process of its own where the server is a command: what an episode
-does is not seen by another. A server that dies or does not answer in time fails the attempt with the cause; what a tool
-says of its own failure is said to the model.
+Every episode has its own session with each server, and its own process if the server is a command, so episodes do not
+affect each other. A server that dies or does not answer in time fails the attempt with the cause; an error that a tool
+reports goes to the model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CLOSE_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """Where a server is: one of command and url.
+    """A server: exactly one of `command` and `url`.
 
     Attributes:
-        command: Program and arguments; it speaks on its standard input and output.
-        url: Of a server that speaks streamable HTTP.
-        variables: Environment variables of the command; besides them it gets HOME, PATH and the like, and no secrets.
-        tools: Those that the policy may call; None is all.
-        startup_timeout_s: Longest time until it has said its tools, seconds.
+        command: Program and arguments; it communicates over its standard input and output.
+        url: Address of a server with streamable HTTP.
+        variables: Environment variables of the command, in addition to HOME, PATH and the like; it gets no secrets.
+        tools: Tools that the policy may call; None is all.
+        startup_timeout_s: Longest time until it has listed its tools, seconds.
     """
 
     command: Sequence[str] = ()
@@ -51,14 +51,14 @@ class McpServer:
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"MCP server {self.url or ' '.join(self.command)!r}"
 
 
 class McpSession:
     """One session with one server. `open`, then calls, then `close`, all from one event loop.
 
-    A task of its own holds the connection from birth to end: the library's cancel scopes may not change tasks.
+    One asyncio task holds the connection from start to end, because the library's cancel scopes must not change tasks.
     """
 
     def __init__(self, server: McpServer, call_timeout_s: float) -> None:
@@ -74,16 +74,16 @@ class McpSession:
         """Connect, and return the tools.
 
         Raises:
-            ToolServerError: If the server does not start, does not answer in time, or lacks a tool that is named.
+            ToolServerError: If the server does not start, does not answer in time, or lacks a tool of `server.tools`.
         """
-        policy_runtime: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._holding = asyncio.create_task(self._hold(policy_runtime))
+        connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold(connected))
         try:
             async with asyncio.timeout(self._server.startup_timeout_s):
-                await policy_runtime
+                await connected
                 listed = await self._list_tools()
         except TimeoutError:
-            problem = f"did not say its tools within {self._server.startup_timeout_s:g} s"
+            problem = f"did not list its tools within {self._server.startup_timeout_s:g} s"
             raise ToolServerError(self._with_stderr(problem)) from None
         except Exception as error:
             raise ToolServerError(self._with_stderr(f"does not start: {_last_cause(error)}")) from error
@@ -98,14 +98,14 @@ class McpSession:
         self._is_over.set()
         if self._holding is not None:
             if not self._is_connected:
-                self._holding.cancel()  # once: it ends the process on its way out
+                self._holding.cancel()  # only once here: the task ends the process while it unwinds
             await asyncio.wait([self._holding], timeout=_CLOSE_S)
             self._holding.cancel()
             await asyncio.gather(self._holding, return_exceptions=True)
         if self._stderr is not None:
             self._stderr.close()
 
-    async def _hold(self, policy_runtime: asyncio.Future[None]) -> None:
+    async def _hold(self, connected: asyncio.Future[None]) -> None:
         from mcp import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -118,12 +118,12 @@ class McpSession:
                 target = stdio_client(parameters, self._stderr)
             async with Client(target) as self._client:
                 self._is_connected = True
-                if not policy_runtime.done():
-                    policy_runtime.set_result(None)
+                if not connected.done():
+                    connected.set_result(None)
                 await self._is_over.wait()
         except Exception as error:  # noqa: BLE001  the library's, of many kinds: `open` classifies it
-            if not policy_runtime.done():
-                policy_runtime.set_exception(error)
+            if not connected.done():
+                connected.set_exception(error)
 
     async def _list_tools(self) -> list[DescribedTool]:
         tools: list[DescribedTool] = []
@@ -142,8 +142,8 @@ class McpSession:
         """One call.
 
         Raises:
-            ToolError: If the tool says so, or the server refuses the call.
-            ToolServerError: If the server is gone, or does not answer in time.
+            ToolError: If the tool reports an error, or the server refuses the call.
+            ToolServerError: If the server died, or does not answer in time.
         """
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
@@ -166,19 +166,19 @@ class McpSession:
         return text
 
     def _with_stderr(self, problem: str) -> str:
-        said = ""
+        stderr = ""
         if self._stderr is not None:
-            end = self._stderr.seek(0, 2)
-            self._stderr.seek(max(end - _MAX_STDERR_BYTES, 0))
-            said = self._stderr.read().strip()
-        return f"{self._server.label} {problem}" + (f"; the end of its standard error: {said}" if said else "")
+            size = self._stderr.seek(0, 2)
+            self._stderr.seek(max(size - _MAX_STDERR_BYTES, 0))
+            stderr = self._stderr.read().strip()
+        return f"{self._server.label} {problem}" + (f"; the end of its standard error: {stderr}" if stderr else "")
 
 
 class McpToolEnvironment(ToolEnvironment):
-    """A `ToolEnvironment` with the tools of MCP servers beside its own.
+    """A `ToolEnvironment` with the tools of MCP servers in addition to its own.
 
     Attributes:
-        servers: Where the tools come from.
+        servers: MCP servers with the tools.
     """
 
     servers: Sequence[McpServer] = ()
@@ -188,7 +188,7 @@ class McpToolEnvironment(ToolEnvironment):
         self._sessions: list[McpSession] = []
 
     async def reset(self, task: Task) -> Observation:
-        """Start the servers, then the prompt with all tools.
+        """Start the servers, then return the prompt with all tools.
 
         Raises:
             ToolServerError: If a server does not start.

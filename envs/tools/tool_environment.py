@@ -1,4 +1,4 @@
-"""An environment that runs the tools a policy calls, and scores the turn in which it calls none: its answer."""
+"""An environment that runs the tools that a policy calls. A turn without a call is the final answer and is scored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToolEnvironment(Environment):
     Attributes:
         tools: Functions the policy may call; methods of the environment keep state between calls.
         tool_timeout_s: Longest time for one call, seconds. Keep the sum over a turn below `env.episode.timeout_s`.
-        max_calls_per_turn: Further ones are answered with an error.
+        max_calls_per_turn: Further calls of a turn are answered with an error.
     """
 
     tools: Sequence[Tool] = ()
@@ -61,7 +61,7 @@ def prompt_with_tools(task: Task, toolbox: Toolbox) -> Observation:
 
 
 def with_tools(messages: Sequence[Message], description: str) -> list[Message]:
-    """Messages whose first one is a system message that ends in the description of the tools."""
+    """The messages, with the description of the tools at the end of their system message."""
     first, rest = messages[0], list(messages[1:])
     if first["role"] == "system":
         return [{"role": "system", "content": f"{first['content']}\n\n{description}"}, *rest]

@@ -1,4 +1,4 @@
-"""The parent's side of one process with user code: its birth, its frames, its death. Knows no calls or time-outs."""
+"""One child process with user code, as its parent handles it: start, frames and exit. Calls and time-outs are above."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from penstock.envs.contract import Device
 from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.workers.permission_hints import JAILED_VARIABLE
+from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
 from penstock.envs.workers.permissions import environment_for, grants_of_reward
 from penstock.envs.workers.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.workers.supervisor import how_it_ended
 
-_MAX_END_BYTES = 500
-_LAST_BREATH_S, _SUPERVISOR_S = 0.2, 2.0
+_MAX_REPORT_BYTES = 500
+_EXIT_GRACE_S, _SUPERVISOR_S = 0.2, 2.0
 _NO_NAMESPACES = (
     "{section}.isolation=strict, but this host allows no user namespaces: {problem}. Allow user namespaces (sysctl "
     "user.max_user_namespaces, kernel.unprivileged_userns_clone; docker: --security-opt seccomp=unconfined), or set "
-    "{section}.isolation=process: then it has your rights."
+    "{section}.isolation=process, which gives it all your permissions."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """Which program a process runs, and its limits.
+    """The program of a process, and its limits.
 
     Attributes:
         label: What it loads, for messages: `reward.fn='my.reward'`.
-        section: Of the configuration, where the limits are.
+        section: Configuration section of the limits.
         module: Its `main(arguments)` serves frames until its socket closes.
-        arguments: Behind the number of its socket.
-        grants: What isolated code may have; None: it is not isolated.
-        is_hello: Whether what it says first is well-formed.
-        is_reply: The same of an answer. The user's code can write into the socket, so a process that sends anything
-            else has died.
+        arguments: Arguments of `main` after the number of its socket.
+        grants: Permissions of isolated code; None: it is not isolated.
+        is_hello: Whether its first frame is well-formed.
+        is_reply: Whether a later frame is well-formed. The user's code can write into the socket, so after a malformed
+            frame the process counts as dead.
     """
 
     label: str
@@ -64,7 +64,7 @@ class ChildSpec:
 
 
 def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) -> ChildSpec:
-    """The process of a reward function, and what its model runs on."""
+    """The process of a reward function, whose model runs on `device`."""
     return ChildSpec(
         f"reward.fn={reward.label!r}",
         "reward",
@@ -82,12 +82,12 @@ class ChildProcess:
     """A running child below its supervisor, each in a session of its own.
 
     Attributes:
-        hello: What it said when it had loaded what it serves.
+        hello: Its first frame, sent when it has loaded the user's code.
 
     Args:
-        spec: What it runs.
+        spec: Its program and limits.
         on_reply: Called with `(call_id, reply)` for every answer.
-        on_exit: Called once if the process ends without having been asked to.
+        on_exit: Called once if the process ends on its own.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class ChildProcess:
         self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
-        self._sent_nonsense = False
+        self._sent_malformed_frame = False
         self.hello: dict[str, Any] = {}
 
     async def start(self, startup_timeout_s: float) -> None:
         """Start the process and wait until it has loaded the function.
 
         Raises:
-            ConfigError: If the function does not load, or not in time, or should be isolated where there are no user
-            namespaces.
+            ConfigError: If the function does not load in time, or should be isolated but the host allows no user
+                namespaces.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
         if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_namespaces)):
@@ -138,7 +138,7 @@ class ChildProcess:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand on every answer, until the process ends or sends what is none."""
+        """Pass every answer to `on_reply`, until the process ends or sends a malformed frame."""
         while True:
             try:
                 call_id, reply = await self._next_frame(reader, self._spec.is_reply)
@@ -156,7 +156,7 @@ class ChildProcess:
             with contextlib.suppress(ValueError, RecursionError):
                 if is_well_formed(reply := json.loads(body)):
                     return call_id, reply
-        self._sent_nonsense = True
+        self._sent_malformed_frame = True
         raise EOFError
 
     def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
@@ -168,7 +168,7 @@ class ChildProcess:
         if grants is not None:
             bwrap = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
             section = f"{self._spec.section} network" if grants.network else self._spec.section
-            environment |= {"TMPDIR": TMP, JAILED_VARIABLE: section}
+            environment |= {"TMPDIR": TMP, ISOLATION_VARIABLE: section}
         settings = {
             "module": self._spec.module,
             "serve": [str(connection.fileno()), *self._spec.arguments],
@@ -193,7 +193,7 @@ class ChildProcess:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has loaded what it serves, so that it can be written to."""
+        """Whether it has loaded the user's code, so that frames can be written to it."""
         return self._reading is not None
 
     @property
@@ -207,7 +207,7 @@ class ChildProcess:
         self._writer.write(data)
 
     def kill(self) -> str:
-        """End the process with everything it started, and say how it ended. Safe to call again."""
+        """Kill the process and its descendants, and return how it ended. Safe to call again."""
         if self._reading is not None:
             self._reading.cancel()
         if self._writer is not None:
@@ -219,16 +219,16 @@ class ChildProcess:
         return how
 
     def end(self) -> str:
-        """Say how a process ended whose socket is closed: it is most likely about to end by itself."""
+        """Return how a process ended whose socket is closed; it is most likely about to exit by itself."""
         assert self._process is not None
-        if self._sent_nonsense:
+        if self._sent_malformed_frame:
             return f"sent what is no reply and {self.kill()}"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_LAST_BREATH_S)
+            self._process.wait(timeout=_EXIT_GRACE_S)
         return self.kill()
 
     def _end_supervisor(self, supervisor: subprocess.Popen[bytes]) -> str:
-        """Close the supervisor's standard input, upon which it kills all that is below it; then what it says."""
+        """Close the supervisor's standard input, upon which it kills its descendants; return its report."""
         assert supervisor.stdin is not None
         assert supervisor.stdout is not None
         if supervisor.stdin.closed:
@@ -236,11 +236,12 @@ class ChildProcess:
         supervisor.stdin.close()
         try:
             supervisor.wait(timeout=_SUPERVISOR_S)
-        except subprocess.TimeoutExpired:  # it is stuck: the child dies with it, and then what shares its group
+        except subprocess.TimeoutExpired:  # it hangs: kill its process group; the child dies with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(supervisor.pid, signal.SIGKILL)
             supervisor.wait()
         with supervisor.stdout:
-            os.set_blocking(supervisor.stdout.fileno(), False)  # who got hold of its other end does not hold us up
-            said = supervisor.stdout.read(_MAX_END_BYTES)
-        return said.decode(errors="replace") if said else how_it_ended(supervisor.returncode)
+            # Another process may have inherited the write end, so a blocking read might never return.
+            os.set_blocking(supervisor.stdout.fileno(), False)
+            report = supervisor.stdout.read(_MAX_REPORT_BYTES)
+        return report.decode(errors="replace") if report else how_it_ended(supervisor.returncode)

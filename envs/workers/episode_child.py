@@ -1,14 +1,14 @@
-"""The process that plays episodes of the user's environments, and nothing else.
+"""The process that only plays episodes of the user's environments.
 
 Forked by its supervisor (supervisor.py) with `SOCKET_FD FACTORIES SEED`, the second a JSON object name -> `EnvConfig`.
 It consumes request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the
 socket closes.
 
-Every episode has a thread with an event loop of its own, so a step that blocks holds up nobody else's episode. Nobody
-can kill a thread: when a call hangs, the parent retires this process and starts another (episode_host.py).
+Every episode has a thread with its own event loop, so a step that blocks does not delay other episodes. Threads cannot
+be killed: when a call hangs, the parent retires this process and starts another (episode_host.py).
 
-Request frame: as in reward_child.py, the body a pickle of `(episode, method, argument)`, the argument pickled by
-itself: a task that cannot be read fails its own episode only.
+Request frame: as in reward_child.py; the body is a pickle of `(episode, method, argument)`. The argument is pickled
+separately, so that a task that cannot be unpickled fails only its own episode.
 Reply frame: a JSON object, an `EpisodeReply`.
 """
 
@@ -36,8 +36,8 @@ from penstock.envs.workers.permission_hints import permission_hint
 from penstock.envs.workers.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 
 
-class Said(TypedDict, total=False):
-    """An observation. Without `thread` it is for `main`."""
+class ObservationReply(TypedDict, total=False):
+    """An observation as a JSON object. Without `thread` it is for `main`."""
 
     content: str | list[dict[str, str]]
     role: str
@@ -45,10 +45,10 @@ class Said(TypedDict, total=False):
     fork_of: str
 
 
-class EpisodeReply(Said, total=False):
-    """An observation, or `several`, or `done`, or `runs_itself`, or `closed`, or an `error`."""
+class EpisodeReply(ObservationReply, total=False):
+    """An observation, or `several` observations, or `done`, `runs_itself`, `closed`, or an `error`."""
 
-    several: list[Said]
+    several: list[ObservationReply]
     done: bool
     reward: float
     parts: dict[str, float]
@@ -59,34 +59,34 @@ class EpisodeReply(Said, total=False):
 
 
 def to_episode_reply(returned: object, method: str) -> EpisodeReply:
-    """Turn what an environment returned into a reply, or into an error that says what was expected."""
+    """Turn the return value of an environment into a reply, or into an error that states what was expected."""
     if isinstance(returned, RunsItself) and method == "reset":
         return {"runs_itself": True}
     if isinstance(returned, Done) and method == "run" and returned.reward is None:
         return {"done": True}
     if isinstance(returned, list | tuple) and returned and all(isinstance(one, Observation) for one in returned):
-        return _of_several(returned, method)
+        return _from_several(returned, method)
     if not isinstance(returned, Observation) and not (isinstance(returned, Done) and method != "reset"):
         expected = "Observation, a list of them" + ("" if method == "reset" else ", or Done")
         return {"error": f"{method} returned {returned!r:.200} of type {type(returned).__name__}; expected {expected}"}
-    return _of_one(returned, method)
+    return _from_one(returned, method)
 
 
-def _of_several(returned: Sequence[Observation], method: str) -> EpisodeReply:
-    """Rewards and counts are summed over the list."""
+def _from_several(returned: Sequence[Observation], method: str) -> EpisodeReply:
+    """A reply of several observations, with rewards and counts summed."""
     reply: EpisodeReply = {"reward": 0.0, "parts": {}, "counts": {}, "several": []}
     for one in returned:
-        taken = _of_one(one, method)
+        taken = _from_one(one, method)
         if "error" in taken:
             return taken
         reply["reward"] += taken["reward"]
         for name, value in taken["counts"].items():
             reply["counts"][name] = reply["counts"].get(name, 0.0) + value
-        reply["several"].append(_said(one))
+        reply["several"].append(_to_observation_reply(one))
     return reply
 
 
-def _of_one(returned: Observation | Done, method: str) -> EpisodeReply:
+def _from_one(returned: Observation | Done, method: str) -> EpisodeReply:
     what = f"{method} returned {type(returned).__name__} with reward"
     scored = to_reply(returned.reward, what)
     counted = to_reply(dict(returned.counts) or 0.0, f"{method} returned {type(returned).__name__} with counts")
@@ -111,18 +111,18 @@ def _of_one(returned: Observation | Done, method: str) -> EpisodeReply:
     if not all(isinstance(name, str) for name in (returned.thread, returned.fork_of) if name is not None):
         names = f"thread {returned.thread!r:.100} and fork_of {returned.fork_of!r:.100}"
         return {"error": f"{method} returned an Observation with {names}; expected names, as text"}
-    return {**reply, **_said(returned)}
+    return {**reply, **_to_observation_reply(returned)}
 
 
-def _said(observation: Observation) -> Said:
-    """As it is sent; what is not sent has its default."""
+def _to_observation_reply(observation: Observation) -> ObservationReply:
+    """Encode an observation; fields with their default are left out."""
     content = observation.content if isinstance(observation.content, str) else list(observation.content)
-    said: Said = {"content": content, "role": observation.role}
+    reply: ObservationReply = {"content": content, "role": observation.role}
     if observation.thread != MAIN_THREAD:
-        said["thread"] = observation.thread
+        reply["thread"] = observation.thread
     if observation.fork_of is not None:
-        said["fork_of"] = observation.fork_of
-    return said
+        reply["fork_of"] = observation.fork_of
+    return reply
 
 
 def _is_content(content: object) -> bool:
@@ -136,12 +136,12 @@ def _is_content(content: object) -> bool:
 
 
 def is_episode_hello(hello: object) -> bool:
-    """Whether it is one, and not what the user's code wrote into our socket."""
+    """Whether it is a well-formed hello; the user's code may have written other bytes into our socket."""
     return isinstance(hello, dict) and isinstance(hello.get("error", ""), str)
 
 
 def is_episode_reply(reply: object) -> bool:
-    """The same of an `EpisodeReply`."""
+    """Whether it is a well-formed `EpisodeReply`."""
     if not isinstance(reply, dict):
         return False
     if "error" in reply:
@@ -149,17 +149,23 @@ def is_episode_reply(reply: object) -> bool:
     if not (are_finite([reply.get("reward", 0.0)]) and all(are_parts(reply.get(n, {})) for n in ("parts", "counts"))):
         return False
     if "several" in reply:
-        return isinstance(reply["several"], list) and bool(reply["several"]) and all(map(_is_said, reply["several"]))
+        return (
+            isinstance(reply["several"], list)
+            and bool(reply["several"])
+            and all(map(_is_observation_reply, reply["several"]))
+        )
     if "content" in reply:
-        return _is_said(reply)
+        return _is_observation_reply(reply)
     return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
 
 
-def _is_said(said: object) -> bool:
-    """Whether it is a `Said`."""
-    if not isinstance(said, dict) or not _is_content(said.get("content")) or said.get("role") not in get_args(Role):
+def _is_observation_reply(reply: object) -> bool:
+    """Whether it is a well-formed `ObservationReply`."""
+    if not isinstance(reply, dict):
         return False
-    return all(isinstance(said.get(name, ""), str) for name in ("thread", "fork_of"))
+    if not _is_content(reply.get("content")) or reply.get("role") not in get_args(Role):
+        return False
+    return all(isinstance(reply.get(name, ""), str) for name in ("thread", "fork_of"))
 
 
 async def call_environment(environment: Playable, method: str, argument: Any) -> Any:
@@ -169,7 +175,7 @@ async def call_environment(environment: Playable, method: str, argument: Any) ->
 
 
 class EpisodeThread:
-    """Plays one episode: calls come one after the other, until `close`."""
+    """Plays one episode: it runs calls one after the other, until `close`."""
 
     def __init__(self, make: Callable[[str], Playable], answer: Callable[[int, EpisodeReply], None]) -> None:
         self._make = make
@@ -181,7 +187,7 @@ class EpisodeThread:
         self._thread.start()
 
     def call(self, call_id: int, method: str, argument: bytes) -> None:
-        """Queue a call, its argument pickled. `close` also cancels what an asynchronous environment is waiting for."""
+        """Queue a call with a pickled argument. `close` also cancels the running call of an async environment."""
         self._calls.put((call_id, method, argument))
         if method == "close" and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
@@ -198,17 +204,17 @@ class EpisodeThread:
             while True:
                 call_id, method, packed = self._calls.get()
                 try:
-                    argument = pickle.loads(packed)  # noqa: S301  our own parent wrote it
+                    argument = pickle.loads(packed)  # noqa: S301  written by our own parent
                     if method == "reset":
                         environment = self._make(argument.environment)
-                    if environment is not None:  # else its reset failed, and this is its close
+                    if environment is not None:  # otherwise its reset failed, and this call is `close`
                         reply = runner.run(self._call(environment, method, argument))
                 except BaseException as error:  # noqa: BLE001  user code is data; this thread gets no real interrupts
                     reply = {"error": to_failure(error)["error"]}
                 if method == "close":
                     break
                 self._answer(call_id, reply)
-        # Only now, after its loop has ended: a thread that it still waits for is a hang, too.
+        # Answer only after its loop has closed: if the loop still waits for a thread, that is a hang too.
         self._answer(call_id, {"closed": True})
 
     async def _call(self, environment: Playable, method: str, argument: Any) -> EpisodeReply:
@@ -223,7 +229,7 @@ class EpisodeThread:
 
 
 class EpisodeServer:
-    """Reads frames, hands them to the episodes, writes their replies."""
+    """Reads frames, dispatches them to the episodes, and writes their replies."""
 
     def __init__(self, sources: dict[str, EnvironmentSource], connection: socket.socket) -> None:
         self._sources = sources
@@ -235,11 +241,11 @@ class EpisodeServer:
         reader = self._connection.makefile("rb")
         while header := reader.read(HEADER.size):
             length, call_id = HEADER.unpack(header)
-            episode, method, argument = pickle.loads(reader.read(length))  # noqa: S301  our own parent wrote it
+            episode, method, argument = pickle.loads(reader.read(length))  # noqa: S301  written by our own parent
             if method == "reset":
                 self._episodes[episode] = EpisodeThread(self._make, self.answer)
             if episode not in self._episodes:
-                self.answer(call_id, {"closed": True})  # given up before its reset was sent
+                self.answer(call_id, {"closed": True})  # it was abandoned before its reset was sent
                 continue
             thread = self._episodes[episode]
             if method == "close":
@@ -252,25 +258,24 @@ class EpisodeServer:
         return self._sources[name].environment()
 
     def answer(self, call_id: int, reply: EpisodeReply) -> None:
-        """Write one reply; any thread may."""
+        """Write one reply. Thread-safe."""
         try:
             body = json.dumps(reply).encode()
         except (TypeError, ValueError) as error:
-            body = json.dumps({"error": f"counts or content are no plain data: {error}"}).encode()
+            body = json.dumps({"error": f"counts or content are not plain data: {error}"}).encode()
         if len(body) > MAX_REPLY_BYTES:
-            said = f"an observation of {len(body)} bytes; at most {MAX_REPLY_BYTES} fit"
-            body = json.dumps({"error": said}).encode()
-        with self._writing, contextlib.suppress(OSError):  # the parent has gone
+            problem = f"an observation of {len(body)} bytes; at most {MAX_REPLY_BYTES} fit"
+            body = json.dumps({"error": problem}).encode()
+        with self._writing, contextlib.suppress(OSError):  # the parent has exited
             self._connection.sendall(encode_frame(call_id, body))
 
 
 def main(arguments: list[str]) -> None:
-    """Load the environments, say hello, serve until the socket closes."""
+    """Load the environments, send the hello, serve until the socket closes."""
     socket_fd, factories, seed = arguments
+    # Every episode needs file descriptors for its loop, and an agent program for its pipes.
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most_files, most_files)
-    )  # every episode has a loop, a program has pipes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     connection = socket.socket(fileno=int(socket_fd))
     sources: dict[str, EnvironmentSource] = {}
     server = EpisodeServer(sources, connection)
@@ -282,7 +287,7 @@ def main(arguments: list[str]) -> None:
     except ConfigError as error:
         server.answer(HELLO_ID, {"error": " ".join(error.violations) + permission_hint(error)})
         return
-    except Exception as error:  # noqa: BLE001  user code: whatever it raises is reported
+    except Exception as error:  # noqa: BLE001  user code: anything it raises is reported
         server.answer(HELLO_ID, {"error": to_failure(error)["error"]})
         return
     server.answer(HELLO_ID, {})

@@ -1,15 +1,16 @@
-"""Where episodes are played: processes that can be killed, below the process that drives the run.
+"""Plays episodes in killable child processes of the driver.
 
-User code may block, and a step that blocks in the driver's event loop would hold up every trajectory and the trainer.
-So no environment runs there, trusted or not: one crossing costs a fraction of a millisecond, a turn of the policy much
-more. Each episode has its own thread in a process (episode_child.py).
+User code may block, and a step that blocks in the driver's event loop would delay every trajectory and the trainer. So
+no environment runs there, trusted or not: a call to another process takes a fraction of a millisecond, much less than a
+turn of the policy. Each episode has its own thread in a process (episode_child.py).
 
-What goes wrong is a `TrajectoryError` of kind `env`, never a reward. A call that raises costs its own episode. A call
-that hangs costs its own episode: its process gets no new ones, plays the others to their end, and is then killed. Only
-a process that dies costs all the episodes it had; they are repeated within the retry budget. One that does not load in
-the middle of a run costs those that waited for it.
+Every failure is a `TrajectoryError` of kind `env`, never a reward. A call that raises fails its own episode. So does a
+call that hangs: its process gets no new episodes, plays the others to their end, and is then killed. If a process dies,
+all its episodes fail; they are repeated within the retry budget. If a process fails to load during a run, the episodes
+that wait for it fail.
 
-Consumes: calls of trajectories. Waits for: the process's reply. Unblocked by: it, the time-out, or the process's end.
+Consumes: calls of trajectories. Waits for: the process's reply. Unblocked by: the reply, the time-out, or the process's
+exit.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ class PlayedEpisode(Protocol):
     async def step(self, action: Action) -> EpisodeReply: ...
 
     async def step_all(self, actions: Sequence[Action]) -> EpisodeReply:
-        """After a reply that said several things: the turns behind them, in that order."""
+        """Send the turns of a reply with several observations, in their order."""
         ...
 
     async def run(self, access: EndpointAccess) -> EpisodeReply:
-        """Of an environment that runs itself: play it to its end, without a time-out."""
+        """Run an agent program to its end, without a time-out."""
         ...
 
 
 class _Worker:
-    """One process and what it plays.
+    """One process and its episodes.
 
     Attributes:
-        episodes: Open ones.
+        episodes: Open episodes.
         stuck: Episodes that did not answer in time, and have not closed since.
-        end: How it ended, if it has.
+        how_it_ended: None while it runs.
         starting: Loads the environments. Raises ConfigError if they do not load, OSError if the machine cannot start
-            the process now; either is its end.
+            the process now; the process has ended in either case.
     """
 
     def __init__(self, spec: ChildSpec, startup_timeout_s: float) -> None:
         self.process = ChildProcess(spec, self._on_reply, self._on_exit)
         self.episodes: set[int] = set()
         self.stuck: set[int] = set()
-        self.end: str | None = None
+        self.how_it_ended: str | None = None
         self.starting = asyncio.create_task(self._start(startup_timeout_s))
         self._calls: dict[int, asyncio.Future[EpisodeReply]] = {}
 
@@ -72,26 +73,26 @@ class _Worker:
         try:
             await self.process.start(timeout_s)
         except Exception:
-            self.end = "did not start"
+            self.how_it_ended = "did not start"
             self.process.kill()
             raise
 
     @property
     def is_usable(self) -> bool:
-        return self.end is None and not self.stuck
+        return self.how_it_ended is None and not self.stuck
 
     def send(self, call_id: int, body: bytes) -> asyncio.Future[EpisodeReply]:
         future: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
-        if self.end is not None:
-            future.set_result({"error": f"its process {self.end}"})
+        if self.how_it_ended is not None:
+            future.set_result({"error": f"its process {self.how_it_ended}"})
             return future
         self._calls[call_id] = future
         self.process.write(encode_frame(call_id, body))
         return future
 
     def kill(self) -> None:
-        if self.end is None:
-            self.end = "was ended"
+        if self.how_it_ended is None:
+            self.how_it_ended = "was ended"
             self.starting.cancel()
             self.process.kill()
             self._fail_calls()
@@ -102,22 +103,22 @@ class _Worker:
             future.set_result(reply)
 
     def _on_exit(self, process: ChildProcess) -> None:
-        self.end = process.end()
+        self.how_it_ended = process.end()
         self._fail_calls()
 
     def _fail_calls(self) -> None:
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
-                future.set_result({"error": f"its process {self.end}"})
+                future.set_result({"error": f"its process {self.how_it_ended}"})
 
 
 class EpisodeHost:
     """Plays episodes in `num_workers` processes. Use it from one event loop, and close it.
 
     Args:
-        env: Where environments come from.
-        seed: As given to the task source.
+        env: Configuration of the environments.
+        seed: Seed of the task source.
     """
 
     def __init__(self, env: EnvConfig, seed: int) -> None:
@@ -146,15 +147,15 @@ class EpisodeHost:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that live."""
-        return [worker.process.pid for worker in self._workers if worker.end is None]
+        """Ids of the running processes."""
+        return [worker.process.pid for worker in self._workers if worker.how_it_ended is None]
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[PlayedEpisode]:
-        """One episode of `task`; it is closed whatever happens, and nobody waits for that.
+        """Open an episode of `task`. It is always closed afterwards, in the background.
 
         Raises:
-            ConfigError: If the environments do not load, and never have.
+            ConfigError: If the environments do not load, and have never loaded.
             TrajectoryError: kind `env`, if a process cannot be started now; the next episode tries again.
         """
         worker, episode = self._choose(), next(self._serial)
@@ -180,20 +181,20 @@ class EpisodeHost:
         """One call of one episode, within the time-out."""
         try:
             packed = pickle.dumps(argument, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
+        except Exception as error:  # noqa: BLE001  user data: an error of its pickling fails the episode
             return {"error": f"the task cannot be sent: {error!r}"}
         body = pickle.dumps((episode, method, packed), protocol=pickle.HIGHEST_PROTOCOL)
         try:
             async with asyncio.timeout(timeout_s):
                 return await worker.send(next(self._serial), body)
         except TimeoutError:
-            assert timeout_s is not None, "only then it can be over"
+            assert timeout_s is not None, "without a limit there is no time-out"
             worker.stuck.add(episode)
             return {"error": f"timed out after {timeout_s:g} s (env.episode.timeout_s)"}
 
     def _choose(self) -> _Worker:
-        """The usable process with the fewest episodes; a new one while there are too few."""
-        self._workers = [worker for worker in self._workers if worker.end is None]
+        """The usable process with the fewest episodes; starts a new one while there are fewer than `num_workers`."""
+        self._workers = [worker for worker in self._workers if worker.how_it_ended is None]
         usable = [worker for worker in self._workers if worker.is_usable]
         if len(usable) < self._limits.num_workers:
             usable.append(_Worker(self._spec, self._limits.startup_timeout_s))
@@ -201,7 +202,7 @@ class EpisodeHost:
         return min(usable, key=lambda worker: len(worker.episodes))
 
     async def _ready(self, worker: _Worker) -> None:
-        """Environments that have loaded before are not to blame if they do not now: that costs an episode, no run."""
+        """Wait until a process has loaded. If environments have loaded before, a failure costs one episode only."""
         try:
             await asyncio.shield(worker.starting)
         except ConfigError as error:
@@ -214,7 +215,7 @@ class EpisodeHost:
         self._has_loaded = True
 
     async def _end(self, worker: _Worker, episode: int) -> None:
-        if worker.end is None and worker.process.is_serving:
+        if worker.how_it_ended is None and worker.process.is_serving:
             was_stuck = episode in worker.stuck
             if "closed" in await self.call(worker, episode, "close", None, self.timeout_s):
                 worker.stuck.discard(episode)
@@ -227,7 +228,7 @@ class EpisodeHost:
 
 _TURNS = ("content", "several", "done")
 _ANSWERS = {"reset": ("content", "several", "runs_itself"), "step": _TURNS, "step_all": _TURNS, "run": ("done",)}
-"""What a well-formed reply to a call has, of which there must be one."""
+"""Method -> keys of which a well-formed reply has at least one."""
 
 
 class _Episode:
@@ -254,6 +255,6 @@ class _Episode:
         if "error" in reply:
             raise TrajectoryError("env", f"{method} of {self._task.task_id}: {reply['error']}")
         if not any(name in reply for name in _ANSWERS[method]):
-            said = f"its process answered {reply!r:.200}; expected {' or '.join(_ANSWERS[method])}"
-            raise TrajectoryError("env", f"{method} of {self._task.task_id}: {said}")
+            problem = f"its process answered {reply!r:.200}; expected {' or '.join(_ANSWERS[method])}"
+            raise TrajectoryError("env", f"{method} of {self._task.task_id}: {problem}")
         return reply

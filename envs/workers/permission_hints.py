@@ -1,4 +1,4 @@
-"""What to say when user code fails for something that isolated code was not given (permissions.py)."""
+"""Hints for errors of isolated user code whose cause is a missing permission (permissions.py)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import socket
 from collections.abc import Iterator
 from types import TracebackType
 
-JAILED_VARIABLE = "PENSTOCK_JAILED"
-"""In the environment of a isolated process: the section of the configuration with its `isolation`, and ` network`."""
+ISOLATION_VARIABLE = "PENSTOCK_ISOLATION"
+"""Variable in the environment of an isolated process: its configuration section, with ` network` appended if it has the
+network."""
 
 _NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ECONNREFUSED})
 _MAX_CAUSES = 10
 
 
 def permission_hint(error: BaseException) -> str:
-    """In a isolated process: a sentence for an error that the sandbox explains, after a space; else nothing."""
-    section, _, network = os.environ.get(JAILED_VARIABLE, "").partition(" ")
+    """A hint, after a space, if the sandbox of an isolated process explains the error; else empty."""
+    section, _, network = os.environ.get(ISOLATION_VARIABLE, "").partition(" ")
     if not section:
         return ""
     explained = (_explain(cause, section, has_network=bool(network)) for cause in _causes(error))
@@ -36,21 +37,21 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _explain(error: BaseException, section: str, *, has_network: bool) -> str:
     if isinstance(error, KeyError) and _comes_from_environment(error.__traceback__):
-        return f"variables of the environment need {section}.isolation.variables=[{str(error.args[0])[:60]}]"
+        return f"to read this environment variable, set {section}.isolation.variables=[{str(error.args[0])[:60]}]"
     if not isinstance(error, OSError):
         return ""
     if not has_network and (isinstance(error, socket.gaierror) or error.errno in _NO_NETWORK):
-        return f"the network needs {section}.isolation.network=true"
+        return f"to use the network, set {section}.isolation.network=true"
     path = error.filename if isinstance(error.filename, str) else ""
     if error.errno == errno.EROFS or (isinstance(error, PermissionError) and path):
-        return f"who writes outside of the folder for temporary files needs {section}.isolation=process"
+        return f"to write outside the folder for temporary files, set {section}.isolation=process"
     if isinstance(error, FileNotFoundError) and path and _is_hidden(path):
-        return f"what the host has there needs {section}.isolation.read=[{os.path.abspath(path)[:200]}]"  # noqa: PTH100
+        return f"to read this path of the host, set {section}.isolation.read=[{os.path.abspath(path)[:200]}]"  # noqa: PTH100
     return ""
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether it would be where the sandbox shows nothing of the host: in the file system that its root is in."""
+    """Whether the path is outside all mounts of the sandbox, in its root file system."""
     folder = os.path.dirname(os.path.abspath(path))  # noqa: PTH100, PTH120
     while not os.path.isdir(folder):  # noqa: PTH112
         folder = os.path.dirname(folder)  # noqa: PTH120

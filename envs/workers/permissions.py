@@ -1,6 +1,6 @@
-"""What user code may reach: all that the user may, or, under `isolation: strict`, what it was given.
+"""The permissions of user code: all those of the user, or, with `isolation: strict`, only those of its section.
 
-Either way it runs in processes that are killed at a limit (child_process.py), and never sees the tracker's key.
+In both cases it runs in processes that are killed at a limit (child_process.py), and never sees the tracker's key.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def grants_of_reward(reward: RewardConfig) -> IsolationConfig | None:
-    """What its sandbox gives, with what its arguments name, and with absolute paths; None: it is not isolated."""
+    """The permissions of a reward, including paths in its arguments, all absolute; None: it is not isolated."""
     return _grants(reward.isolation, [reward.args, *(part.args for part in reward.parts.values())])
 
 
 def grants_of_episodes(env: EnvConfig) -> IsolationConfig | None:
-    """The same of an environment with all its streams, which share processes.
+    """The permissions of an environment and all its streams, which share processes.
 
     Raises:
-        ConfigError: If a factory is a name that nobody offers.
+        ConfigError: If a factory is an unregistered name.
     """
     return _grants(env.episode.isolation, [one.args for one in stream_factories(env).values()])
 
@@ -48,7 +48,7 @@ def _grants(isolation: IsolationConfig | None, args: Iterable[Mapping[str, Any]]
 
 
 def _paths_in(value: object) -> Iterator[str]:
-    """Every text that names something that exists: the user has pointed the code at it."""
+    """Every text that is an existing path: the user has passed it to the code."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -1,16 +1,16 @@
-"""What a process and all it started use, and how to end all of it. Linux; the caller is their ancestor.
+"""Measures and kills the descendants of a process. Linux only; the caller is their ancestor.
 
 A process can leave its group and session, but not its ancestors: orphans go to the nearest ancestor that adopts them
 (`adopt_orphans`). So descendants are found by parentage.
 
-The runner in every sandbox imports this module (sandbox/runner.py), so it imports little: each module costs every
+The runner in every sandbox imports this module (sandbox/runner.py), so it imports little: each import slows down every
 check.
 """
 
 from __future__ import annotations
 
 import os
-from _signal import SIGKILL, SIGSTOP  # `signal` makes enumerations of them, which takes half of an interpreter's start
+from _signal import SIGKILL, SIGSTOP  # importing `signal` creates enums, which takes half of an interpreter's start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, whatever session it is in."""
+    """Become the parent of every descendant whose own parent dies, in any session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -32,14 +32,14 @@ def die_with_parent() -> None:
 
 
 def set_dumpable(value: int) -> None:
-    """0: no process of the same user may look into this one; 1: it may, and owns its /proc entries again."""
+    """0: other processes of the same user cannot read its memory; 1: they can, and it owns its /proc entries again."""
     _prctl(_PR_SET_DUMPABLE, value)
 
 
 def _prctl(option: int, value: int) -> None:
-    import _ctypes  # `ctypes`, which is around it, takes a third of the time that the interpreter takes to start
+    import _ctypes  # importing `ctypes` around it takes a third of the interpreter's start
 
-    program = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # what is loaded already
+    program = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # the libraries that are loaded already
     address = _ctypes.dlsym(program, "prctl")
     if _ctypes.call_cdeclfunction(address, (option, value, 0, 0, 0)) != 0:
         raise OSError(f"prctl({option}, {value})")
@@ -50,18 +50,18 @@ def descendants(pid: int, not_below: str = "") -> list[int]:
 
     Args:
         pid: The ancestor.
-        not_below: Leave out those below a process that has this among its arguments, which itself counts.
+        not_below: Leave out the descendants of a process with this argument; the process itself counts.
     """
     found = list(children(pid))
     for child in found:  # grows while it is walked
         below = list(children(child))
-        if below and not (not_below and _has_argument(child, not_below.encode())):  # most have none below
+        if below and not (not_below and _has_argument(child, not_below.encode())):  # most have no children
             found += below
     return found
 
 
 def all_others() -> list[int]:
-    """Every process of this pid namespace but the caller."""
+    """Every process of this pid namespace except the caller."""
     me = os.getpid()
     return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != me]  # noqa: PTH208
 
@@ -70,8 +70,8 @@ def measure(pids: Iterable[int]) -> tuple[int, float, int]:
     """Sum over those of `pids` that are alive.
 
     Returns:
-        Processes and threads; processor time of the living, and of the dead whom one of them waited for, seconds; sum
-        of resident sets, in which shared pages count once per process, bytes.
+        Number of processes and threads; their processor time, including that of reaped children, seconds; sum of
+        resident sets, in which shared pages count once per process, bytes.
     """
     num_tasks = ticks = pages = 0
     for pid in pids:
@@ -89,7 +89,7 @@ def measure(pids: Iterable[int]) -> tuple[int, float, int]:
 def proportional_memory_bytes(pids: Iterable[int]) -> int:
     """Memory of those of `pids` that are alive, where a page that n processes share counts 1/n in each.
 
-    Ten times the work of `measure`; processes that do not let us look count with all their resident pages.
+    Ten times the work of `measure`. A process whose pages cannot be read counts with all its resident pages.
     """
     total = 0
     for pid in pids:
@@ -104,22 +104,22 @@ def proportional_memory_bytes(pids: Iterable[int]) -> int:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill all descendants of `pid`, also those that are born meanwhile.
+    """Kill all descendants of `pid`, including those that are forked during this call.
 
-    They are stopped before they are killed, so that none can start another one while its neighbours are found. The dead
-    stay zombies until their parent, or the ancestor that adopts orphans, has waited for them.
+    They are stopped before they are killed, so that none can fork while the others are searched. They stay zombies
+    until their parent, or the ancestor that adopts orphans, reaps them.
     """
     seen: set[int] = set()
-    while fresh := [child for child in descendants(pid) if child not in seen]:
-        for child in fresh:
+    while new := [child for child in descendants(pid) if child not in seen]:
+        for child in new:
             _send(child, SIGSTOP)
-        seen.update(fresh)
+        seen.update(new)
     for child in seen:
         _send(child, SIGKILL)
 
 
 def reap_children() -> None:
-    """Wait for all children of the caller, who has killed them."""
+    """Reap all children of the caller, which has killed them."""
     try:
         while True:
             os.waitpid(-1, 0)
@@ -128,7 +128,7 @@ def reap_children() -> None:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Living children of `pid`, of all its threads: there may be a thousand, and the supervisor polls often."""
+    """Living children of `pid`, of all its threads. Fast, since there may be a thousand and the supervisor polls."""
     tasks = f"/proc/{pid}/task"
     try:
         threads = os.listdir(tasks)  # noqa: PTH208 - paths as text: half the time

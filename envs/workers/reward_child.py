@@ -1,4 +1,4 @@
-"""The process that runs the user's reward function, and nothing else.
+"""The process that only runs the user's reward function.
 
 Forked by its supervisor (supervisor.py) with `SOCKET_FD DEVICE REWARD SANDBOX`, the last two as JSON. It consumes
 request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket
@@ -6,7 +6,7 @@ closes.
 
 Request frame: `!IQ` length and call id, then a pickle of `(trajectory, fields)`.
 Reply frame: `!IQ` length and call id (`HELLO_ID` once, after loading the function), then a JSON object: a `Reply`.
-Replies are JSON so that nothing the user's code sends is executed by the worker.
+Replies are JSON so that the worker executes nothing that the user's code sends.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from penstock.envs.workers.permission_hints import permission_hint
 HEADER = struct.Struct("!IQ")
 HELLO_ID = 0
 MAX_REPLY_BYTES = 1 << 20
-"""More than any reply has: the user's code has written into our socket."""
+"""A larger frame is not a reply: the user's code has written into our socket."""
 
 
 def encode_frame(call_id: int, body: bytes) -> bytes:
-    """One frame as it goes over the wire."""
+    """Encode one frame."""
     return HEADER.pack(len(body), call_id) + body
 
 
 def encode_reply(call_id: int, reply: Reply) -> bytes:
-    """One reply frame."""
+    """Encode one reply frame."""
     return encode_frame(call_id, json.dumps(reply).encode())
 
 
 def serve_sync(function: RewardFunction, connection: socket.socket) -> None:
-    """Answer one call after the other, in order: the first unanswered call is the one that runs."""
+    """Answer the calls in order: the first unanswered call is the one that runs."""
     reader = connection.makefile("rb")
     while header := reader.read(HEADER.size):
         length, call_id = HEADER.unpack(header)
@@ -54,10 +54,10 @@ def serve_sync(function: RewardFunction, connection: socket.socket) -> None:
 
 def _call(function: RewardFunction, body: bytes) -> Reply:
     try:
-        trajectory, fields = pickle.loads(body)  # noqa: S301  our own parent wrote it
+        trajectory, fields = pickle.loads(body)  # noqa: S301  written by our own parent
         returned = function(trajectory, **fields)
         return to_reply(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: it is data
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: its errors are data
         return to_failure(error)
 
 
@@ -88,14 +88,14 @@ async def _call_async(function: RewardFunction, body: bytes, timeout_s: float) -
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            trajectory, fields = pickle.loads(body)  # noqa: S301  our own parent wrote it
+            trajectory, fields = pickle.loads(body)  # noqa: S301  written by our own parent
             return to_reply(await _await(function(trajectory, **fields)))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: it is data
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: its errors are data
         return {"timed_out": True} if deadline.expired() else to_failure(error)
 
 
 def main(arguments: list[str]) -> None:
-    """Load the function, say hello, serve until the socket closes."""
+    """Load the function, send the hello, serve until the socket closes."""
     socket_fd, device, reward, sandbox = arguments
     connection = socket.socket(fileno=int(socket_fd))
     config = RewardConfig.model_validate_json(reward)

@@ -1,7 +1,7 @@
 """The Ray-free core of a reward worker: the user's function in a process that can be killed, and its time-outs.
 
 A failure is never a reward. A call that raises, hangs, kills its process or returns no finite number becomes a
-`TrajectoryError` of kind `reward`; every other call gets its score, whatever happened beside it.
+`TrajectoryError` of kind `reward`. Every other call gets its score, even if concurrent calls fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.envs.contract import Device
 from penstock.envs.reward_result import Reply
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.workers.child_process import ChildProcess, reward_spec
-from penstock.envs.workers.reward_cache import LastUsed, seen_key
+from penstock.envs.workers.reward_cache import LruCache, cache_key
 from penstock.envs.workers.reward_child import encode_frame
 
 _ASYNC_GRACE_S = 1.0
@@ -32,8 +32,8 @@ class _Call:
 
     Attributes:
         body: Pickled once; the same bytes go to the next process if this one dies.
-        key: Under which its score is remembered; None if it is not.
-        is_alone: Suspected of blocking or killing the process: it is sent with no other call beside it.
+        key: Cache key of its score; None if it is not cached.
+        is_alone: Suspected of blocking or killing the process, so it is sent without concurrent calls.
         deaths: Processes that died while running it.
     """
 
@@ -50,16 +50,16 @@ class _Call:
 class RewardRunner:
     """Scores trajectories with a user's function (sync or async) in a warm, killable child process.
 
-    A synchronous function gets its calls one after the other, an asynchronous one concurrently. A synchronous call
-    that is longer than `timeout_s` costs the process, which is killed with all it started and replaced; the calls
-    behind it are scored by the next. An asynchronous one is cancelled, and only if that fails is the process killed.
+    A synchronous function gets its calls one after the other, an asynchronous one concurrently. If a synchronous call
+    takes longer than `timeout_s`, the process and its descendants are killed and replaced; the next process scores the
+    calls after it. An asynchronous call is cancelled, and the process is killed only if that fails.
 
     Use it from one event loop, whose thread must outlive it: the child dies with the thread that started it.
 
     Args:
         config: The function and its limits.
-        sandbox: For rewards that run programs.
-        device: What a model of the reward runs on.
+        sandbox: Sandbox of rewards that run programs.
+        device: Device of the reward's model.
     """
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None, device: Device = "cpu") -> None:
@@ -67,8 +67,8 @@ class RewardRunner:
         self._sandbox = sandbox or SandboxConfig()
         self._timeout_s = config.timeout_s
         self._device = device
-        self._known: LastUsed[Score] = LastUsed(config.cache_entries)
-        self._remembers = False  # until the process says that the function is pure
+        self._cache: LruCache[Score] = LruCache(config.cache_entries)
+        self._is_caching = False  # until the process reports that the function is pure
         # An unsettled call is in exactly one of the two, so none is lost or scored twice.
         self._waiting: deque[_Call] = deque()
         self._in_flight: dict[int, _Call] = {}
@@ -81,11 +81,11 @@ class RewardRunner:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None while there is none."""
+        """Process id of the child; None if there is none."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Have the child ready before the first call.
+        """Start the child before the first call.
 
         Raises:
             ConfigError: If the function does not load.
@@ -106,7 +106,7 @@ class RewardRunner:
         return await self._submit(task, trajectory)
 
     async def score_many(self, pairs: Sequence[tuple[Task, Trajectory]]) -> list[Score | TrajectoryError]:
-        """Score many trajectories; failures are returned in their places.
+        """Score many trajectories; failures are returned in place of scores.
 
         Raises:
             ConfigError: If the function does not load.
@@ -119,7 +119,7 @@ class RewardRunner:
         return [result for result in results if isinstance(result, (Score, TrajectoryError))]
 
     async def shutdown(self) -> None:
-        """End the child and fail what is unfinished. The runner cannot be used again."""
+        """End the child and fail unfinished calls. The runner cannot be used again."""
         self._is_shut_down = True
         if self._starting is not None:
             self._starting.cancel()
@@ -129,9 +129,9 @@ class RewardRunner:
 
     def _submit(self, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
         outcome: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        key = seen_key(trajectory, task.fields) if self._remembers else None
-        if key is not None and (known := self._known.get(key)) is not None:
-            outcome.set_result(known)
+        key = cache_key(trajectory, task.fields) if self._is_caching else None
+        if key is not None and (cached := self._cache.get(key)) is not None:
+            outcome.set_result(cached)
             return outcome
         label = f"{self._config.label} on {trajectory.trajectory_id} ({task.task_id})"
         if self._is_shut_down:
@@ -139,17 +139,17 @@ class RewardRunner:
             return outcome
         try:
             body = pickle.dumps((trajectory, dict(task.fields)), protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
+        except Exception as error:  # noqa: BLE001  user data: an error of its pickling fails the call
             outcome.set_exception(TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}"))
             return outcome
         self._waiting.append(_Call(self._next_id, label, body, outcome, key))
         self._next_id += 1
-        # Pump after the caller has submitted all it has: one write for the whole batch.
+        # Pump after the caller has submitted all its calls, so that the whole batch is one write.
         asyncio.get_running_loop().call_soon(self._pump)
         return outcome
 
     def _pump(self) -> None:
-        """Send waiting calls as far as the process may have them, starting one if there is none."""
+        """Send as many waiting calls as allowed to the process; start one if there is none."""
         if not self._waiting or self._is_shut_down:
             return
         if self._process is None:
@@ -175,7 +175,7 @@ class RewardRunner:
         return not call.is_alone and not oldest.is_alone and len(self._in_flight) < self._config.max_concurrency
 
     def _oldest(self) -> _Call | None:
-        """Of the calls in flight."""
+        """The oldest call in flight."""
         return next(iter(self._in_flight.values()), None)
 
     def _on_reply(self, call_id: int, reply: Reply) -> None:
@@ -186,7 +186,7 @@ class RewardRunner:
         if "reward" in reply:
             score = Score(reply["reward"], reply["parts"])
             if call.key is not None:
-                self._known.put(call.key, score)
+                self._cache.put(call.key, score)
             if not call.outcome.done():
                 call.outcome.set_result(score)
         else:
@@ -202,7 +202,7 @@ class RewardRunner:
             self._watchdog = asyncio.get_running_loop().call_at(when, self._on_watchdog)
 
     def _deadline(self) -> float | None:
-        """Loop time at which the process must have answered its oldest call; None if it has none."""
+        """Loop time by which the process must have answered its oldest call; None if it has none."""
         oldest = self._oldest()
         if self._process is None or oldest is None:
             return None
@@ -224,11 +224,11 @@ class RewardRunner:
             self._replace_process(f"its process {how}", is_hang=False)
 
     def _replace_process(self, what: str, *, is_hang: bool) -> None:
-        """Kill the process, blame what may have hung or killed it, and send all but a culprit again, in order.
+        """Kill the process, fail the call that caused the hang or the death, and send the other calls again, in order.
 
-        A synchronous process runs its oldest call only, and a call that was sent alone is alone: these are culprits at
-        once if they hang, and at the last attempt if the process dies. Else any call in flight may be the culprit, and
-        who was there `max_attempts` times is sent alone from now on.
+        A synchronous process runs only its oldest call, and a call that was sent alone is the only one. Such a call is
+        certainly the cause: it fails at once after a hang, and at the last attempt after a death. Otherwise any call in
+        flight may be the cause, and one that was in flight `max_attempts` times is sent alone from then on.
         """
         assert self._process is not None
         oldest, max_deaths = self._oldest(), self._config.max_attempts
@@ -259,9 +259,8 @@ class RewardRunner:
     def _ensure_starting(self) -> asyncio.Task[None]:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start_process())
-            self._starting.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # every call gets it too
+            # Marks the exception as retrieved: every waiting call gets it.
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._starting
 
     async def _start_process(self) -> None:
@@ -282,7 +281,7 @@ class RewardRunner:
             self._starting = None
             if self._process is not process:
                 process.kill()
-        self._remembers = process.hello["is_pure"] and self._config.cache_entries > 0
+        self._is_caching = process.hello["is_pure"] and self._config.cache_entries > 0
         self._pump()
 
     def _fail_all(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Seconds during which at least one request was running: the base of an engine's idle share."""
+"""Seconds during which at least one request was running: the basis of an engine's idle share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class BusyClock:
-    """Counts seconds while one or more users are inside."""
+    """Counts the seconds between `enter` and `leave`; overlapping uses count once."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -28,5 +28,5 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """Absolute busy seconds so far, the running stretch included."""
+        """Absolute busy seconds so far, including the current busy period."""
         return self._total_s + (self._now() - self._since if self.active else 0.0)

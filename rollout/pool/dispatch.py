@@ -4,8 +4,8 @@ directly.
 Invariants, after every call: slots in use = slots of the granted requests; no request waits while an engine with free
 slots may take it; waiting requests are served in order of submission, with three bounded exceptions:
  - A resumed trajectory goes first: its tokens are the oldest, and its group has the nearest deadline.
- - A request whose prefix is cached on another engine waits for that engine while the line there is shorter than its
-   slots. It is served elsewhere as soon as slots would otherwise stay free.
+ - A request whose prefix is cached on another engine waits in the queue of that engine while this queue is shorter
+   than the engine's slots. It is served elsewhere as soon as slots would otherwise stay free.
  - A gang at the head of the queue claims the next engine that can hold it. That engine grants nothing until the gang
    fits, while other engines serve the requests behind it. So a gang waits for at most one engine to empty.
 
@@ -32,7 +32,7 @@ class Dispatcher:
         min_version: Engines below this version get no requests.
         num_waiting: Requests in all queues.
         num_serving: Engines in service.
-        newest: Version of the newest engine in service, when last looked.
+        newest: Version of the newest engine in service, as of the last update.
     """
 
     def __init__(self, policy: LeastLoaded) -> None:
@@ -45,7 +45,7 @@ class Dispatcher:
         self._open: list[EngineView] = []
         self._queue: OrderedDict[SlotRequest, None] = OrderedDict()
         self._resumes: OrderedDict[SlotRequest, None] = OrderedDict()
-        self._engines_with_lines: OrderedDict[EngineView, None] = OrderedDict()
+        self._engines_with_queues: OrderedDict[EngineView, None] = OrderedDict()
         self._claims: OrderedDict[SlotRequest, None] = OrderedDict()
         self._serials = itertools.count()
 
@@ -55,8 +55,8 @@ class Dispatcher:
 
     def waiting(self) -> Iterator[SlotRequest]:
         """All waiting requests."""
-        lines = (view.line for view in self._engines_with_lines)
-        return itertools.chain(self._resumes, self._claims, self._queue, *lines)
+        queues = (view.queue for view in self._engines_with_queues)
+        return itertools.chain(self._resumes, self._claims, self._queue, *queues)
 
     def stalled(self) -> list[SlotRequest]:
         """Requests that wait for a version that no engine in service has."""
@@ -112,7 +112,7 @@ class Dispatcher:
         return granted
 
     def join(self, request: SlotRequest, view: EngineView) -> None:
-        """Grant the request of a gang member, which takes no slot of its own."""
+        """Grant a request that runs in a slot of a gang, so it takes no slot of its own."""
         request.serial = next(self._serials)
         self._grant(request, view)
 
@@ -176,14 +176,14 @@ class Dispatcher:
         if view.in_use >= view.limit:
             self._sync(view)
 
-    def _enqueue(self, request: SlotRequest, line: OrderedDict[SlotRequest, None]) -> None:
-        request.waits_at = line
-        line[request] = None
+    def _enqueue(self, request: SlotRequest, queue: OrderedDict[SlotRequest, None]) -> None:
+        request.waits_at = queue
+        queue[request] = None
 
     def _dequeue(self, request: SlotRequest) -> None:
-        line = request.waits_at
-        assert line is not None, "the request does not wait"
-        del line[request]
+        queue = request.waits_at
+        assert queue is not None, "the request does not wait"
+        del queue[request]
         request.waits_at = None
         self.num_waiting -= 1
 
@@ -209,7 +209,7 @@ class Dispatcher:
             return resume
         if view.gang is not None:
             return self._next_of_gang(view, view.gang)
-        mine = next(iter(view.line), None)
+        mine = next(iter(view.queue), None)
         other = self._next_unbound(view)
         if mine is not None and (other is None or mine.serial < other.serial):
             return mine
@@ -259,36 +259,37 @@ class Dispatcher:
         )
 
     def _next_elsewhere(self) -> SlotRequest | None:
-        """The first request in the line of another engine: a slot without its prefix beats an idle slot."""
-        while self._engines_with_lines:
-            view = next(iter(self._engines_with_lines))
-            if view.line:
-                return next(iter(view.line))
-            del self._engines_with_lines[view]
+        """The first request in the queue of another engine: a slot without its prefix beats an idle slot."""
+        while self._engines_with_queues:
+            view = next(iter(self._engines_with_queues))
+            if view.queue:
+                return next(iter(view.queue))
+            del self._engines_with_queues[view]
         return None
 
     def _next_unbound(self, view: EngineView) -> SlotRequest | None:
-        """The first request of the queue, after moving those whose prefix is on another engine to its line."""
+        """The first request of the common queue, after moving those whose prefix is on another engine to its queue."""
         found: SlotRequest | None = None
         leaving: list[tuple[SlotRequest, EngineView]] = []
         for request in self._queue:
-            home = self.policy.home(request) if request.slots == 1 else None  # lines hold no gangs
+            # A gang waits in the common queue until it claims an engine.
+            home = self.policy.home(request) if request.slots == 1 else None
             is_elsewhere = home is not None and home is not view and self._serves(home)
-            if home is not None and is_elsewhere and len(home.line) + len(leaving) < home.limit:
+            if home is not None and is_elsewhere and len(home.queue) + len(leaving) < home.limit:
                 leaving.append((request, home))
             elif request.slots <= view.max_slots:
                 found = request
                 break
         for request, home in leaving:
             del self._queue[request]
-            self._enqueue(request, home.line)
-            self._engines_with_lines[home] = None
+            self._enqueue(request, home.queue)
+            self._engines_with_queues[home] = None
         return found
 
     def _requeue_waiters(self, view: EngineView) -> None:
         """Move the requests that waited for this engine to the head of the common queue."""
         self._sync(view)
-        back = [*([view.gang] if view.gang is not None else []), *view.line]
+        back = [*([view.gang] if view.gang is not None else []), *view.queue]
         view.gang = None
         for request in reversed(back):
             self._dequeue(request)

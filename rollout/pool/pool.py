@@ -99,7 +99,7 @@ class Lease(SlotRequest):
         """Return the slot. The request can no longer be interrupted."""
         self._holder = None
         if self._gang is not None:
-            self._gang.num_members -= 1
+            self._gang.num_leases -= 1
         self._pool.release_lease(self)
 
     async def __aenter__(self) -> Self:
@@ -129,7 +129,7 @@ class Lease(SlotRequest):
             error: Cause of the loss.
             group: Group of the request. Losses of a single group do not fence an engine.
         """
-        # Fencing interrupts all requests of this engine; the one that reports the loss handles it already.
+        # Fencing interrupts all requests of this engine, except this one, which is handling the loss already.
         self._holder = None
         assert self.view is not None, "reported while held"
         self._pool.lost(self.view, error, group)
@@ -168,20 +168,20 @@ class Lease(SlotRequest):
 
 
 class Gang:
-    """Slots of one engine that are held together; the members of a group lease from them without waiting.
+    """Slots of one engine that are held together; the trajectories of a group lease from them without waiting.
 
     Attributes:
-        num_members: Leases that are held at present.
+        num_leases: Leases that are held now.
     """
 
     def __init__(self, pool: EnginePool, held: Lease) -> None:
-        self.num_members = 0
+        self.num_leases = 0
         self._pool = pool
         self._held = held
 
     @property
     def engine(self) -> Engine:
-        """The engine that all members run on."""
+        """The engine that all trajectories of the group run on."""
         return self._held.engine
 
     def lease(
@@ -194,10 +194,10 @@ class Gang:
         return Lease(self._pool, tokens, prefix, min_version, slots=0, gang=self)
 
     def join(self, lease: Lease) -> None:
-        """Grant the lease of a member."""
-        assert self.num_members < self._held.slots, f"a gang of {self._held.slots} slots has no more"
+        """Grant a lease of the gang."""
+        assert self.num_leases < self._held.slots, f"a gang of {self._held.slots} slots has no more"
         assert self._held.view is not None, "leased inside the gang's context"
-        self.num_members += 1
+        self.num_leases += 1
         self._pool.join(lease, self._held.view)
 
 
@@ -268,11 +268,11 @@ class EnginePool:
         slots = self.max_per_engine if max_requests is None else max_requests
         self._wake_granted(self._dispatcher.add(EngineView(engine, slots, slots)))
 
-    def set_restart_hook(self, brings_back: Callable[[EngineId], bool]) -> None:
-        """Call `brings_back` for every engine that is fenced from now on; True promises a later `add` or
+    def set_restart_hook(self, restart: Callable[[EngineId], bool]) -> None:
+        """Call `restart` for every engine that is fenced from now on; True promises a later `add` or
         `abandon_return`.
         """
-        self._restart_hook = brings_back
+        self._restart_hook = restart
 
     def abandon_return(self, engine_id: EngineId) -> None:
         """Report that the restart of an engine was abandoned."""
@@ -313,8 +313,8 @@ class EnginePool:
         self._wake_granted(self._dispatcher.fence(view, reason))
         for lease in _leases(view.requests):
             lease.interrupt(kind, f"{engine_id} was fenced: {reason}")
-        if (quiet := self._idle_events.pop(view, None)) is not None:
-            quiet.set()
+        if (idle := self._idle_events.pop(view, None)) is not None:
+            idle.set()
         if self._dispatcher.stalled():
             self._watch_stall(_now() + self.version_timeout_s)
         self._fail_unservable()
@@ -326,7 +326,8 @@ class EnginePool:
         largest = self._dispatcher.max_gang
         if largest == 0:
             self._fail(self._dispatcher.waiting(), EngineLostError(self._no_engine_left()))
-        self._fail([t for t in self._dispatcher.waiting() if t.slots > largest], PlacementError(_too_large(largest)))
+        too_large = [request for request in self._dispatcher.waiting() if request.slots > largest]
+        self._fail(too_large, PlacementError(_too_large(largest)))
 
     def lease(
         self,
@@ -434,8 +435,8 @@ class EnginePool:
             self._wake_granted(granted)
         elif not self._num_leases:
             self._idle.set()
-        if self._idle_events and not view.in_use and (quiet := self._idle_events.pop(view, None)) is not None:
-            quiet.set()
+        if self._idle_events and not view.in_use and (idle := self._idle_events.pop(view, None)) is not None:
+            idle.set()
 
     def cancel_lease(self, lease: Lease) -> None:
         """Withdraw a lease whose waiter was cancelled, before or just after the grant."""

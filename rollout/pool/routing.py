@@ -50,7 +50,7 @@ class EngineView:
         is_paused: Running requests continue, new ones are routed elsewhere.
         open_index: Index in the dispatcher's list of engines with free slots; -1 without free slots.
         requests: Requests that hold its slots, in order of their grants.
-        line: Requests that wait for this engine because it has their prefix, in order of submission.
+        queue: Requests that wait for this engine because it has their prefix, in order of submission.
         gang: Request for several slots that has claimed the engine; no other request is granted before it.
     """
 
@@ -66,7 +66,7 @@ class EngineView:
     is_paused: bool = False
     open_index: int = -1
     requests: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
-    line: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
+    queue: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
     gang: SlotRequest | None = None
     _tokens: float = field(default=0.0, repr=False)
     _seconds: float = field(default=0.0, repr=False)
@@ -121,7 +121,8 @@ class SlotRequest:
         prefix: Name of the prompt prefix that it shares: the task of a group, or a conversation; None shares nothing.
         min_version: Oldest version that may serve it; -1 is any.
         avoid: Engine to avoid while another one can serve it.
-        slots: Slots on one engine, all or none: 1, more for a gang, 0 for a gang member (the gang holds the slots).
+        slots: Slots on one engine, all or none: 1, more for a gang, 0 for a request inside a gang, which holds the
+            slots.
         serial: Order of submission.
         view: Engine that was granted, while the slots are held.
         waits_at: Queue that it waits in.
@@ -170,7 +171,7 @@ class LeastLoaded:
 
 
 class PrefixAware(LeastLoaded):
-    """Least loaded, but members of a group and turns of a conversation follow the first one to its engine.
+    """Least loaded, but the trajectories of a group and the turns of a conversation go to the engine of the first one.
 
     They do so until that engine is busier than the least loaded one by more than `max_lead` of its slots, counted in
     requests of this size.

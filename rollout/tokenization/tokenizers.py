@@ -1,7 +1,7 @@
-"""Text in, tokens out, and back: the only place where text becomes token ids.
+"""The codec between text and token ids: the only place where text becomes token ids.
 
-Prompts are rendered once; sampled tokens are never re-tokenised. Policies from nothing have one of two tokenizers: a
-character of arithmetic, or a byte of any text, is one token.
+Prompts are rendered once; sampled tokens are never tokenised again. A policy that is trained from scratch has one of
+two tokenizers, whose tokens are single characters of arithmetic, or single bytes of any text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import ReasoningConfig
-from penstock.envs.reasoning import Spoken, split_turn
+from penstock.envs.reasoning import TurnText, split_turn
 from penstock.rollout.tokenization.turn_template import TurnTemplate
 from penstock.weights.model_config import NewTokenizer
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
 CHARACTERS = "0123456789+-*=() ;" + ",.:/?<>#|!&\n"
-"""What arithmetic needs, then spares: with `<pad>` and `<eos>` exactly 32 ids, so every id has a text."""
+"""The characters of arithmetic, then spares: with `<pad>` and `<eos>` exactly 32 ids, so every id has a text."""
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -56,7 +56,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer that knows every text: `<pad>` = 0, two marks of chat turns, then the 256 bytes; 259 ids.
+    """Build a tokenizer that encodes any text: `<pad>` = 0, two marks of chat turns, then the 256 bytes; 259 ids.
 
     Its chat template is ChatML.
     """
@@ -81,7 +81,7 @@ NEW_TOKENIZERS: dict[NewTokenizer, Callable[[], PreTrainedTokenizerFast]] = {
     "characters": character_tokenizer,
     "bytes": byte_tokenizer,
 }
-"""`model.tokenizer` -> the tokenizer of a policy from nothing."""
+"""`model.tokenizer` -> the tokenizer of a policy that is trained from scratch."""
 
 
 class TokenCodec:
@@ -89,10 +89,10 @@ class TokenCodec:
 
     Attributes:
         stop_token_ids: Ids after which an answer ends: eos of tokenizer and generation config, ascending.
-        reasoning: Marks of what is thought; None: all is answer.
+        reasoning: Marks around the reasoning; None: the whole text is the answer.
 
     Raises:
-        ConfigError: If a mark is a special token, which no text shows.
+        ConfigError: If a mark is a special token, since decoded text leaves special tokens out.
     """
 
     reasoning: ReasoningConfig | None = None
@@ -122,12 +122,12 @@ class TokenCodec:
     def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
         """Tokenise plain text as it is, or render chat messages with the generation prompt and tokenise that.
 
-        No special token is added to plain text: what the environment wrote is what the model sees.
+        No special token is added to plain text: the model sees exactly what the environment wrote.
 
         Raises:
             ConfigError: If the task gives messages and the tokenizer has no chat template.
-            TrajectoryError: kind `env`, if the prompt is neither text nor messages, is empty, holds a character that no
-                token stands for, or is refused by the chat template.
+            TrajectoryError: kind `env`, if the prompt is neither text nor messages, is empty, holds a character that
+                cannot be encoded, or is refused by the chat template.
         """
         if not isinstance(prompt, str) and not _are_messages(prompt):
             gave = f"{prompt!r:.200} of type {type(prompt).__name__}"
@@ -153,15 +153,15 @@ class TokenCodec:
         return True
 
     def encode_observation(self, content: str | Sequence[dict[str, str]], last_token: int) -> tuple[int, ...]:
-        """Tokens that stand between a turn and the next: plain text as it is, or messages by the chat template.
+        """Tokens between a turn and the next: plain text as it is, or messages rendered by the chat template.
 
         Args:
-            content: What the environment says; may be empty text.
-            last_token: Last sampled token of the turn before: an end token that stands there is not repeated.
+            content: The observation; may be empty text.
+            last_token: Last sampled token of the previous turn. If it is an end token, it is not repeated.
 
         Raises:
             ConfigError: If the template can place no observation at all (turn_template.py).
-            TrajectoryError: kind `env`, if it cannot place this one, or no token stands for a character of it.
+            TrajectoryError: kind `env`, if it cannot place this one, or a character of it cannot be encoded.
         """
         if isinstance(content, str):
             return self._encode_text(content)
@@ -181,13 +181,13 @@ class TokenCodec:
         """Text of token ids without special tokens; spaces stay as sampled."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def split(self, token_ids: Iterable[int], before: str) -> Spoken:
-        """Text of a sampled turn that goes on from the text `before`: what was thought, and the answer."""
+    def split(self, token_ids: Iterable[int], before: str) -> TurnText:
+        """Split the text of a sampled turn that continues the text `before` into reasoning and answer."""
         return split_turn(self.reasoning, self.decode(token_ids), before)
 
 
 def _are_messages(prompt: object) -> bool:
-    """At least one object; what is in it is the chat template's business."""
+    """Whether it is a non-empty list of objects; the chat template checks their fields."""
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(one, Mapping) for one in prompt)
 
 
@@ -196,7 +196,7 @@ def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None)
 
     Args:
         model_path: Where its tokenizer is.
-        reasoning: Marks of what the policy thinks.
+        reasoning: Marks around the policy's reasoning.
 
     Raises:
         ConfigError: If there is no tokenizer at `model_path`, or it hides the marks.

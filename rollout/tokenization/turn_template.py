@@ -1,14 +1,14 @@
-"""What stands between two turns: an observation as the chat template renders it, from the end of the answer before it.
+"""The text between two turns: an observation as the chat template renders it, from the end of the previous answer.
 
-The history is never rendered again: a template may strip or rewrite what the policy said, and sampled tokens must stay
-as they are. A conversation with a marker in the place of the answer is rendered, and what follows the marker is kept:
+The history is never rendered again: a template may strip or rewrite the policy's text, but sampled tokens must not
+change. Instead, a conversation with a marker as the answer is rendered, and the text after the marker is used:
 
     …<|im_start|>assistant\\nMARKER<|im_end|>\\n<|im_start|>user\\nobservation<|im_end|>\\n<|im_start|>assistant\\n
                                    └────────────────── this ─────────────────────────────────────────────┘
 
-If the policy sampled the end-of-turn token itself, it is taken off the front, for it is there already, with
-its logprob. If the turn was cut off, it stays: an unsampled token, outside the loss, that closes
-the turn.
+If the policy sampled the end-of-turn token, the token is removed from the front of this text, because the conversation
+has it already, with its logprob. If the turn was truncated, the token stays: it is not sampled, is outside the loss,
+and closes the turn.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _OPENING = [{"role": "user", "content": "?"}]
 
 
 class TurnTemplate:
-    """The chat template of one tokenizer, checked once, with conversations of our own.
+    """The chat template of one tokenizer, checked once, on conversations of our own.
 
-    What it makes of the messages of a task, an environment or an agent program is data: a `TrajectoryError`.
+    If it fails on the messages of a task, an environment or an agent program, that is a `TrajectoryError`.
 
     Raises:
-        ConfigError: If there is none, if it refuses an answer, or does not ask for one at its end.
+        ConfigError: If there is none, if it refuses an assistant message, or has no generation prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._marker = secrets.token_hex(16)  # no message contains it, for nobody has seen it
+        self._marker = secrets.token_hex(16)  # random, so that no message contains it
         if not tokenizer.chat_template:
             raise ConfigError(
                 ["env.prompt: the task gives chat messages but the tokenizer has no chat template. Give plain text."]
@@ -45,10 +45,10 @@ class TurnTemplate:
         self._check_generation_prompt()
 
     def prompt_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """A whole prompt, generation prompt included.
+        """Token ids of a whole prompt, generation prompt included.
 
         Raises:
-            TrajectoryError: kind `env`, if the template refuses the messages, or no token stands for their text.
+            TrajectoryError: kind `env`, if the template refuses the messages, or their text cannot be encoded.
         """
         return tuple(self._applied(messages, _bad_messages, add_generation_prompt=True, tokenize=True))
 
@@ -57,7 +57,7 @@ class TurnTemplate:
 
         Args:
             messages: The observation.
-            end_of_turn: Text of the end token that the policy sampled; empty if its turn was cut off.
+            end_of_turn: Text of the end token that the policy sampled; empty if its turn was truncated.
 
         Raises:
             ConfigError: If the template does not render an answer exactly once where a question follows.
@@ -67,7 +67,7 @@ class TurnTemplate:
             raise ConfigError(
                 [
                     f"model: the chat template renders an assistant message {self._num_answers} times where another "
-                    "follows; exactly once is needed to place observations behind sampled tokens. Use a template that "
+                    "follows; exactly once is needed to place observations after sampled tokens. Use a template that "
                     "keeps assistant messages (tokenizer_config.json, chat_template)."
                 ]
             )
@@ -87,34 +87,40 @@ class TurnTemplate:
 
     @cached_property
     def _num_answers(self) -> int:
-        """How often an answer is rendered where a question follows; tasks of one turn need not know."""
+        """How often an answer is rendered if a question follows. Computed lazily: single-turn tasks do not need it."""
         return self._render([*_OPENING, self._answer, *_OPENING], _bad_template).count(self._marker)
 
     def _render(
-        self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], *, asks: bool = True
+        self,
+        messages: Sequence[dict[str, str]],
+        problem: Callable[[str], Exception],
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
-        return str(self._applied(messages, problem, add_generation_prompt=asks, tokenize=False))
+        return str(self._applied(messages, problem, add_generation_prompt=add_generation_prompt, tokenize=False))
 
     def _applied(self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], **options: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
-        except Exception as cause:  # jinja runs the template's own code, which raises what it likes
+        except Exception as cause:  # jinja runs the template's own code, which may raise anything
             roles = [message.get("role") for message in messages]
             raise problem(f"refuses messages with roles {roles}: {type(cause).__name__}: {cause}") from cause
 
     def _check_generation_prompt(self) -> None:
-        """Either asking changes something, or nothing but space stands before an answer ([/INST] of some models)."""
-        asked, unasked = (self._render(_OPENING, _bad_template, asks=asks) for asks in (True, False))
-        if asked != unasked:
+        """Check that the flag changes the text, or that only space precedes an answer ([/INST] of some models)."""
+        with_prompt, without_prompt = (
+            self._render(_OPENING, _bad_template, add_generation_prompt=flag) for flag in (True, False)
+        )
+        if with_prompt != without_prompt:
             return
         answered = self._render([*_OPENING, self._answer], _bad_template)
-        header = answered.removeprefix(asked).partition(self._marker)[0]
+        header = answered.removeprefix(with_prompt).partition(self._marker)[0]
         if header.strip():
             raise ConfigError(
                 [
                     f"model: the chat template has no generation prompt: with add_generation_prompt=True it ends in "
-                    f"{asked[-20:]!r}, but an answer begins behind {header!r}. The policy would have to sample that "
-                    "header itself. Add `{% if add_generation_prompt %}…{% endif %}` to it."
+                    f"{with_prompt[-20:]!r}, but an answer begins after {header!r}. The policy would have to sample "
+                    "that header itself. Add `{% if add_generation_prompt %}…{% endif %}` to it."
                 ]
             )
 

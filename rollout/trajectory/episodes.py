@@ -57,8 +57,8 @@ class EpisodePlayer:
         """Play one episode.
 
         Raises:
-            TrajectoryError: kind `env`, if the environment raises or hangs, or the prompt exceeds the budget; and
-                whatever `sample` raises.
+            TrajectoryError: kind `env`, if the environment raises or hangs, or the prompt exceeds the budget; errors of
+                `sample` propagate.
         """
         async with self._source.open(task) as played:
             reply = await played.reset()

@@ -1,10 +1,10 @@
 """The tokens of an agent program's session: each request is the next turn of one conversation (conversation.py).
 
-A program decides when it asks, for how many tokens and up to which stop text; how tokens are drawn is the run's. The
-stop texts of a request are a rule that looks at sampled tokens only, so the turn ends with the token that completes
-one, and the tokens up to there are as on-policy as any.
+The program decides when it sends a request, how many tokens it wants and which stop texts end the turn. The run's
+configuration decides how tokens are sampled. A stop text is a rule on sampled tokens only: the turn ends with the token
+that completes the stop text, and the tokens up to it are on-policy.
 
-Consumes: the parts of a conversation. Waits for: the turn that is sampled. Unblocked by: the trajectory runner.
+Consumes: new messages of a session. Waits for: the turn to be sampled. Unblocked by: the trajectory runner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
-from penstock.envs.endpoint.message_history import Part
+from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.requests import ChatRequest, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
@@ -42,7 +42,7 @@ class Recording:
     """Answers one session and keeps its tokens.
 
     Attributes:
-        overrun: The budget that a request ran into; None if none did.
+        overrun: The budget that a request exceeded; None if none did.
     """
 
     def __init__(self, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams, sample: SampleTurn) -> None:
@@ -53,25 +53,25 @@ class Recording:
         self._sample = sample
         self._conversation: Conversation | None = None
 
-    async def answer(self, part: Part, exchange: Exchange) -> Answer:
+    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
         """Sample the next turn.
 
         Raises:
-            ApiError: If a budget is used up, or no token stands for the text.
+            ApiError: If a budget is exhausted, or the text cannot be encoded.
             TrajectoryError, PenstockError: From the engines.
         """
-        asked, before = exchange.asked, self._conversation
+        request, before = exchange.request, self._conversation
         if before is not None and len(before.turns) >= self._budget.max_turns:
             self.overrun = self.overrun or "max_turns"
             raise too_many_turns(self._budget.max_turns)
-        token_ids = self._encode(part, asked.param)
+        token_ids = self._encode(content, request.param)
         num_prompt = len(token_ids) + (before.num_tokens if before else 0)
         if num_prompt >= self._budget.max_tokens:
             self.overrun = self.overrun or "max_tokens"
             raise bad_request(
                 f"This model's maximum context length is {self._budget.max_tokens} tokens. However, your messages "
                 f"resulted in {num_prompt} tokens, which leaves none for an answer. Please reduce their length.",
-                asked.param,
+                request.param,
                 "context_length_exceeded",
             )
         if before is None:
@@ -79,27 +79,27 @@ class Recording:
         else:
             conversation = before
             conversation.add_observation(token_ids, self._codec.decode(token_ids))
-        partial = conversation.next_turn(self._budget.max_tokens, asked.max_tokens)
-        heard, marks = conversation.newest_text, self._codec.reasoning if asked.messages is not None else None
-        thinking = None if marks is None else ReasoningReader(marks, heard)
-        reader = TurnReader(self._codec, exchange, partial, thinking) if asked.is_stream or asked.stop else None
+        partial = conversation.next_turn(self._budget.max_tokens, request.max_tokens)
+        preceding, marks = conversation.newest_text, self._codec.reasoning if request.messages is not None else None
+        thinking = None if marks is None else ReasoningReader(marks, preceding)
+        reader = TurnReader(self._codec, exchange, partial, thinking) if request.is_stream or request.stop else None
         await self._sample(partial)
-        spoken = self._codec.split(partial.token_ids, heard)
-        conversation.add_turn(partial, spoken)
-        sampled = spoken.reasoning + spoken.answer
+        turn_text = self._codec.split(partial.token_ids, preceding)
+        conversation.add_turn(partial, turn_text)
+        sampled = turn_text.reasoning + turn_text.answer
         text, thought = sampled if reader is None else reader.finish(sampled), None
         if marks is not None:
-            parted = ReasoningReader(marks, heard)
-            parted.read(text)
-            parted.finish()
-            text, thought = parted.answer, parted.thought
+            delivered = ReasoningReader(marks, preceding)
+            delivered.read(text)
+            delivered.finish()
+            text, thought = delivered.answer, delivered.thought
         return Answer(
             text=text,
             sampled_text=sampled,
             finish_reason="stop" if partial.finish_reason == "stop" else "length",
             num_prompt_tokens=num_prompt,
             num_tokens=partial.num_tokens,
-            tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if asked.wants_logprobs else (),
+            tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if request.wants_logprobs else (),
             version=partial.spans[-1].version,
             reasoning=thought,
         )
@@ -107,7 +107,7 @@ class Recording:
     def trajectory(
         self, task: Task, trajectory_id: TrajectoryId, reply: EpisodeReply, counts: dict[str, float]
     ) -> Trajectory:
-        """All of it, as the trainer gets it.
+        """Build the trajectory of the session for the trainer.
 
         Raises:
             TrajectoryError: kind `env`, if nothing was sampled.
@@ -120,11 +120,11 @@ class Recording:
         episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
         return build_trajectory([conversation], task, trajectory_id, episode)
 
-    def _encode(self, part: Part, param: str) -> tuple[int, ...]:
+    def _encode(self, content: NewContent, param: str) -> tuple[int, ...]:
         try:
             if self._conversation is None:
-                return self._codec.encode_prompt(part)
-            return self._codec.encode_observation(part, self._conversation.token_ids[-1])
+                return self._codec.encode_prompt(content)
+            return self._codec.encode_observation(content, self._conversation.token_ids[-1])
         except TrajectoryError as error:
             raise bad_request(error.detail, param, "invalid_value") from error
         except ConfigError as error:
@@ -132,7 +132,7 @@ class Recording:
 
 
 class TurnReader:
-    """Reads a turn while it is sampled: streams its text, and ends it behind a stop text."""
+    """Reads a turn while it is sampled: streams its text, and ends it after a stop text."""
 
     def __init__(
         self, codec: TokenCodec, exchange: Exchange, partial: PartialTurn, thinking: ReasoningReader | None
@@ -149,27 +149,27 @@ class TurnReader:
         partial.on_delta = self._read
 
     def finish(self, sampled: str) -> str:
-        """The text to deliver; `sampled` is that of all tokens."""
+        """Return the text to deliver; `sampled` is the text of all tokens."""
         if not self._is_cut and sampled.startswith(self._text):
-            self._text = sampled  # with the bytes that never became a character
+            self._text = sampled  # including trailing bytes that never completed a character
         return self._text
 
     def _read(self, delta: TokenDelta) -> None:
         if self._is_cut:
             return
-        asked, num_read = self._exchange.asked, 0
+        request, num_read = self._exchange.request, 0
         for token_id in delta.token_ids:
             num_read += 1
-            if self._ends_with(token_id, asked.stop):
+            if self._ends_with(token_id, request.stop):
                 self._is_cut = True
                 self._partial.cut(self._num_tokens + num_read)
                 break
         self._num_tokens += num_read
-        if asked.is_stream:
-            self._say(delta, num_read, asked)
+        if request.is_stream:
+            self._say(delta, num_read, request)
 
     def _ends_with(self, token_id: int, stops: Sequence[str]) -> bool:
-        """Append a token's text; if that completes a stop text, cut it off and say so."""
+        """Append a token's text. If it completes a stop text, cut the stop text off and return True."""
         fresh = self._stream.step(self._codec.tokenizer.backend_tokenizer, token_id)
         if not fresh:
             return False
@@ -180,12 +180,12 @@ class TurnReader:
             self._text = self._text[: min(places)]
         return bool(places)
 
-    def _say(self, delta: TokenDelta, num_read: int, asked: ChatRequest) -> None:
-        """Stream what is new, but for what may become a stop text."""
-        end = len(self._text) - (0 if self._is_cut else num_begun(self._text, asked.stop))
+    def _say(self, delta: TokenDelta, num_read: int, request: ChatRequest) -> None:
+        """Stream the new text, except an end that may become a stop text."""
+        end = len(self._text) - (0 if self._is_cut else num_begun(self._text, request.stop))
         text, self._num_said = self._text[self._num_said : end], max(self._num_said, end)
         ids, logprobs = delta.token_ids[:num_read], delta.logprobs[:num_read]
-        tokens = _with_text(self._codec, ids, logprobs) if asked.wants_logprobs else ()
+        tokens = _with_text(self._codec, ids, logprobs) if request.wants_logprobs else ()
         thought = ""
         if self._thinking is not None:
             thought, text = self._thinking.read(text)
@@ -199,14 +199,14 @@ def _with_text(codec: TokenCodec, token_ids: Sequence[int], logprobs: Sequence[f
 
 
 class PolicyAnswers:
-    """The policy's answers to plain questions (envs/endpoint/session.py, `Questions`), beside its rollouts.
+    """The policy's answers to plain questions (envs/endpoint/session.py, `Questions`), concurrent with its rollouts.
 
-    What is sampled is greedy and belongs to no group: it never enters the ledger.
+    Answers are sampled greedily and belong to no group, so they never enter the ledger.
 
     Args:
-        runner: On whose engines.
-        max_tokens: Of question and answer together.
-        sampling: Of the run; only the length and the stop tokens count.
+        runner: Samples the answers on its engines.
+        max_tokens: Limit of question and answer together.
+        sampling: Sampling parameters of the run, of which only the length and the stop tokens are used.
     """
 
     def __init__(self, runner: TrajectoryRunner, max_tokens: int, sampling: SamplingParams) -> None:
@@ -215,14 +215,14 @@ class PolicyAnswers:
         self._sampling = replace(sampling, temperature=0.0, seed=None)
         self._numbers = itertools.count()
 
-    async def answer(self, part: Part, exchange: Exchange) -> Answer:
-        """Answer one.
+    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
+        """Answer one question.
 
         Raises:
-            ApiError: If it leaves no room for an answer, or no token stands for its text.
+            ApiError: If it leaves no space for an answer, or its text cannot be encoded.
             TrajectoryError, PenstockError: From the engines.
         """
         name = f"question/{next(self._numbers)}"
         runner = self._runner
         recording = Recording(runner.codec, self._budget, self._sampling, lambda turn: runner.sample_turn(name, turn))
-        return await recording.answer(part, exchange)
+        return await recording.answer(content, exchange)

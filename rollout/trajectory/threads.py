@@ -52,35 +52,37 @@ class Threads:
             TrajectoryError: kind `env`, if the observations are inconsistent or cannot be encoded, or the first prompt
                 exceeds the budget.
         """
-        said = self._names.listen(reply)
-        if not said:
+        observations = self._names.check(reply)
+        if not observations:
             return "done"
-        if len(self._order) + len(said) > self._budget.max_turns:
-            what = f"asks for {len(said)} turns, the episode has {self._budget.max_turns} (env.episode.max_turns)"
-            return self._is_over("max_turns", what)
-        heard: list[tuple[Observation, Conversation | None, tuple[int, ...]]] = []
-        for one in said:
+        if len(self._order) + len(observations) > self._budget.max_turns:
+            what = (
+                f"asks for {len(observations)} turns, the episode has {self._budget.max_turns} (env.episode.max_turns)"
+            )
+            return self._end("max_turns", what)
+        encoded: list[tuple[Observation, Conversation | None, tuple[int, ...]]] = []
+        for one in observations:
             before = self.conversations.get(one.thread if one.fork_of is None else one.fork_of)
             if before is None:
                 token_ids = self._codec.encode_prompt(one.content)
             else:
                 content = one.messages if before.is_chat else one.text
                 token_ids = self._codec.encode_observation(content, before.token_ids[-1])
-            heard.append((one, before, token_ids))
-        longest = max(len(ids) + (0 if before is None else before.num_tokens) for _, before, ids in heard)
+            encoded.append((one, before, token_ids))
+        longest = max(len(ids) + (0 if before is None else before.num_tokens) for _, before, ids in encoded)
         if longest >= self._budget.max_tokens:
             limit = f"the budget of the episode is {self._budget.max_tokens} (env.episode.max_tokens)"
-            return self._is_over("max_tokens", f"the prompt has {longest} tokens, {limit}")
+            return self._end("max_tokens", f"the prompt has {longest} tokens, {limit}")
         # Forks come first: they begin with the tokens that their thread had before this reply.
-        new = [one for one in heard if one[0].thread not in self.conversations]
+        new = [one for one in encoded if one[0].thread not in self.conversations]
         opened = {one.thread: self._open(one, before, token_ids) for one, before, token_ids in new}
-        for one, _, token_ids in heard:
+        for one, _, token_ids in encoded:
             if one.thread in self.conversations:
                 self.conversations[one.thread].add_observation(token_ids, self._codec.decode(token_ids))
         self.conversations |= opened
-        speakers = [self.conversations[one.thread] for one in said]
+        next_up = [self.conversations[one.thread] for one in observations]
         self.pending_turns = [
-            (conversation, conversation.next_turn(self._budget.max_tokens)) for conversation in speakers
+            (conversation, conversation.next_turn(self._budget.max_tokens)) for conversation in next_up
         ]
         return None
 
@@ -88,28 +90,28 @@ class Threads:
         """Add the sampled turns to their conversations and return them as actions for the environment."""
         actions = []
         for conversation, partial in self.pending_turns:
-            spoken = self._codec.split(partial.token_ids, conversation.newest_text)
-            conversation.add_turn(partial, spoken)
+            turn_text = self._codec.split(partial.token_ids, conversation.newest_text)
+            conversation.add_turn(partial, turn_text)
             is_truncated = partial.finish_reason != "stop"
             turn = len(self._order)
-            actions.append(Action(spoken.answer, is_truncated, turn, conversation.name, spoken.reasoning))
+            actions.append(Action(turn_text.answer, is_truncated, turn, conversation.name, turn_text.reasoning))
             self._order.append((conversation, len(conversation.turns) - 1))
         return actions
 
-    def _is_over(self, end: EpisodeEnd, why: str) -> EpisodeEnd:
+    def _end(self, end: EpisodeEnd, why: str) -> EpisodeEnd:
         """End the episode for an exhausted budget, which is an error if nothing was sampled yet."""
         if not self._order:
             raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
         return end
 
-    def _open(self, said: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
+    def _open(self, observation: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
         """Open a thread with its own seed: threads with equal prompts would otherwise sample equal tokens."""
-        name, opening = said.thread, self._codec.decode(token_ids)
+        name, opening = observation.thread, self._codec.decode(token_ids)
         seed = self._sampling.seed
         if seed is not None and name != MAIN_THREAD:
             seed = derive_seed(seed, zlib.crc32(name.encode()))
         sampling = replace(self._sampling, seed=seed)
         if before is None:
-            return Conversation(token_ids, opening, sampling, name, is_chat=not isinstance(said.content, str))
-        everything = (*before.token_ids, *token_ids)
-        return Conversation(everything, opening, sampling, name, is_chat=before.is_chat, fork_of=before)
+            return Conversation(token_ids, opening, sampling, name, is_chat=not isinstance(observation.content, str))
+        all_ids = (*before.token_ids, *token_ids)
+        return Conversation(all_ids, opening, sampling, name, is_chat=before.is_chat, fork_of=before)

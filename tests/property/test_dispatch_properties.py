@@ -140,7 +140,7 @@ class Dispatching(RuleBasedStateMachine):
         while self.granted:
             self.take(self.dispatcher.release(self.granted.pop()))
         for view in getattr(self, "dispatcher", Dispatcher(LeastLoaded())).views.values():
-            assert (view.in_use, view.outstanding_tokens, view.gang, len(view.line)) == (0, 0, None, 0)
+            assert (view.in_use, view.outstanding_tokens, view.gang, len(view.queue)) == (0, 0, None, 0)
 
     def ask(self, request: SlotRequest) -> None:
         if self.dispatcher.submit(request):

@@ -11,8 +11,8 @@ import torch
 class SlotCache:
     """Keys and values of every slot and layer.
 
-    It grows by doubling, so short runs stay small. Unused positions hold zeros or old values, which are finite;
-    masks keep them out of every result.
+    It grows by doubling, so short runs stay small. Unused positions hold zeros or old values, which are finite; masks
+    exclude them from every result.
 
     Attributes:
         keys: One `[S, K, C, D]` tensor per layer; `values` likewise.
@@ -28,7 +28,7 @@ class SlotCache:
         self._length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Hold at least `num_slots` slots of `length` positions; what is cached stays."""
+        """Grow to at least `num_slots` slots of `length` positions; cached values stay."""
         slots, _, positions, _ = self.keys[0].shape
         if num_slots <= slots and length <= positions:
             return
@@ -38,7 +38,7 @@ class SlotCache:
         self.values = [_grown(tensor, new_slots, new_positions) for tensor in self.values]
 
     def aim(self, first_slot: int, positions: torch.Tensor, length: int) -> None:
-        """Say where the next forward pass writes and how far it reads.
+        """Set where the next forward pass writes and how far it reads.
 
         Args:
             first_slot: Row i of the pass is slot `first_slot + i`.
@@ -65,7 +65,7 @@ class SlotCache:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.keys = [tensor.new_zeros(0, tensor.shape[1], 0, tensor.shape[3]) for tensor in self.keys]
         self.values = [tensor.new_zeros(0, tensor.shape[1], 0, tensor.shape[3]) for tensor in self.values]
 

@@ -1,4 +1,4 @@
-"""The one thread that touches the torch engine's model, and how others ask it to act between decode steps.
+"""The only thread that uses the torch engine's model, and how other threads run actions in it between decode steps.
 
 Consumes: actions from its inbox. Waits for: the inbox, only when there is nothing to decode. Unblocked by: any action.
 Invariant: model, cache and batch are changed in this thread only, so an action sees no half-done decode step.
@@ -34,21 +34,22 @@ class DecodeThread:
         on_deltas: Callable[[Deltas], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """Take the batch; `start` begins to serve.
+        """Store the batch; `start` begins to serve.
 
         Args:
-            batch: Touched by this thread alone.
+            batch: Used by this thread alone.
             threads: CPU threads of a forward pass.
-            on_deltas: Told what became due in one decode step or by one abort; never empty. Called in the thread
-                itself: it hands over and returns at once.
-            on_lost: Likewise, told why the thread has failed and serves nothing any more.
+            on_deltas: Called in this thread with the deltas of one decode step or one abort, never empty. It must
+                return at once.
+            on_lost: Called in this thread with the reason when the thread has failed and serves nothing any more.
         """
         self.batch = batch
         self._threads = threads
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._inbox: queue.SimpleQueue[tuple[Action, Future[Any]]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # between `call` and the end of the thread: no action is left without an answer
+        # Taken by `call` and at the end of the thread, so that no action is queued after the thread has ended.
+        self._gate = threading.Lock()
         self._is_open = True
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-decode", daemon=True)
@@ -58,7 +59,7 @@ class DecodeThread:
         self._thread.start()
 
     def call(self, action: Callable[[DecodeBatch], Result]) -> Future[Result]:
-        """Run `action` on the batch after the present decode step; its result or exception is the future's.
+        """Run `action` on the batch after the current decode step; the future gets its result or exception.
 
         Raises:
             EngineLostError: If the thread has ended.
@@ -71,11 +72,11 @@ class DecodeThread:
         return future
 
     def abort(self, request_id: RequestId) -> Future[None]:
-        """Abort one request; its last delta is on its way when the future is done."""
+        """Abort one request; when the future is done, its last delta has been reported."""
         return self.call(lambda batch: self._report(batch.abort(request_id)))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the present step. Blocks at most `timeout_s` seconds.
+        """End the thread after the current step. Blocks at most `timeout_s` seconds.
 
         Raises:
             EngineLostError: If it has not ended by then.
@@ -96,7 +97,7 @@ class DecodeThread:
                     self._execute(*self._inbox.get())
                 while not self._inbox.empty():
                     self._execute(*self._inbox.get())
-        except Exception:  # noqa: BLE001 - the thread's supervisor: whatever it was, callers must hear of it
+        except Exception:  # noqa: BLE001 - top level of the thread: callers must learn of any failure
             self._on_lost(f"the decode thread failed:\n{traceback.format_exc()}")
         finally:
             with self._gate:
@@ -111,7 +112,7 @@ class DecodeThread:
             return
         try:
             future.set_result(action(self.batch))
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it from the future
+        except Exception as error:  # noqa: BLE001 - the caller gets it from the future
             future.set_exception(error)
 
     def _report(self, deltas: Deltas) -> None:

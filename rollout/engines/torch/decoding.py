@@ -2,15 +2,15 @@
 
 Shape legend: N running requests, V vocabulary.
 
-No thread, clock or event loop here: `TorchEngine` calls `DecodeBatch` between and for decode steps, always from one
-thread. Running requests occupy slots 0..N-1 without holes, so a decode step works on views of the cache and never
-gathers. Prefilling means "fill the cache for all tokens but the last"; the last one is the input of the next decode
-step, which alone samples. So a prompt, a resumed request and a recomputed cache are all the same operation.
+No thread, clock or event loop here: `TorchEngine` calls `DecodeBatch` for and between decode steps, always from one
+thread. Running requests occupy the contiguous slots 0..N-1, so a decode step works on views of the cache and never
+gathers. Prefilling caches all tokens but the last; the last one is the input of the next decode step. Only decode steps
+sample, so a prompt, a resumed request and a recomputed cache are the same operation.
 
-Float32 results depend on the shape of a forward pass, not on what the other rows hold. With `deterministic` there is
-one shape: decode steps of `max_num_seqs` rows over `max_context_tokens` positions, through which prompts go as well,
-token by token. Draws are keyed by (seed, position). So what a request samples depends on nothing but itself and the
-weights (docs/concepts/determinism.md).
+Float32 results depend on the shape of a forward pass, not on the contents of other rows. With `deterministic` there is
+one shape: decode steps of `max_num_seqs` rows over `max_context_tokens` positions; prompts go through these steps too,
+token by token. Draws are keyed by (seed, position). So the sampled tokens depend only on the request and the weights
+(docs/concepts/determinism.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.dataflow.versions import Span, join_spans
 from penstock.rollout.engines.torch.cache import SlotCache
 
 PREFILL_BUDGET_TOKENS = 8192
-"""Padded tokens of one prefill pass: bounds its memory, and how long it holds up those already decoding."""
+"""Padded tokens of one prefill pass: bounds its memory and how long it delays the requests that are decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One request and what it has sampled.
+    """One request and its tokens.
 
     Attributes:
         token_ids: Prompt and sampled tokens.
-        seed: Key of its draws; None until the batch gives one to a request that came without.
+        seed: Key of its draws; None until the batch assigns one to a request without a seed.
         num_cached: Leading tokens that are in the cache. The next step takes the token after them; it samples if that
             is the last one.
         unreported_*: Sampled since the last delta; spans as (version, count) pairs.
@@ -96,7 +96,7 @@ class RunningRequest:
         return self.num_cached == len(self.token_ids)
 
     def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
-        """Take one sampled token; return why the request ends with it, if it does."""
+        """Append one sampled token; return the finish reason if the request ends with it."""
         self.token_ids.append(token_id)
         self.unreported_ids.append(token_id)
         self.unreported_logprobs.append(logprob)
@@ -109,7 +109,7 @@ class RunningRequest:
         return "length" if len(self.token_ids) >= self.max_tokens else None
 
     def report(self, finish_reason: FinishReason | None) -> TokenDelta:
-        """Hand out what was sampled since the last delta."""
+        """Return the tokens sampled since the last delta."""
         delta = TokenDelta(
             tuple(self.unreported_ids),
             tuple(self.unreported_logprobs),
@@ -129,8 +129,8 @@ class DecodeBatch:
     """Waiting and running requests of one model. Invariant: request i of `running` owns slot i.
 
     Attributes:
-        version: Stamped on every sampled token; the engine sets it when it swaps weights.
-        is_frozen: The weights are of no version: nothing may be sampled.
+        version: Recorded for every sampled token; the engine sets it when it swaps weights.
+        is_frozen: The weights belong to no version, so nothing may be sampled.
         tokens_generated: Absolute counter.
     """
 
@@ -157,7 +157,7 @@ class DecodeBatch:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Cached tokens over all positions of all slots, 0..1. Safe to ask from any thread."""
+        """Cached tokens over all positions of all slots, 0..1. Safe to read from any thread."""
         capacity = self.limits.max_num_seqs * self.limits.max_context_tokens
         return sum(len(request.token_ids) for request in tuple(self.running)) / capacity
 
@@ -169,7 +169,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def abort(self, request_id: RequestId) -> Deltas:
-        """End one request at once; its last delta carries the tokens so far. Unknown ids are finished ones: nothing."""
+        """End one request at once; its last delta carries the tokens so far. An unknown id is finished: no delta."""
         for request in self.waiting:
             if request.request_id == request_id:
                 self.waiting.remove(request)
@@ -182,7 +182,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> Deltas:
-        """Admit what fits, then take every running request one token on. Deltas that became due are returned."""
+        """Admit the requests that fit, then advance every running request by one token. Return the deltas due."""
         if self.is_frozen:
             return []
         self._admit()
@@ -193,7 +193,7 @@ class DecodeBatch:
         finished: list[int] = []
         for slot, request in enumerate(self.running):
             request.num_cached += 1
-            if not request.is_at_end:  # a prompt on its way into the cache
+            if not request.is_at_end:  # its prompt is still being cached
                 continue
             self.tokens_generated += 1
             reason = request.append(token_ids[slot], logprobs[slot], self.version)
@@ -207,7 +207,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Fill the cache of every running request again under the model's present weights."""
+        """Recompute the cache of every running request with the model's current weights."""
         self._prefill(self.running, first_slot=0)
 
     def _admit(self) -> None:
@@ -220,7 +220,7 @@ class DecodeBatch:
     def _prefill(self, requests: Sequence[RunningRequest], first_slot: int) -> None:
         """Cache all tokens but the last of `requests`, which own the slots from `first_slot` on.
 
-        Deterministic batches do it in the decode steps that follow, which have the only shape there is.
+        Deterministic batches do it in the following decode steps, which all have one shape.
         """
         for request in requests:
             request.num_cached = 0 if self.limits.deterministic else len(request.token_ids) - 1
@@ -244,7 +244,7 @@ class DecodeBatch:
     def _forward(self) -> torch.Tensor:
         """One forward pass over the next token of every running request: logits `[R, V] float32`.
 
-        R is N, or in a deterministic batch `max_num_seqs`: rows from N on are idle and hold anything finite.
+        R is N, or in a deterministic batch `max_num_seqs`: rows from N on are idle and hold arbitrary finite values.
         """
         num_rows, length = len(self.running), 1 + max(request.num_cached for request in self.running)
         if self.limits.deterministic:
@@ -287,7 +287,7 @@ class DecodeBatch:
         return functional.pad(column, (0, 0, 0, num_rows - len(column))).to(self._device)
 
     def _release(self, slot: int) -> None:
-        """Free a slot: the last running request moves into it, so that running slots stay without holes."""
+        """Free a slot: the last running request moves into it, so that the running slots stay contiguous."""
         last = self.running.pop()
         if slot < len(self.running):
             self.cache.move(len(self.running), slot, last.num_cached)
@@ -295,7 +295,7 @@ class DecodeBatch:
 
 
 def _chunks(requests: Sequence[RunningRequest], budget_tokens: int) -> Iterator[list[RunningRequest]]:
-    """Neighbouring requests whose padded size stays within the budget; at least one each."""
+    """Split requests, in order, into chunks whose padded size stays within the budget; at least one request each."""
     chunk: list[RunningRequest] = []
     longest = 0
     for request in requests:

@@ -1,12 +1,12 @@
-"""How vLLM holds a policy, told by its own loader: any model that it can load, at any number of ranks.
+"""The layout of a policy in vLLM, traced from vLLM's own loader: any model that it can load, at any number of ranks.
 
-The engine's model is built a second time on the meta device, with the engine's own configuration, and loads tensors
-without memory under the names of a checkpoint (weights/layout/tracing.py). It takes milliseconds and no memory.
-Trainers have tensors by the names of transformers' modules, which may stack what a checkpoint has one by one (experts);
-transformers' own conversion back is run inside the same trace.
+The engine's model is built a second time on the meta device, with the engine's own configuration, and loads meta
+tensors under the names of a checkpoint (weights/layout/tracing.py). This takes milliseconds and no memory. Trainers
+name tensors by the modules of transformers, which may stack tensors that a checkpoint keeps apart (experts);
+transformers' own conversion to the checkpoint's tensors runs inside the same trace.
 
-What vLLM does to weights after loading them is traced too. Where that needs a device (kernels that repack), the live
-model decides: its parameters must have the names, shapes and strides that the traced model has.
+vLLM's processing after loading is traced too. If that needs a device (kernels that repack), the live model decides: its
+parameters must have the names, shapes and strides of the traced model.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Form = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class RankLayout(NamedTuple):
-    """What one rank of an engine holds.
+    """The parameters of one rank of an engine.
 
     Attributes:
-        shards: By tensor of the trainer; none for those that are on other ranks.
-        form: Of every parameter.
+        shards: Tensor of the trainer -> its shards on this rank; empty if it is on other ranks.
+        form: Shape and strides of every parameter.
     """
 
     shards: Mapping[str, list[Shard]]
@@ -51,18 +51,18 @@ class RankLayout(NamedTuple):
 
 
 def trace_rank(vllm_config: VllmConfig, tensors: Sequence[TensorSpec], dtype: DType, rank: int) -> RankLayout:
-    """Trace this process's rank: vLLM's groups of processes say which it is.
+    """Trace the rank of this process, as vLLM's process groups define it.
 
     Args:
-        vllm_config: Of the engine. Not changed.
-        tensors: What the trainer publishes, by the names of transformers' modules, tied ones once.
-        dtype: Of what is published.
-        rank: Tensor-parallel, for the shards.
+        vllm_config: Configuration of the engine. Not changed.
+        tensors: Tensors that the trainer publishes, by the names of transformers' modules; tied ones once.
+        dtype: Dtype of the published tensors.
+        rank: Tensor-parallel rank, recorded in the shards.
 
     Raises:
         WeightSyncError: If the loader refuses a tensor, or does more than copy.
     """
-    config, trace = _apart(vllm_config), Trace(tensors, TORCH_DTYPES[dtype])
+    config, trace = _separate_config(vllm_config), Trace(tensors, TORCH_DTYPES[dtype])
     with set_current_vllm_config(config), _own_caches():
         try:
             with torch.device("meta"):
@@ -74,43 +74,43 @@ def trace_rank(vllm_config: VllmConfig, tensors: Sequence[TensorSpec], dtype: DT
             raise
         except Exception as error:
             raise WeightSyncError(
-                f"weights: vLLM's loader of {config.model_config.architecture} cannot be read as a layout: without "
-                f"memory it fails with {type(error).__name__}: {error}. Set weights.transport=gather: it sends "
+                f"weights: vLLM's loader of {config.model_config.architecture} cannot be traced as a layout: on the "
+                f"meta device it fails with {type(error).__name__}: {error}. Set weights.transport=gather: it sends "
                 "whole tensors through that loader, at the price of more bytes."
             ) from error
-        loaded = _held(model, trace, rank)
+        loaded = _rank_layout(model, trace, rank)
         try:
             with trace:
                 process_weights_after_loading(model, config.model_config, torch.device("meta"))
         except Exception as error:  # noqa: BLE001 - kernels that need their device fail in ways of their own
-            logger.info("what vLLM does to %s after loading needs its device: %s", type(model).__name__, error)
+            logger.info("vLLM's processing of %s after loading needs its device: %s", type(model).__name__, error)
             return loaded
-        return _held(model, trace, rank)
+        return _rank_layout(model, trace, rank)
 
 
-def _held(model: torch.nn.Module, trace: Trace, rank: int) -> RankLayout:
+def _rank_layout(model: torch.nn.Module, trace: Trace, rank: int) -> RankLayout:
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     shards = trace.shards(rank, parameters)
     known = {parameter.untyped_storage()._cdata for parameter in parameters.values()}  # noqa: SLF001 - meta has no other
     for name, tensor in _other_tensors(model):
         if tensor.untyped_storage()._cdata not in known and trace.holds(tensor):  # noqa: SLF001
             raise WeightSyncError(
-                f"weights: vLLM's {type(model).__name__} keeps {name}, made of its weights, beside its parameters: new "
-                "values of those would leave it old. Set rollout/engine=torch."
+                f"weights: vLLM's {type(model).__name__} keeps {name}, derived from its weights, in addition to its "
+                "parameters. New parameters would leave it stale. Set rollout/engine=torch."
             )
     return RankLayout(shards, form_of(parameters))
 
 
 def form_of(parameters: Mapping[str, torch.Tensor]) -> Form:
-    """What must be equal in the traced model and in the live one."""
+    """Shapes and strides, which must be equal in the traced model and in the live one."""
     return {name: (tuple(one.shape), tuple(one.stride())) for name, one in parameters.items()}
 
 
 def check_live(traced: Form, live: Form, rank: int) -> None:
-    """The engine's parameters have the form that its loader was traced with.
+    """Check that the engine's parameters have the form of the traced model.
 
     Raises:
-        WeightSyncError: With the first that has not.
+        WeightSyncError: For the first parameter that differs.
     """
     for name in sorted(traced.keys() | live.keys()):
         if traced.get(name) != live.get(name):
@@ -129,7 +129,7 @@ def joined(ranks: Sequence[RankLayout]) -> Layout:
     """The layout of an engine.
 
     Raises:
-        WeightSyncError: If a tensor goes nowhere, or a parameter would keep what it was loaded with.
+        WeightSyncError: If a tensor has no place in the engine, or a parameter would never be updated.
     """
     names = ranks[0].shards
     layout = Layout(
@@ -156,9 +156,9 @@ def plain_layout(
     """The layout of an engine that is not running, all ranks in this process. Nothing is loaded.
 
     Args:
-        hf_config: The model's, of transformers.
+        hf_config: Configuration of the model in transformers.
         tensors: As for `trace_rank`.
-        dtype: Of the engine and of what is published.
+        dtype: Dtype of the engine and of the published tensors.
         tp_size: Tensor-parallel ranks.
         max_model_len: Longest sequence, tokens.
 
@@ -173,7 +173,7 @@ def plain_layout(
 
 
 def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32) -> VllmConfig:
-    """vLLM's configuration of a model of which there is only the configuration of transformers."""
+    """vLLM's configuration of a model that exists only as a configuration of transformers."""
     with tempfile.TemporaryDirectory() as folder:
         hf_config.save_pretrained(folder)
         try:
@@ -193,7 +193,7 @@ def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int 
 
 @contextmanager
 def stand_in_groups(rank: int, size: int) -> Iterator[None]:
-    """Be one tensor-parallel rank of so many: while it builds a model and loads it, vLLM asks only who it is."""
+    """Act as one tensor-parallel rank of `size`: to build and load a model, vLLM only needs ranks and sizes."""
     names = {"_PP": (0, 1), "_DP": (0, 1), "_PCP": (0, 1), "_DCP": (0, 1), "_TP": (rank, size), "_EP": (rank, size)}
     before = {name: getattr(parallel_state, name) for name in names}
     try:
@@ -213,8 +213,8 @@ def _stand_in(rank: int, size: int) -> Any:
     )
 
 
-def _apart(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy whose second model does not enter itself among the layers of the first."""
+def _separate_config(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy, so that the second model does not register itself among the layers of the first."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -224,8 +224,8 @@ def _apart(vllm_config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def _own_caches() -> Iterator[None]:
-    """Rotary embeddings are shared by all models of a process: none without memory may stay among them."""
-    before = dict(rotary_embedding._ROPE_DICT)  # noqa: SLF001 - it has no other door
+    """Keep meta tensors out of the cache of rotary embeddings, which all models of a process share."""
+    before = dict(rotary_embedding._ROPE_DICT)  # noqa: SLF001 - vLLM has no public access to it
     try:
         yield
     finally:

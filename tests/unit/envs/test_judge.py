@@ -75,7 +75,7 @@ async def test_a_score_is_found_and_becomes_a_reward_between_0_and_1(
         (says("Score: 1", "length"), {}, "cut off at its limit"),
         (says(None), {}, "it is empty"),
         (says("{no}"), {"pattern": None, "json_key": "score"}, "no JSON object with 'score'"),
-        (says('{"score": "high"}'), {"pattern": None, "json_key": "score"}, "'high' is no number"),
+        (says('{"score": "high"}'), {"pattern": None, "json_key": "score"}, "'high' is not a number"),
         (says('{"score": NaN}'), {"pattern": None, "json_key": "score"}, "nan is outside 0..10"),
     ],
 )
@@ -144,9 +144,9 @@ async def test_a_field_that_a_task_lacks_is_said_before_the_start_and_at_the_cal
     ("args", "message"),
     [
         ({"template": "Judge!"}, r"template: .* has no \{response\}"),
-        ({"template": 'Say {"score": 1} of {response}'}, r"\{\"score\"\} names no field"),
+        ({"template": 'Say {"score": 1} of {response}'}, r"\{\"score\"\} is not the name of a field"),
         ({"template": "{response"}, "template: "),
-        ({"pattern": "("}, "pattern: .* no regular expression"),
+        ({"pattern": "("}, "pattern: .* not a regular expression"),
         ({"pattern": r"\d"}, "it has 0 groups, expected 1"),
         ({"json_key": "score"}, "by pattern or by json_key: set one"),
         ({"lowest": 10}, "lowest=10 must be below highest=10"),

@@ -187,7 +187,7 @@ async def test_a_file_in_home_needs_a_grant_or_an_argument(score: Callable[..., 
         score("read", str(secret), isolation=IsolationConfig(read=(str(secret),))),
         score("read", args={"path": str(secret)}, isolation=STRICT),
     )
-    assert failure(refused).endswith(f"needs reward.isolation.read=[{secret}]; docs/guides/sandbox.md]")
+    assert failure(refused).endswith(f"set reward.isolation.read=[{secret}]; docs/guides/sandbox.md]")
     assert granted == named == Score(4.0, {})
 
 
@@ -247,7 +247,7 @@ async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any
 @isolated
 async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
     assert await score("Runs") == Score(42.0, {})
-    assert "a sandbox makes none inside: use isolation=process or sandbox=remote" in failure(
+    assert "sandboxes cannot be nested: use isolation=process or sandbox=remote" in failure(
         await score("Runs", isolation=STRICT)
     )
 

@@ -54,8 +54,8 @@ async def test_after_the_last_attempt_the_error_says_what_happened(service: tupl
     ("handler", "message"),
     [
         (answer("no job", 400), "refused a job: HTTP 400"),
-        (answer({"stdout": 1}, 200), "something else than a result"),
-        (answer(["?"], 200), "something else than a result"),
+        (answer({"stdout": 1}, 200), "something other than a result"),
+        (answer(["?"], 200), "something other than a result"),
     ],
 )
 async def test_what_no_repetition_can_mend_is_not_tried_again(

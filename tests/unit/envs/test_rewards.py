@@ -276,7 +276,7 @@ def test_sums_that_make_no_sense_are_refused(module: str) -> None:
         "one reward function, or named parts": RewardConfig(fn=fn, parts={"a": RewardPartConfig(fn=fn)}),
         "reward.fn=None with 0 reward.parts": RewardConfig(),
         "would reach none of them": RewardConfig(parts={"a": RewardPartConfig(fn=fn)}, args={"scale": 2.0}),
-        "called 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
+        "named 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
         "the lowest value is above": RewardConfig(parts={"a": RewardPartConfig(fn=fn, clip=(1, 0))}),
         "reward.parts.a.fn=": RewardConfig(parts={"a": RewardPartConfig(fn=f"{module}:lenght")}),
     }

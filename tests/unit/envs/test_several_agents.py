@@ -84,5 +84,5 @@ def test_rewards_of_threads_are_weighted_and_clipped_with_the_others() -> None:
     )
     found: Any = reward(answered("x"))
     assert (found["reward"], found["thread/first"], found["thread/second"]) == (0.5, 2.5, -1.5)
-    with pytest.raises(ValueError, match="called 'thread'"):
+    with pytest.raises(ValueError, match="named 'thread'"):
         WeightedSum({"thread": WeightedPart(game, 1.0, None)})

@@ -149,7 +149,7 @@ def test_a_tool_that_cannot_be_described_is_refused() -> None:
         Toolbox([untyped])
     with pytest.raises(TypeError, match="cannot be named in a call"):
         Toolbox([many])
-    with pytest.raises(TypeError, match="two tools are called 'add'"):
+    with pytest.raises(TypeError, match="two tools are named 'add'"):
         Toolbox([add, add])
 
 

@@ -71,7 +71,7 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
     runner = TrajectoryRunner(EnginePool([engine], 2), CODEC, 20.0)
     sampling = SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
     answers = PolicyAnswers(runner, 500, sampling)
-    exchanges = [Questions(KEY, answers).ask(_asked(f"q{index}")) for index in range(3)]
+    exchanges = [Questions(KEY, answers).submit(_asked(f"q{index}")) for index in range(3)]
     task = Task(TaskId("t"), [{"role": "user", "content": "?"}])
     rollout = asyncio.create_task(runner.run(RolloutContext(task, "0"), 0, sampling))
     await asyncio.sleep(0.01)

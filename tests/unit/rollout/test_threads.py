@@ -274,7 +274,7 @@ async def test_in_a_gang_turns_at_the_same_time_share_the_members_slot() -> None
 async def test_a_failing_turn_ends_the_others_and_gives_their_slots_back() -> None:
     engine = FakeEngine(length=lambda serial: 100, fail_first=4)
     opening = [Observation("1+1=", thread=name) for name in "ab"]
-    with pytest.raises(TrajectoryError, match=r"interrupted 4 times with 0 tokens") as caught:
+    with pytest.raises(TrajectoryError, match=r"interrupted 4 times in a row without a new token") as caught:
         await play(opening, lambda actions: Done(), engine, sampling=replace(SAMPLING, max_new_tokens=10_000))
     assert caught.value.kind == "engine"
     assert engine.running == 0

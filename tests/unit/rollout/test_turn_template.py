@@ -44,7 +44,7 @@ def test_plain_observations_are_written_as_they_are() -> None:
 
 def test_a_template_without_a_generation_prompt_is_refused() -> None:
     codec = with_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
-    with pytest.raises(ConfigError, match=r"no generation prompt.*an answer begins behind '<\|im_start\|>assistant"):
+    with pytest.raises(ConfigError, match=r"no generation prompt.*an answer begins after '<\|im_start\|>assistant"):
         codec.encode_prompt([{"role": "user", "content": "?"}])
 
 
