@@ -1,16 +1,16 @@
-"""How well sessions of slow environments overlap, and what idle ones hold. Real processes, on this machine.
+"""How well sessions of slow environments overlap, and the memory of idle ones. Real processes, on this machine.
 
     python benchmarks/environments.py [--sessions 64] [--rounds 5] [--window-s 8] [--idle 1000]    (4 min)
 
 Utilisation: `--sessions` sessions play episode after episode of an environment whose step takes a lognormal time (mean
 0.5 s, sigma 1.25, at most 15 s), through EpisodePlayer and the processes of EpisodeHost; the policy is a script that
-costs next to nothing. Each session is busy while its own tool works. Drawn latencies are counted, not measured ones, so
-that whatever else a turn costs counts as idle:
+costs next to nothing. Each session is busy while its own tool works. The drawn latencies are counted, not measured
+ones, so that all other time of a turn counts as idle:
 
     utilisation = Σ drawn latencies within the window ÷ (sessions × window)
 
-Sessions on their own are compared with a batch barrier (everybody steps, everybody waits for the slowest), alternating,
-with the same latencies; in an environment whose step awaits, and in one whose step blocks.
+Independent sessions are compared with a batch barrier (all sessions step, then wait for the slowest), alternating, with
+the same latencies; in an environment whose step awaits, and in one whose step blocks.
 
 Idle: `--idle` sessions are reset and wait for an action. PSS of the driver, the supervisor and the environment process,
 and CPU time of all of them per second.
@@ -55,7 +55,7 @@ Sample = Callable[[PartialTurn], Awaitable[None]]
 
 
 def latency_s(episode: int, turn: int, mean_s: float) -> float:
-    """The same for whoever asks: environment and driver."""
+    """The same value in the environment and in the driver."""
     drawn = random.Random(f"{episode}/{turn}").lognormvariate(-(SIGMA**2) / 2, SIGMA)
     return mean_s * min(drawn, MOST_MEANS)
 

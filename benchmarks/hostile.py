@@ -1,10 +1,9 @@
-"""Every hostile act behind every door, on this machine: what contains it, and what the record says.
+"""Every hostile act at every entry point, on this machine: the mechanism that contains it, and the record.
 
     python benchmarks/hostile.py > benchmarks/results/hostile.md
 
-Programs are those of tests/hostile_programs.py, half of which are `penstock sandbox check`'s; acts of rewards,
-environments and tools are those of tests/hostile_acts.py, committed in the processes that a run has, with
-`isolation: strict`.
+The programs are those of tests/hostile_programs.py, half of which belong to `penstock sandbox check`. The acts of
+rewards, environments and tools are those of tests/hostile_acts.py, in the processes of a run with `isolation: strict`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_CHARACTERS = 90
 _WORDS = {True: "yes", False: "NO", None: "not run"}
 _PREFIX = re.compile(r"^(env: )?(step of t/0: )?(tests\.hostile_acts:reward on 0/0 \(t/0\): )?")
 _PERMISSIONS = """\
-Who has which rights:
+Permissions:
 
 | | program in the sandbox | reward, environment, tool with `isolation: strict` | the same with `process`, the default |
 | --- | --- | --- | --- |
@@ -45,7 +44,7 @@ Who has which rights:
 
 
 def in_short(record: str) -> str:
-    """The last line of a failure, or what the model is told; as a table's cell."""
+    """The last line of a failure, or the text that the model gets, for one field of the table."""
     line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1].replace(str(Path.home()), "~")
     line = line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
     return line.replace("|", "/") or "no harm"
@@ -58,7 +57,7 @@ async def programs() -> list[tuple[str, str, str]]:
 
 
 async def acts() -> tuple[list[tuple[str, ...]], int]:
-    """`(act, what contains it, reward, step, tool)`, and how many left a process or broke the next episode."""
+    """`(act, mechanism, reward, step, tool)`, and the number that left a process or broke the next episode."""
     os.environ["WANDB_API_KEY"] = "secret"
     with lay_trap() as trap, lay_outside() as outside, no_process_left():
         rewards = await score_rewards(trap, outside)
@@ -67,9 +66,14 @@ async def acts() -> tuple[list[tuple[str, ...]], int]:
     rows = []
     for act in ACTS:
         tool = played.get(("tool", act.name))
-        cells = (rewards[act.name], played["step", act.name].record)
+        records = (rewards[act.name], played["step", act.name].record)
         rows.append(
-            (act.name, act.contained_by, *map(in_short, cells), "not tried" if tool is None else in_short(tool.record))
+            (
+                act.name,
+                act.contained_by,
+                *map(in_short, records),
+                "not tried" if tool is None else in_short(tool.record),
+            )
         )
     return rows, num_bad
 
@@ -90,8 +94,8 @@ def main() -> None:
     lines += [
         "The same acts in a reward, in a step of an environment, and in a tool, with `isolation: strict`:",
         f"{len(committed)} acts; {num_bad}",
-        "left a process or kept the next episode from being played; none got, wrote or reached anything of the",
-        "host. `error: …` is said to the model, and the episode goes on.",
+        "left a process or kept the next episode from being played; none read, wrote or reached anything of the",
+        "host. `error: …` is reported to the model, and the episode continues.",
         "",
         "| act | what contains it | record: reward | record: step | record: tool |",
         "| --- | --- | --- | --- | --- |",

@@ -31,12 +31,12 @@ async def measure(client: RewardClient, num_scores: int, num_parallel: int) -> t
     """Returns: CPU time of the driver per score, and the time per score of one of the parallel askers; milliseconds."""
     job = pair()
 
-    async def ask() -> None:
+    async def score() -> None:
         for _ in range(num_scores // num_parallel):
             await client.score(*job)
 
     cpu, wall = time.process_time(), time.perf_counter()
-    await asyncio.gather(*(ask() for _ in range(num_parallel)))
+    await asyncio.gather(*(score() for _ in range(num_parallel)))
     spent, took = time.process_time() - cpu, time.perf_counter() - wall
     return 1e3 * spent / num_scores, 1e3 * took * num_parallel / num_scores
 
@@ -49,8 +49,8 @@ async def measure_all(num_scores: int, num_rounds: int, parallel: list[int]) -> 
     print("| scores at a time | driver CPU per score, ms | latency of a score, ms | n |", "|---|---|---|---|", sep="\n")
     for num_parallel in parallel:
         rounds = [await measure(client, num_scores, num_parallel) for _ in range(num_rounds)]
-        cells = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in zip(*rounds, strict=True)]
-        print(f"| {num_parallel} | {cells[0]} | {cells[1]} | {num_rounds} x {num_scores} |", flush=True)
+        figures = [f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})" for of in zip(*rounds, strict=True)]
+        print(f"| {num_parallel} | {figures[0]} | {figures[1]} | {num_rounds} x {num_scores} |", flush=True)
     await client.close()
 
 

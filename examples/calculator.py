@@ -1,4 +1,4 @@
-"""Arithmetic too long for the head, with a calculator as a tool: the smallest task in which calling a tool pays.
+"""Arithmetic with large numbers and a calculator as a tool: a minimal task in which calling a tool pays off.
 
     cd examples
     penstock env check calculator:CalculatorTasks

@@ -1,8 +1,8 @@
-"""Nim, a game of two agents: they take 1 to `most` stones in turns, and who takes the last one wins.
+"""Nim, a game of two agents: they take turns to take 1 to `most` stones, and the player of the last stone wins.
 
-Both are the policy, in threads of their own, `first` and `second`. Each sees the stones that are left when it is its
-turn. The side to move wins with best play unless the stones are a multiple of `most + 1`; a move is right if it leaves
-such a multiple, or if there is none that does.
+The policy plays both agents, in separate threads, `first` and `second`. Each sees the remaining stones at its turn.
+The player to move wins with best play unless the number of stones is a multiple of `most + 1`. A move is right if it
+leaves such a multiple, or if no move does.
 
     cd examples
     penstock env play nim:NimGame
@@ -23,7 +23,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
-SIDES = ("first", "second")
+PLAYERS = ("first", "second")
 MAX_STONES = 1_000_000
 _NUMBER = re.compile(r"\d+")
 
@@ -67,7 +67,7 @@ class NimGame(GeneratedTasks):
         return NimEpisode(self._most, is_chat=self._chat)
 
     def gold_actions(self, task: Task) -> list[str]:
-        """Best play of both sides."""
+        """Best play of both players."""
         stones, actions = task.fields["stones"], []
         while stones:
             actions.append(stones % (self._most + 1) or 1)
@@ -88,14 +88,14 @@ class NimEpisode(Environment):
         self._num_right = 0
 
     def reset(self, task: Task) -> Observation:
-        """The first side begins."""
+        """The first player begins."""
         self.task = task
         self._left = task.fields["stones"]
-        return Observation(task.prompt, thread=SIDES[0])
+        return Observation(task.prompt, thread=PLAYERS[0])
 
     def step(self, action: Action) -> Observation | Done:
         """Take the last number of the turn from the stones."""
-        mover = SIDES.index(action.thread)
+        mover = PLAYERS.index(action.thread)
         numbers = _NUMBER.findall(action.text)
         taken = int(numbers[-1][:20]) if numbers else 0
         self._num_moves += 1
@@ -105,22 +105,22 @@ class NimEpisode(Environment):
         self._left -= taken
         if not self._left:
             return self._end(mover, {"illegal_moves": 0.0})
-        return self._ask(SIDES[1 - mover], taken)
+        return self._prompt_move(PLAYERS[1 - mover], taken)
 
-    def _ask(self, side: str, taken: int) -> Observation:
+    def _prompt_move(self, player: str, taken: int) -> Observation:
         if not self._is_chat:
-            return Observation(f"{self._left}:", thread=side)
+            return Observation(f"{self._left}:", thread=player)
         if self._num_moves == 1:
-            return Observation(opening(self.task.fields["stones"], self._left, self._most, is_chat=True), thread=side)
-        return Observation(f"The other player took {taken}. {self._left} are left.", thread=side)
+            return Observation(opening(self.task.fields["stones"], self._left, self._most, is_chat=True), thread=player)
+        return Observation(f"The other player took {taken}. {self._left} are left.", thread=player)
 
     def _end(self, winner: int, counts: Mapping[str, float]) -> Done:
-        rewards = {side: float(index == winner) for index, side in enumerate(SIDES[: min(self._num_moves, 2)])}
+        rewards = {player: float(index == winner) for index, player in enumerate(PLAYERS[: min(self._num_moves, 2)])}
         return Done(self._num_right / self._num_moves, counts, rewards)
 
 
 def opening(stones: int, left: int, most: int, *, is_chat: bool) -> str | list[dict[str, str]]:
-    """The whole prompt of a side."""
+    """The whole prompt of a player."""
     if not is_chat:
         return f"{left}:"
     rules = f"You and another player take 1 to {most} of {stones} stones in turns. Who takes the last one wins."

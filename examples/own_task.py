@@ -1,6 +1,6 @@
 """Your own tasks and your own reward in one file; the README and docs/extending.md go through it.
 
-The tiny policy of `make demo` can be asked these prompts: its tokenizer knows digits and `+-*/=();`. In this folder:
+The tiny policy of `make demo` can answer these prompts: its tokenizer knows digits and `+-*/=();`. In this folder:
 
     penstock train experiment=arithmetic env.factory=own_task:MyTasks '~env.args' reward.fn=own_task:my_fn \
         model.path=../runs/arithmetic_sft-seed0/policy name=own

@@ -1,4 +1,4 @@
-r"""An environment whose tool takes long now and then: it checks what the policy said. No engine waits for it.
+r"""An environment whose tool, which checks the policy's answer, is sometimes slow. No engine waits for it.
 
 In this folder:
 
@@ -22,7 +22,7 @@ class CheckedSums(ArithmeticTasks):
 
 
 class Check(Environment):
-    calls: ClassVar = Counter()  # of each task: its n-th attempt waits as long in every run
+    calls: ClassVar = Counter()  # attempts per task: the n-th attempt takes the same time in every run
 
     async def tool(self, claim: str) -> bool:
         attempt = self.calls[self.task.task_id]

@@ -1,4 +1,4 @@
-"""A reward whose tool takes long now and then, as web searches, compilers and judges do.
+"""A reward whose tool is sometimes slow, like web searches, compilers and judges.
 
 An async function is called for many trajectories at once; each waits for its own tool only. In this folder:
 

@@ -1,4 +1,4 @@
-"""Agent programs played in the test's own event loop, against engines that say what they are told."""
+"""Agent programs played in the test's own event loop, against engines with scripted answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Program = Callable[[openai.AsyncOpenAI], Awaitable[EpisodeReply | None]]
 
 @dataclass
 class SayingEngine:
-    """Says `reply(text of the context)`, letter by letter encoded, so that ids are not what encoding the text gives."""
+    """Answers `reply(text of the context)`, encoded letter by letter, so that its ids differ from those of the text."""
 
     reply: Callable[[str], str]
     codec: TokenCodec = CODEC
@@ -68,7 +68,7 @@ class SayingEngine:
 
 
 class InThisLoop:
-    """Plays the program of each task with an `openai` client; what it returns is the reply."""
+    """Plays the program of each task with an `openai` client; its return value is the reply."""
 
     def __init__(self, programs: dict[str, Program]) -> None:
         self.programs = programs
@@ -105,7 +105,7 @@ async def run_agents(
     max_new_tokens: int = 200,
     timeout_s: float = 10.0,
 ) -> list[Trajectory]:
-    """One trajectory of each program, all at once."""
+    """Run all programs concurrently; returns one trajectory of each."""
     endpoint = Endpoint(EndpointConfig(), timeout_s)
     tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
@@ -133,7 +133,7 @@ async def run_agent(program: Program, engine: Any, **kwargs: Any) -> Trajectory:
 
 
 def check_tokens(engine: SayingEngine, trajectory: Trajectory) -> None:
-    """Every request went on from exactly the tokens before it, and the mask is what was sampled."""
+    """Check that every request continued exactly the earlier tokens, and that the mask marks the sampled tokens."""
     served = [(prompt, ids) for name, prompt, ids in engine.served if name == trajectory.trajectory_id]
     token_ids, mask = trajectory.token_ids.tolist(), np.zeros(len(trajectory.token_ids), np.bool_)
     assert trajectory.episode is not None
@@ -149,14 +149,14 @@ def check_tokens(engine: SayingEngine, trajectory: Trajectory) -> None:
 
 @asynccontextmanager
 async def scripted_session(says: str, config: EndpointConfig) -> AsyncIterator[Session]:
-    """A session whose policy always says the same, and whose program goes on until the end of the context."""
+    """A session whose policy always gives the same answer, and whose program runs until the end of the context."""
     endpoint, is_over = Endpoint(config, 10.0), asyncio.Event()
 
     async def program() -> EpisodeReply:
         await is_over.wait()
         return {"done": True}
 
-    async def policy(part: object) -> str:
+    async def policy(content: object) -> str:
         return says
 
     async with endpoint.open("t/0") as opened:

@@ -1,6 +1,6 @@
-"""What a hostile reward, environment or tool does, and what the record of its trajectory then says.
+"""Acts of a hostile reward, environment or tool, and the expected records of their trajectories.
 
-The processes that are attacked import this file, so it starts none. The limits are those of `hostile_play.py`.
+The processes under attack import this file, so it starts no process. The limits are those of `hostile_play.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class HostileAct:
     """One act.
 
     Attributes:
-        contained_by: What contains it.
-        reward: What is in the record of a trajectory whose reward does it; empty if that does no harm. Between ` | `
-            stands what else may be there, where several limits are near each other; between `&`, what is there too.
-        step: The same of an environment's step.
-        tool: The same of a tool; what begins with `error:` or is harmless is told to the model, the episode goes on.
-            None if it is not tried there.
+        contained_by: The mechanism that contains it.
+        reward: Expected text in the record of a trajectory whose reward does it; empty if it does no harm. ` | `
+            separates alternatives, if several limits are close to each other; `&` joins texts that must all occur.
+        step: The same for an environment's step.
+        tool: The same for a tool. Records that begin with `error:` or are empty go to the model, and the episode
+            continues. None if it is not tried there.
     """
 
     name: str
@@ -51,12 +51,12 @@ _STEP_TIME, _TOOL_TIME = "timed out after 6 s (env.episode.timeout_s)", "error: 
 _MEMORY, _PROCESSES = "more than {}.max_memory_gib=0.25", "more than {}.max_processes=24"
 _ENV = "env.episode"
 _KERNEL = "/proc/sys/kernel/core_pattern"
-"""Who may not write there is told so as root and as a user, in different words."""
+"""A write to it fails with different messages for root and for other users."""
 _FORGED = "sent what is no reply"
 
 
 def _everywhere(name: str, contained_by: str, record: str, tool: str | None = None) -> HostileAct:
-    """The same record behind every door; a tool's, if it is said to the model, is another."""
+    """The same record at every entry point, except for a tool whose error goes to the model."""
     return HostileAct(name, contained_by, record, record, record if tool is None else tool)
 
 
@@ -71,7 +71,7 @@ def _too_much(name: str, record: str, contained_by: str) -> HostileAct:
 
 
 def _reach(name: str, contained_by: str, record: str, grant: str) -> HostileAct:
-    """The record of a reward and of a step also says what would be granted by which key."""
+    """The record of a reward and of a step also names the configuration key that would grant the permission."""
     of_reward = of_step = f"{record}&.isolation.{grant}" if grant.startswith(("v", "r", "n")) else record
     if grant == "=process":
         of_reward, of_step = (f"{record}&{section}.isolation=process" for section in ("reward", _ENV))
@@ -151,15 +151,15 @@ ACTS = (
         f"error: &{_KERNEL}",
     ),
     _reach("signals the run", "processes of its own", "ProcessLookupError", ""),
-    _everywhere("kills its parent", "its parent is the sandbox's first process, which nobody in it can kill", ""),
+    _everywhere("kills its parent", "its parent is the sandbox's first process, which no process in it can kill", ""),
     _reach("kills all it sees", "processes of its own: there is none", "ProcessLookupError", ""),
-    _reach("unmounts its view", "no capabilities", "FileNotFoundError", "read=[/"),
+    _reach("unmounts its mounts", "no capabilities", "FileNotFoundError", "read=[/"),
 )
 FINE = "fine"
 
 
 def says(record: str, expected: str) -> bool:
-    """Whether a record says what `HostileAct` expects of it."""
+    """Whether a record has the text that `HostileAct` expects."""
     return any(all(part in record for part in cause.split("&")) for cause in expected.split(" | "))
 
 
@@ -192,12 +192,12 @@ _RETURNED: dict[str, Callable[[], object]] = {
 
 
 def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  a list
-    """Do it, and return what the user's code would return.
+    """Commit an act, and return the value that the user's code would return.
 
     Args:
         what: Name of an act, or `fine`.
-        nap: Argument of `sleep` by which a daemon is known.
-        host: As `hostile_reaches.lay_outside` gives it.
+        nap: Argument of `sleep` that identifies a daemon.
+        host: Values of `hostile_reaches.lay_outside`.
     """
     if what in REACHES:
         REACHES[what](host)
@@ -208,7 +208,7 @@ def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  
         for number in range(1, 32):
             try:
                 signal.signal(number, signal.SIG_IGN)
-            except (OSError, ValueError):  # not every one, and only in the main thread
+            except (OSError, ValueError):  # some signals cannot be ignored, and only the main thread may try
                 continue
         time.sleep(1000)
     if what == "many processes":
@@ -217,12 +217,12 @@ def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  
                 time.sleep(1000)
         time.sleep(1000)
     if what == "fork bomb":
-        for _ in range(8):  # of 256: if it is not contained the machine lives on
+        for _ in range(8):  # 256 processes: if it is not contained, the machine survives
             os.fork()
         time.sleep(1000)
     if what == "memory bomb":
         hoard: list[bytes] = []
-        while len(hoard) < 256:  # of 2 GiB, likewise
+        while len(hoard) < 256:  # 2 GiB, for the same reason
             hoard.append(b"x" * (8 << 20))
         time.sleep(1000)
     if what == "1 GB of output":
@@ -305,7 +305,7 @@ class HostileEnvironment(ToolEnvironment):
 
 
 class Tasks(GeneratedTasks):
-    """Where the environment comes from; hostile_play.py makes the tasks."""
+    """The source of the environment; hostile_play.py makes the tasks."""
 
     def draw(self, rng: random.Random) -> dict[str, str]:
         return {"prompt": str(rng.random())}

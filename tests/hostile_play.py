@@ -1,6 +1,6 @@
-"""Commit every hostile act behind every door, and write down what the record says: for tests and benchmarks/hostile.py.
+"""Commits every hostile act at every entry point, and collects the records: for tests and benchmarks/hostile.py.
 
-Each door is a real one: the reward worker, and the process that plays episodes.
+The entry points are those of a run: the reward worker, and the process that plays episodes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _HUNG = re.compile(r"timed out after|took longer than")
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What became of one act in an episode.
+    """The result of one act in an episode.
 
     Attributes:
-        record: The failure's kind and detail; or what the model is told; or empty if the step did no harm.
-        after: What the next episode gave.
+        record: Kind and detail of the failure; or the text that the model gets; or empty if the step did no harm.
+        after: Reward of the next episode.
         leaves_process: Whether a process outlived it.
     """
 
@@ -59,19 +59,24 @@ class Played:
 async def play_steps_and_tools(
     trap: Trap, outside: dict[str, Any], num_lanes: int = 5, episodes: EpisodeConfig = EPISODES
 ) -> dict[tuple[str, str], Played]:
-    """By door (`step`, `tool`) and act. Each lane has one episode host, which has to survive all of its acts."""
+    """By entry_point (`step`, `tool`) and act. Each lane has one episode host, which has to survive all of its acts."""
     acts = [act for act in ACTS if is_possible(act.name) and (episodes.isolation or act.name not in REACHES)]
-    todo = [(door, act) for act in acts for door in ("step", "tool") if door == "step" or act.tool is not None]
+    todo = [
+        (entry_point, act)
+        for act in acts
+        for entry_point in ("step", "tool")
+        if entry_point == "step" or act.tool is not None
+    ]
     played: dict[tuple[str, str], Played] = {}
 
     async def play_lane() -> None:
         host = EpisodeHost(EnvConfig(factory="tests.hostile_acts:Tasks", episode=episodes), 0)
         try:
             while todo:
-                door, act = todo.pop(0)
-                # A survivor of its own name: lanes play at the same time.
+                entry_point, act = todo.pop(0)
+                # Lanes run concurrently, so each act marks its survivors with a different sleep time.
                 own = replace(trap, nap_s=f"{trap.nap_s}{len(todo):02d}")
-                played[door, act.name] = await _play(host, door, act, own, outside)
+                played[entry_point, act.name] = await _play(host, entry_point, act, own, outside)
             await _settle(host)
         finally:
             await host.close()
@@ -80,8 +85,8 @@ async def play_steps_and_tools(
     return played
 
 
-async def _play(host: EpisodeHost, door: str, act: HostileAct, trap: Trap, outside: dict[str, Any]) -> Played:
-    text = act.name if door == "step" else f'<tool_call>{{"name": "act", "arguments": {{"what": "{act.name}"}}}}'
+async def _play(host: EpisodeHost, entry_point: str, act: HostileAct, trap: Trap, outside: dict[str, Any]) -> Played:
+    text = act.name if entry_point == "step" else f'<tool_call>{{"name": "act", "arguments": {{"what": "{act.name}"}}}}'
     try:
         record = _told(await _step(host, text, trap, outside))
     except TrajectoryError as failure:
@@ -104,10 +109,10 @@ def _told(reply: EpisodeReply) -> str:
 
 
 async def _retired(host: EpisodeHost) -> None:
-    """Wait until the process of a hang is gone: what it is killed for else costs the next episode, too.
+    """Wait until the process of a hang has been killed, so that this does not affect the next episode.
 
     Raises:
-        TimeoutError: If it stays.
+        TimeoutError: If it stays alive.
     """
     async with asyncio.timeout(_SETTLE_S):
         while host.pids:  # noqa: ASYNC110
@@ -115,15 +120,15 @@ async def _retired(host: EpisodeHost) -> None:
 
 
 async def _outlives(trap: Trap) -> bool:
-    """Whether a daemon does; the process of a hang is killed when its episode has not closed in time."""
+    """Whether a daemon outlives the act. The process of a hang is killed if its episode does not close in time."""
     return await survives(trap) and await survives(trap)
 
 
 async def _settle(host: EpisodeHost) -> None:
-    """Wait until the host has one process at most, with nothing below it but its sandbox and what plays.
+    """Wait until the host has at most one process, whose only descendants are its sandbox and the episode process.
 
     Raises:
-        TimeoutError: If it has more for long.
+        TimeoutError: If it still has more.
     """
     async with asyncio.timeout(_SETTLE_S):
         while len(host.pids) > 1 or any(len(descendants(pid)) > 3 for pid in host.pids):  # noqa: ASYNC110
@@ -131,7 +136,7 @@ async def _settle(host: EpisodeHost) -> None:
 
 
 async def score_rewards(trap: Trap, outside: dict[str, Any], acts: Sequence[HostileAct] = ACTS) -> dict[str, str]:
-    """What the record says of each act in a reward; empty if it does no harm."""
+    """The record of each act in a reward; empty if it does no harm."""
     runner = RewardRunner(REWARDS)
     records: dict[str, str] = {}
     try:
@@ -145,7 +150,7 @@ async def score_rewards(trap: Trap, outside: dict[str, Any], acts: Sequence[Host
 
 @contextlib.contextmanager
 def no_process_left() -> Iterator[None]:
-    """Raise `AssertionError` if there are more processes below this one afterwards than before."""
+    """Raise `AssertionError` if this process has new descendants afterwards."""
     before = set(descendants(os.getpid()))
     yield
     left = set(descendants(os.getpid())) - before

@@ -1,4 +1,4 @@
-"""Hostile programs: those of `penstock sandbox check`, and as many that depend less on the machine."""
+"""Hostile programs: those of `penstock sandbox check`, and others that depend less on the machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a hostile reward, environment or tool reaches for outside of its process, and what is laid out for it there.
+"""Attempts of a hostile reward, environment or tool to reach resources outside its process, and those resources.
 
-Each reach raises what the attempt raised, or `AssertionError: LEAK` if it got something.
+Each attempt raises the error of the refused access, or `AssertionError: LEAK` if it succeeds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TEST_NET = ("192.0.2.1", 80)
 
 @contextmanager
 def lay_outside() -> Iterator[dict[str, Any]]:
-    """What acts are told of the host: a file in home, two listening sockets, where to write. Nothing may come of it.
+    """Set up resources of the host that acts try to reach: a file in home, two listening sockets, paths to write.
 
     Raises:
-        AssertionError: If something was written, or somebody connected.
+        AssertionError: If something was written or connected.
     """
     name = f"penstock-trap-{secrets.token_hex(8)}"
     folders = [str(Path.home()), "/var/tmp", "/tmp", "/dev/shm", str(Path.cwd())]
     with ExitStack() as stack:
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind(f"\0{name}")
         abstract.listen()
@@ -41,16 +41,16 @@ def lay_outside() -> Iterator[dict[str, Any]]:
         file.write_text("secret")
         stack.callback(file.unlink)
         targets = [f"{folder}/{name}" for folder in folders]
-        yield {"pid": os.getpid(), "file": str(file), "port": door.getsockname()[1], "name": name, "targets": targets}
+        yield {"pid": os.getpid(), "file": str(file), "port": server.getsockname()[1], "name": name, "targets": targets}
         assert [path for path in targets if Path(path).exists()] == []
         assert file.read_text() == "secret"
-        for listener in (door, abstract):
+        for listener in (server, abstract):
             listener.setblocking(False)
             try:
                 listener.accept()
             except BlockingIOError:
                 continue
-            raise AssertionError(f"somebody connected to {listener}")
+            raise AssertionError(f"a process connected to {listener}")
 
 
 def reads_the_environment(host: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def reads_environments_of_others(host: dict[str, Any]) -> None:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             found = (folder / "environ").read_bytes()
-        except OSError:  # of the first process of its namespace
+        except OSError:  # the environment of the namespace's first process
             continue
         assert f"{KNOWN}=".encode() not in found, "LEAK"
     Path(f"/proc/{host['pid']}/environ").read_bytes()
@@ -88,7 +88,7 @@ def connects_to_the_outside(host: dict[str, Any]) -> None:
 
 
 def writes_outside(host: dict[str, Any]) -> None:
-    """Folders of its own with those names are no harm; `lay_outside` looks at the host's."""
+    """Writing to private folders with the same names is harmless; `lay_outside` checks those of the host."""
     refused: OSError | None = None
     for path in [*host["targets"], host["file"]]:
         try:
@@ -116,13 +116,14 @@ def kills_its_parent(host: dict[str, Any]) -> None:
 
 def kills_all_it_sees(host: dict[str, Any]) -> None:
     seen = len(list(Path("/proc").glob("[0-9]*")))
-    assert os.getppid() == 1, "LEAK: it is in the process namespace of who started it"  # else this would kill the tests
+    # Checked first, because otherwise this would kill the tests.
+    assert os.getppid() == 1, "LEAK: it is in the process namespace of its starter"
     assert seen < 10, "LEAK: it sees others' processes"
     os.kill(-1, signal.SIGKILL)
 
 
-def unmounts_its_view(host: dict[str, Any]) -> None:
-    """As it is, and, in a child, as root of a user namespace of its own."""
+def unmounts_its_mounts(host: dict[str, Any]) -> None:
+    """Try it as the current user and, in a child, as root of a new user namespace."""
     libc = ctypes.CDLL(None)
     child = os.fork()
     if child == 0:
@@ -136,7 +137,7 @@ def unmounts_its_view(host: dict[str, Any]) -> None:
 
 
 def is_possible(act: str) -> bool:
-    """Whether it can be tried: outside of a sandbox it would do what it says."""
+    """Whether it can be tried: without a sandbox it would succeed and do harm."""
     return act not in REACHES or not why_no_namespaces()
 
 
@@ -152,5 +153,5 @@ REACHES: dict[str, Callable[[dict[str, Any]], None]] = {
     "signals the run": signals_the_run,
     "kills its parent": kills_its_parent,
     "kills all it sees": kills_all_it_sees,
-    "unmounts its view": unmounts_its_view,
+    "unmounts its mounts": unmounts_its_mounts,
 }

@@ -1,6 +1,6 @@
-"""What episodes of several turns need of every engine: over all turns its logprobs are those of one forward pass.
+"""The contract of every engine for episodes of several turns: its logprobs equal those of one forward pass over all.
 
-Run on each real engine beside `EngineContract`. Player, runner and pool are the ones that ship.
+It runs on each real engine in addition to `EngineContract`, with the shipped player, runner and pool.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from penstock.rollout.trajectory.runner import TrajectoryRunner
 from .engine_harness import Harness, within
 
 CODEC = TokenCodec(character_tokenizer())
-NUM_DIALOGUES, NUM_TURNS = 12, 4
+NUM_CONVERSATIONS, NUM_TURNS = 12, 4
 SAMPLING = SamplingParams(40, temperature=1.0, stop_token_ids=CODEC.stop_token_ids)
-PROMPT = "12+34=?; 56-7*(8+9)=?; "  # with what is said, longer than a block of any prefix cache
+PROMPT = "12+34=?; 56-7*(8+9)=?; "  # together with the answers, longer than a block of any prefix cache
 
 
 class Together:
-    """Dialogues that take their turns side by side: when all have had theirs, `between(turn)` runs."""
+    """Conversations that take their turns in lockstep: after each turn of all, `between(turn)` runs."""
 
     def __init__(self, between: Callable[[int], Awaitable[object]]) -> None:
-        self._barrier = asyncio.Barrier(NUM_DIALOGUES)
+        self._barrier = asyncio.Barrier(NUM_CONVERSATIONS)
         self._between = between
 
     @asynccontextmanager
@@ -67,7 +67,7 @@ class MultiTurnContract:
     """Subclasses name the loop scope of their `harness` fixture with a module-level `pytestmark`."""
 
     async def test_over_several_turns_logprobs_are_those_of_one_forward_pass(self, harness: Harness) -> None:
-        """Between two of the turns new weights arrive: what a prefix cache holds of the turns before is stale then."""
+        """New weights are published between two turns, which makes the prefix cache of earlier turns stale."""
         first = harness.engine.version
 
         async def between(turn: int) -> None:
@@ -75,10 +75,10 @@ class MultiTurnContract:
                 await harness.publish()
 
         player = EpisodePlayer(Together(between), CODEC, EpisodeBudget(NUM_TURNS, 500))
-        runner = TrajectoryRunner(EnginePool([harness.engine], NUM_DIALOGUES), CODEC, 60.0, episodes=player)
+        runner = TrajectoryRunner(EnginePool([harness.engine], NUM_CONVERSATIONS), CODEC, 60.0, episodes=player)
         runs = [
             runner.run(RolloutContext(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), "turns"), i, SAMPLING)
-            for i in range(NUM_DIALOGUES)
+            for i in range(NUM_CONVERSATIONS)
         ]
         for trajectory in await within(asyncio.gather(*runs)):
             assert trajectory.episode is not None

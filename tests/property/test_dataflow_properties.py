@@ -1,6 +1,6 @@
 """The core under random engines: short and long groups, failures, skipped steps, late reports.
 
-A virtual run drives the real `Dataflow` to its end. Whatever the order in which groups finish, the
+A virtual run drives the real `Dataflow` to its end. In any order in which groups finish, the
 invariants I1, I2, I3, I5 and I6 hold after every event, and the run never gets stuck under `wait`.
 """
 

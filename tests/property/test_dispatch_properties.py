@@ -1,4 +1,4 @@
-"""Slots never leak and nobody waits beside a free one, whatever happens in whatever order."""
+"""Slots never leak and no request waits while a slot is free, for any calls in any order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Numbered:
 
 
 class Dispatching(RuleBasedStateMachine):
-    """Every call of the dispatcher in any order, against plain books kept beside it."""
+    """Every call of the dispatcher in any order, against a simple model of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(prefix=PREFIXES, tokens=st.integers(1, 50), slots=st.sampled_from([1, 1, 1, 2, 4]))
     def submit(self, prefix: str | None, tokens: int, slots: int) -> None:
-        self.ask(SlotRequest(tokens, prefix, slots=slots))
+        self.submit_request(SlotRequest(tokens, prefix, slots=slots))
 
     @rule(version=st.integers(-1, 1))
     def join_late(self, version: int) -> None:
@@ -58,7 +58,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(prefix=PREFIXES, version=st.integers(0, 3), avoided=st.integers(0, 3))
     def submit_resume(self, prefix: str | None, version: int, avoided: int) -> None:
-        self.ask(SlotRequest(5, prefix, version, EngineId(f"e{avoided}")))
+        self.submit_request(SlotRequest(5, prefix, version, EngineId(f"e{avoided}")))
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
@@ -142,7 +142,7 @@ class Dispatching(RuleBasedStateMachine):
         for view in getattr(self, "dispatcher", Dispatcher(LeastLoaded())).views.values():
             assert (view.in_use, view.outstanding_tokens, view.gang, len(view.queue)) == (0, 0, None, 0)
 
-    def ask(self, request: SlotRequest) -> None:
+    def submit_request(self, request: SlotRequest) -> None:
         if self.dispatcher.submit(request):
             self.granted.add(request)
         else:
@@ -204,11 +204,11 @@ async def start_interruptible(pool: EnginePool, end: asyncio.Event, choice: int)
 
 async def hold_gang(pool: EnginePool, end: asyncio.Event, choice: int) -> None:
     slots = 1 + choice % SLOTS
-    async with pool.gang(f"p{choice % 4}", slots) as gang, asyncio.TaskGroup() as members:
+    async with pool.gang(f"p{choice % 4}", slots) as gang, asyncio.TaskGroup() as tasks:
         for _ in range(slots):
-            members.create_task(hold_member(gang, end))
+            tasks.create_task(hold_gang_slot(gang, end))
 
 
-async def hold_member(gang: Gang, end: asyncio.Event) -> None:
+async def hold_gang_slot(gang: Gang, end: asyncio.Event) -> None:
     async with gang.lease(tokens=3):
         await end.wait()

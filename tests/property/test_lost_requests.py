@@ -96,7 +96,7 @@ async def train(flow: Flow, engines: list[FakeEngine], rng: random.Random) -> li
 def test_what_engines_lose_is_resumed_or_fails_and_every_group_ends_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "LOSSES_IN_A_ROW", 10**9)  # random losses of engines that work fence nobody off
+    monkeypatch.setattr(pool, "LOSSES_IN_A_ROW", 10**9)  # random losses of healthy engines fence none of them
     story, rng = Story(seed), random.Random(seed)
 
     async def main() -> Counter[str]:

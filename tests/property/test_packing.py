@@ -1,4 +1,4 @@
-"""Packing: whatever the lengths, every sequence is computed exactly once, within the budget, on ranks in step."""
+"""Packing: for any lengths, every sequence is computed exactly once, within the budget, on ranks in step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any order of reports, true, late, repeated or about nobody: the core agrees with plain books kept beside it."""
+"""Any order of reports, true, late, repeated or about unknown groups: the core agrees with a simple model of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worked sum that follows from itself, whatever it says of digits; and writers who do not all work their sums."""
+"""A worked sum that is consistent with itself, correct or not; and writers of whom only some show their steps."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "conten
 
 @pytest_asyncio.fixture
 async def session() -> AsyncIterator[Session]:
-    """A session whose policy says `yes`, and whose program goes on until the end of the test."""
+    """A session whose policy answers `yes`, and whose program runs until the end of the test."""
     async with scripted_session("yes", EndpointConfig()) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""What an environment does wrong costs its own episode and is never a reward; other episodes go on."""
+"""A fault of an environment fails its own episode and is never a reward; other episodes continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hostile table: whatever a reward or a sandboxed program does, the run goes on and the cause is recorded."""
+"""The hostile table: after any act of a reward or a sandboxed program the run continues and the cause is recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_CONTAINED_WITHOUT_ISOLATION = {
     "opens a socket to the host", "opens a socket to the outside", "makes a user namespace",
     "looks into its supervisor", "reads the host's environment",
 }  # fmt: skip
-"""These may succeed there: it depends on the rights of who runs the tests."""
+"""These may succeed there: it depends on the permissions of the user who runs the tests."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_hostile_program_is_contained(
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="who is not root has run the test above as a user")
 def test_a_hostile_program_is_contained_that_a_user_runs() -> None:
-    """As nobody, with a Python that everybody may read; this one is perhaps in root's home."""
+    """As the user nobody, with a Python that every user can read; this one may be in root's home."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     pythons = [sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"]
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
@@ -132,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 ISOLATIONS = [pytest.param(STRICT, id="strict"), pytest.param(None, id="process", marks=pytest.mark.full)]
-"""Without a sandbox user code has the user's rights, so what it then reaches for is not tried."""
+"""Without a sandbox user code has the user's permissions, so acts that reach outside are not tried."""
 
 
 @pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
@@ -152,7 +152,7 @@ async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]
 ) -> None:
     if runner._config.isolation is None and act.name in REACHES:
-        pytest.skip("it has the user's rights")
+        pytest.skip("it has the user's permissions")
     hostile = pair(act.name, nap=trap.nap_s, host=outside)
     fine, result, after = await runner.score_many([pair(FINE), hostile, pair(FINE)])
     assert fine == after == Score(0.5, {})
@@ -184,19 +184,19 @@ async def played(
 
 @pytest.mark.full  # the same acts as of rewards, in the other process that runs code of users
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("door", ["step", "tool"])
+@pytest.mark.parametrize("entry_point", ["step", "tool"])
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
 async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
-    act: HostileAct, door: str, played: dict[tuple[str, str], Played]
+    act: HostileAct, entry_point: str, played: dict[tuple[str, str], Played]
 ) -> None:
-    expected = act.step if door == "step" else act.tool
+    expected = act.step if entry_point == "step" else act.tool
     if expected is None:
         pytest.skip("a tool has no way to the running call")
-    if (door, act.name) not in played:
-        pytest.skip("it has the user's rights, or this host allows no user namespaces")
-    found = played[door, act.name]
+    if (entry_point, act.name) not in played:
+        pytest.skip("it has the user's permissions, or this host allows no user namespaces")
+    found = played[entry_point, act.name]
     assert says(found.record, expected), found.record
-    assert door == "tool" or found.record[:5] == ("env: " if expected else "")
+    assert entry_point == "tool" or found.record[:5] == ("env: " if expected else "")
     assert len(found.record) < 5000
     assert found.after == 0.5
     assert not found.leaves_process

@@ -1,6 +1,4 @@
-"""User code has the user's rights; in a sandbox what is granted works, and what is not says by which key it would
-be.
-"""
+"""User code has the user's permissions; in a sandbox, an error names the key that would grant a missing permission."""
 
 from __future__ import annotations
 
@@ -107,9 +105,9 @@ def secret() -> Iterator[Path]:
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        threading.Thread(target=door.accept, daemon=True).start()
-        yield str(door.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=server.accept, daemon=True).start()
+        yield str(server.getsockname()[1])
 
 
 def failure(result: object) -> str:

@@ -15,7 +15,7 @@ from penstock.envs.tasks.preferences import preferred_pair
 
 
 class Answers:
-    """Knows what is right, and no way to get it wrong."""
+    """A source with gold responses but without mistaken ones."""
 
     def __init__(self) -> None:
         self.source = ArithmeticTasks(seed=0)

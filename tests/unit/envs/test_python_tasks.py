@@ -85,9 +85,9 @@ def meant(prompt: str, numbers: list[int]) -> int | list[int]:
     for step in re.findall(r"^\d+\. (.*)$", prompt, re.MULTILINE):
         found = re.search(r"-?\d+", step)
         numbers = STEPS[re.sub(r"-?\d+", "K", step)](numbers, int(found[0]) if found else 0)
-    asked = re.search(r"Then it returns (.*?)\. Answer with", prompt)
-    assert asked is not None
-    return RESULTS[asked[1]](numbers)
+    result = re.search(r"Then it returns (.*?)\. Answer with", prompt)
+    assert result is not None
+    return RESULTS[result[1]](numbers)
 
 
 def test_tasks_are_the_same_for_a_seed_and_their_programs_on_one_side_only() -> None:

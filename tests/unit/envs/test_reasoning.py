@@ -159,9 +159,9 @@ def opened_by_the_template() -> TokenCodec:
     )
     template = chat_tokenizer("chatml").chat_template
     assert isinstance(template, str)
-    asked = "<|im_start|>assistant\\n"
-    assert template.count(asked) == 1
-    tokenizer.chat_template = template.replace(asked, asked + "<think>\\n")
+    generation_prompt = "<|im_start|>assistant\\n"
+    assert template.count(generation_prompt) == 1
+    tokenizer.chat_template = template.replace(generation_prompt, generation_prompt + "<think>\\n")
     return TokenCodec(tokenizer, reasoning=THINK)
 
 

@@ -44,12 +44,12 @@ def test_tasks_are_the_same_for_the_same_seed_and_held_out_ones_for_every_seed(
     assert first == again
     assert first != other
     assert make(0).held_out(5) == make(1).held_out(5)
-    held_out = {asked(task) for task in make(0).held_out(5)}
+    held_out = {prompt_of(task) for task in make(0).held_out(5)}
     assert len(held_out) == 5
-    assert not held_out & {asked(task) for task in islice(make(3).train(), 2000)}
+    assert not held_out & {prompt_of(task) for task in islice(make(3).train(), 2000)}
 
 
-def asked(task: Task) -> str:
+def prompt_of(task: Task) -> str:
     """The prompt; of the guessing game, which says nothing of its secret, that."""
     return repr(task.fields.get("secret", task.prompt))
 

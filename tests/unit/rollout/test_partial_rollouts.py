@@ -1,4 +1,4 @@
-"""Trajectories that are interrupted go on from their tokens; under greedy decoding nobody can tell afterwards."""
+"""Interrupted trajectories continue from their tokens; under greedy decoding the result is the same as without it."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ async def test_a_prompt_with_a_token_that_the_policy_lacks_is_refused_before_it_
 async def test_an_engine_is_blamed_for_what_it_loses_of_two_tasks_of_an_evaluation_not_of_one(num_tasks: int) -> None:
     dead, good = engine("dead", loses_at=lambda _serial: 0), engine("good")
     runner = make_runner(dead, good)
-    asked = [RolloutContext(Task(TaskId(f"t{index % num_tasks}"), "1+1="), "eval") for index in range(32)]
-    await asyncio.gather(*(runner.run(one, index, GREEDY) for index, one in enumerate(asked)))
+    contexts = [RolloutContext(Task(TaskId(f"t{index % num_tasks}"), "1+1="), "eval") for index in range(32)]
+    await asyncio.gather(*(runner.run(one, index, GREEDY) for index, one in enumerate(contexts)))
     assert list(runner.pool.fenced) == (["dead"] if num_tasks == 2 else [])
 
 

@@ -31,7 +31,7 @@ KEY = "a-key-of-the-run-itself"
 
 
 @asynccontextmanager
-async def asked(engine: SayingEngine) -> AsyncIterator[tuple[openai.AsyncOpenAI, EndpointAccess]]:
+async def questions_client(engine: SayingEngine) -> AsyncIterator[tuple[openai.AsyncOpenAI, EndpointAccess]]:
     """The policy of `engine` behind an endpoint, and a client with the run's key."""
     runner = TrajectoryRunner(EnginePool([engine], 8), CODEC, 20.0)
     sampling = SamplingParams(200, temperature=1.0, stop_token_ids=CODEC.stop_token_ids, seed=3)
@@ -48,18 +48,18 @@ async def asked(engine: SayingEngine) -> AsyncIterator[tuple[openai.AsyncOpenAI,
 
 async def test_questions_are_answered_side_by_side_each_on_its_own() -> None:
     engine = SayingEngine(lambda context: "Score: 7" if "good" in context else "Score: 2")
-    async with asked(engine) as (client, _):
+    async with questions_client(engine) as (client, _):
         texts = ["good one" if index % 2 else f"bad {index}" for index in range(40)]
         answers = await asyncio.gather(*(chat(client, [user(text)]) for text in texts))
         assert [one.choices[0].message.content for one in answers] == ["Score: 2", "Score: 7"] * 20
         streamed = [chunk async for chunk in await chat(client, [user("good")], stream=True)]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == "Score: 7"
         assert (await client.models.list()).data[0].id == "policy"
-    assert len({name for name, _, _ in engine.served}) == 41, "a question is no turn of another's dialogue"
+    assert len({name for name, _, _ in engine.served}) == 41, "a question is not a turn of another conversation"
 
 
 async def test_a_judge_asks_the_policy_itself_for_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asked(SayingEngine(lambda _: "Score: 9")) as (_, access):
+    async with questions_client(SayingEngine(lambda _: "Score: 9")) as (_, access):
         monkeypatch.setenv("JUDGE_KEY", KEY)
         reward = make(access.base_url, model=access.model, key_variable="JUDGE_KEY")
         assert (await reward(answered("1"), answer="2"))["reward"] == 0.9
@@ -83,7 +83,7 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
 
 
 async def test_what_cannot_be_answered_has_the_apis_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asked(SayingEngine(lambda _: "x")) as (client, access):
+    async with questions_client(SayingEngine(lambda _: "x")) as (client, access):
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await chat(client, [user("word " * 600)])
         async with client_of(EndpointAccess(access.base_url, KEY[:-1], access.model)) as stranger:
@@ -104,7 +104,7 @@ class LostEngine(SayingEngine):
 
 
 async def test_without_engines_a_question_fails_and_says_why() -> None:
-    async with asked(LostEngine(lambda _: "")) as (client, _):
+    async with questions_client(LostEngine(lambda _: "")) as (client, _):
         with pytest.raises(openai.InternalServerError, match="no rollout engine is left"):
             await client.with_options(max_retries=0).chat.completions.create(model="policy", messages=[user("?")])
 

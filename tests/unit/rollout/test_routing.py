@@ -1,4 +1,4 @@
-"""Where requests go, who waits for whom, and gangs."""
+"""Routing of requests, their waiting order, and gangs."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ async def is_granted(pool: EnginePool, min_version: int, avoid: str) -> bool:
 
 
 async def test_an_engine_is_not_avoided_for_one_that_is_behind() -> None:
-    """As when an engine has just come back and waits for the next version: nobody would serve the resumed request."""
+    """As when an engine has just come back and waits for the next version: no engine could serve the request."""
     pool = EnginePool([FakeEngine(EngineId("good"), version=5), FakeEngine(EngineId("behind"), version=-1)], 8)
     pool.set_min_version(5)
     assert await is_granted(pool, min_version=5, avoid="good")
@@ -198,7 +198,7 @@ async def test_an_engine_is_not_avoided_for_one_that_is_older_than_the_request()
 
 async def test_an_engine_is_not_avoided_for_one_that_is_paused_from_then_on() -> None:
     pool = EnginePool([FakeEngine(EngineId(engine)) for engine in "ab"], 1)
-    async with pool.lease(avoid=EngineId("a")):  # b has no room
+    async with pool.lease(avoid=EngineId("a")):  # b has no free slot
         waiting = asyncio.create_task(is_granted(pool, min_version=0, avoid="a"))
         await asyncio.sleep(0)
         assert pool.num_waiting == 1, "b serves, so a is avoided"

@@ -1,4 +1,4 @@
-"""Episodes that fork and join: exact tokens, each with loss in one place; who waits for whom; how old they are."""
+"""Episodes that fork and join: exact tokens, each with loss in one thread; waiting order; versions of the tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Scripted:
 
 
 class Watched(RolloutContext):
-    """The task, and what is told of its only member."""
+    """A context that keeps the versions recorded for its only trajectory."""
 
     def __init__(self) -> None:
         super().__init__(TASK, "0")
@@ -88,19 +88,19 @@ async def play(
     script: Script,
     *engines: FakeEngine,
     budget: EpisodeBudget = BUDGET,
-    asked: Watched | None = None,
+    context: Watched | None = None,
     sampling: SamplingParams = SAMPLING,
     gang: bool = False,
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(opening, script)
     pool = EnginePool(engines or [FakeEngine()], 8, policy=OldestFirst())
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=EpisodePlayer(environment, CODEC, budget))
-    asked = asked or Watched()
+    context = context or Watched()
     async with asyncio.timeout(10):
         if not gang:
-            return await runner.run(asked, 3, sampling), environment
-        async with pool.gang("t", 1) as asked.slots:
-            return await runner.run(asked, 3, sampling), environment
+            return await runner.run(context, 3, sampling), environment
+        async with pool.gang("t", 1) as context.slots:
+            return await runner.run(context, 3, sampling), environment
 
 
 def drafts_then_refine(actions: Sequence[Action]) -> Any:
@@ -199,9 +199,9 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
     rng = random.Random(seed)
     lengths = [rng.randint(1, 5) for _ in range(50)]
     engine = RecordingEngine(length=lambda serial: lengths[serial], rng=random.Random(seed))
-    asked = Watched()
+    context = Watched()
     budget = EpisodeBudget(rng.randint(1, 16), rng.randint(12, 60), 60)
-    trajectory, environment = await play(Observation("1+1="), random_tree(rng), engine, budget=budget, asked=asked)
+    trajectory, environment = await play(Observation("1+1="), random_tree(rng), engine, budget=budget, context=context)
     found = Counter()
     for thread in trajectory.split_threads():
         ids, mask = thread.token_ids.tolist(), thread.loss_mask.tolist()
@@ -228,7 +228,7 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
     assert len(trajectory.episode.turns) == len(engine.answers) <= budget.max_turns
     assert trajectory.num_sampled_tokens == sum(turn.num_tokens for turn in trajectory.episode.turns)
     assert sum(map(len, environment.heard)) == len(engine.answers)
-    assert asked.told[-1] <= trajectory.oldest_version
+    assert context.told[-1] <= trajectory.oldest_version
     assert trajectory.oldest_version == min(version for _, _, versions in engine.answers for version in versions)
 
 
@@ -243,25 +243,25 @@ async def test_the_date_is_that_of_the_oldest_turn_and_later_threads_are_no_olde
             return [Observation("1", thread="c"), Observation("2", thread="d"), Observation("3", thread="e")]
         return Done(1.0)
 
-    asked = Watched()
+    context = Watched()
     opening = [Observation("1+1=", thread="a"), Observation("2+2=", thread="b")]
-    trajectory, _ = await play(opening, script, newer, older, asked=asked)
+    trajectory, _ = await play(opening, script, newer, older, context=context)
     assert [one.oldest_version for one in trajectory.split_threads()] == [4, 5, 5, 5, 5]
     assert (trajectory.oldest_version, trajectory.newest_version, len(older.requests)) == (4, 5, 1)
-    assert asked.told == [4]
+    assert context.told == [4]
 
 
 def test_a_date_rises_only_when_the_oldest_turn_does() -> None:
-    asked = Watched()
-    turns = OldestTurn(asked, 3)
+    context = Watched()
+    turns = OldestTurn(context, 3)
     first, second = turns.begin(), turns.begin()
     first.record_version(3, 5)
     second.record_version(3, 5)
     first.record_version(3, 7)  # its first token came after a publish
-    assert (asked.told, turns.min_version) == ([5], 5)
+    assert (context.told, turns.min_version) == ([5], 5)
     second.record_version(3, 6)
     turns.begin().record_version(3, 9)
-    assert (asked.told, turns.min_version) == ([5, 6], 6)
+    assert (context.told, turns.min_version) == ([5, 6], 6)
 
 
 async def test_in_a_gang_turns_at_the_same_time_share_the_members_slot() -> None:
@@ -291,14 +291,17 @@ async def test_threads_draw_with_seeds_of_their_own() -> None:
 
 MISTAKES = {
     "two turns of one thread": ([Observation("1"), Observation("2")], "two observations of one list are for 'main'"),
-    "fork of nobody": ([Observation("1", thread="a", fork_of="b")], "it forks 'b', which has had no turn"),
+    "fork of an unknown thread": ([Observation("1", thread="a", fork_of="b")], "it forks 'b', which has had no turn"),
     "fork into an open one": (Observation("1", fork_of="main"), "it forks 'main' into 'main', which is open"),
     "no name": (Observation("1", thread=""), "a thread is named ''; use 1 to 64 characters"),
     "too many": (
         [Observation("1", thread=str(n)) for n in range(3)],
         "it opens 4 threads, env.episode.max_threads is 3",
     ),
-    "rewards of nobody": (Done(1.0, thread_rewards={"x": 1.0}), r"thread_rewards name 'x'; there are 'main'"),
+    "rewards of an unknown thread": (
+        Done(1.0, thread_rewards={"x": 1.0}),
+        r"thread_rewards name 'x'; there are 'main'",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the trainer gets is what the engines saw: 1,000 random dialogues with tools, engines that fail, two templates.
+"""The trainer gets what the engines saw: 1,000 random conversations with tools, failing engines, two templates.
 
 The oracle is the engines' own log: at which position of which sequence each sampled and what logprob it gave.
 """
@@ -29,7 +29,7 @@ from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.chat_tokenizers import END_OF_TURN, chat_tokenizer
 
-NUM_DIALOGUES = 500
+NUM_CONVERSATIONS = 500
 """Of each template."""
 MAX_TOKENS = 700
 
@@ -66,8 +66,8 @@ class RandomEngine:
                 return
             if self.rng.random() < 0.01:
                 self.version += 1
-            room = request.sampling.max_new_tokens - len(served.sampled)
-            tokens = [self.rng.choice(self.vocabulary) for _ in range(min(room, self.rng.randint(1, 4)))]
+            space = request.sampling.max_new_tokens - len(served.sampled)
+            tokens = [self.rng.choice(self.vocabulary) for _ in range(min(space, self.rng.randint(1, 4)))]
             if self.rng.random() < 0.25:
                 tokens[-1] = self.end
             logprobs = [-self.rng.randint(1, 1000) / 1024 for _ in tokens]  # exact in float32
@@ -85,8 +85,8 @@ class RandomEngine:
         return EngineLoad(self.version, 0, 0, 0.0, 0, 0.0)
 
 
-class RandomDialogues:
-    """Environments that say something at random; keeps the messages of each dialogue."""
+class RandomConversations:
+    """Environments that say something at random; keeps the messages of each conversation."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -94,15 +94,15 @@ class RandomDialogues:
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Any]:
-        yield _Dialogue(self, task)
+        yield _Conversation(self, task)
 
     def text(self) -> str:
         words = ["the", "tool", "12", "né", "✓", '{"a": 1}', "line\nline", "numbers", "<b>"]
         return " ".join(self.rng.choice(words) for _ in range(self.rng.randint(1, 6)))
 
 
-class _Dialogue:
-    def __init__(self, owner: RandomDialogues, task: Task) -> None:
+class _Conversation:
+    def __init__(self, owner: RandomConversations, task: Task) -> None:
         self._owner = owner
         self._messages = owner.messages[task.task_id] = list(task.prompt)  # type: ignore[arg-type]
 
@@ -124,21 +124,23 @@ class _Dialogue:
         return {"content": said, "role": "user"}
 
 
-def prompts(dialogues: RandomDialogues) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": "Use the tool."}] if dialogues.rng.random() < 0.5 else []
-    return [*system, {"role": "user", "content": dialogues.text()}]
+def prompts(conversations: RandomConversations) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": "Use the tool."}] if conversations.rng.random() < 0.5 else []
+    return [*system, {"role": "user", "content": conversations.text()}]
 
 
-async def play(template: str, seed: int) -> tuple[TokenCodec, RandomDialogues, list[RandomEngine], list[Trajectory]]:
+async def play(
+    template: str, seed: int
+) -> tuple[TokenCodec, RandomConversations, list[RandomEngine], list[Trajectory]]:
     tokenizer = chat_tokenizer(template)
     codec, rng = TokenCodec(tokenizer), random.Random(f"{template}/{seed}")
     visible = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).isascii() and tokenizer.decode([i]).isalnum()]
     (end,) = codec.stop_token_ids
     engines = [RandomEngine(EngineId(name), rng, visible, end) for name in "ab"]
-    dialogues = RandomDialogues(rng)
+    conversations = RandomConversations(rng)
     pool = EnginePool(engines, 16, version_timeout_s=5.0)
-    pool.lost = lambda lease, error, group: None  # type: ignore[method-assign]  # random losses fence nobody off
-    player = EpisodePlayer(dialogues, codec, EpisodeBudget(6, MAX_TOKENS))
+    pool.lost = lambda lease, error, group: None  # type: ignore[method-assign]  # random losses fence no engine
+    player = EpisodePlayer(conversations, codec, EpisodeBudget(6, MAX_TOKENS))
     runner = TrajectoryRunner(pool, codec, 60.0, max_resumes=1000, episodes=player)
 
     async def keep_up() -> None:
@@ -150,19 +152,19 @@ async def play(template: str, seed: int) -> tuple[TokenCodec, RandomDialogues, l
             await asyncio.sleep(0)
 
     publisher = asyncio.create_task(keep_up())
-    tasks = [Task(TaskId(f"t/{index}"), prompts(dialogues), {}, "") for index in range(NUM_DIALOGUES)]
+    tasks = [Task(TaskId(f"t/{index}"), prompts(conversations), {}, "") for index in range(NUM_CONVERSATIONS)]
     sampling = SamplingParams(24, stop_token_ids=codec.stop_token_ids)
     runs = [runner.run(RolloutContext(task, f"{index}"), 0, sampling) for index, task in enumerate(tasks)]
     trajectories = list(await asyncio.wait_for(asyncio.gather(*runs), 200))
     publisher.cancel()
-    assert sum(runner.stats.interruptions.values()) > NUM_DIALOGUES // 4
-    return codec, dialogues, engines, trajectories
+    assert sum(runner.stats.interruptions.values()) > NUM_CONVERSATIONS // 4
+    return codec, conversations, engines, trajectories
 
 
 @pytest.mark.parametrize("template", sorted(END_OF_TURN))
 async def test_the_trainers_sequence_is_the_engines_and_the_mask_is_exactly_what_they_sampled(template: str) -> None:
-    codec, dialogues, engines, trajectories = await play(template, 0)
-    assert len(trajectories) == NUM_DIALOGUES
+    codec, conversations, engines, trajectories = await play(template, 0)
+    assert len(trajectories) == NUM_CONVERSATIONS
     ends = set()
     for index, trajectory in enumerate(trajectories):
         served = [logged for engine in engines for logged in engine.log.get(f"{index}/0", [])]
@@ -178,7 +180,7 @@ async def test_the_trainers_sequence_is_the_engines_and_the_mask_is_exactly_what
             assert next(versions) == version
         assert not trajectory.behavior_logprobs[~trajectory.loss_mask].any()
         assert len(token_ids) <= MAX_TOKENS
-        check_text(codec, template, dialogues.messages[trajectory.task_id], trajectory)
+        check_text(codec, template, conversations.messages[trajectory.task_id], trajectory)
         assert trajectory.episode is not None
         ends.add(trajectory.episode.end)
         assert sum(turn.num_tokens for turn in trajectory.episode.turns) == trajectory.num_sampled_tokens
@@ -188,7 +190,7 @@ async def test_the_trainers_sequence_is_the_engines_and_the_mask_is_exactly_what
 
 
 def check_text(codec: TokenCodec, template: str, messages: list[dict[str, str]], trajectory: Trajectory) -> None:
-    """These templates keep the history as it was, so the tokens read as the rendered dialogue."""
+    """These templates keep the history as it was, so the tokens read as the rendered conversation."""
     last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
     rendered = codec.tokenizer.apply_chat_template(messages[: last + 1], tokenize=False)
     text = codec.tokenizer.decode(trajectory.token_ids.tolist())
@@ -200,4 +202,6 @@ async def test_sampled_ids_are_not_what_encoding_their_text_would_give() -> None
     """Else the test above could not tell re-tokenised history from kept history."""
     codec, _, _, trajectories = await play("chatml", 1)
     again = [tuple(codec.tokenizer.encode(codec.tokenizer.decode(one.token_ids))) for one in trajectories]
-    assert sum(tuple(one.token_ids) != ids for one, ids in zip(trajectories, again, strict=True)) > NUM_DIALOGUES // 10
+    assert (
+        sum(tuple(one.token_ids) != ids for one, ids in zip(trajectories, again, strict=True)) > NUM_CONVERSATIONS // 10
+    )

@@ -38,8 +38,8 @@ def test_every_text_is_its_bytes_and_chat_is_rendered(tmp_path: Path) -> None:
         ids = codec.encode_prompt(text)
         assert len(ids) == len(text.encode())
         assert codec.decode(ids) == text
-    asked = codec.encode_prompt([{"role": "user", "content": "1+1"}])
-    assert codec.tokenizer.decode(asked) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    prompt_ids = codec.encode_prompt([{"role": "user", "content": "1+1"}])
+    assert codec.tokenizer.decode(prompt_ids) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
     end = codec.stop_token_ids[0]
     said = codec.encode_observation([{"role": "user", "content": "<|im_end|>?"}], end)
     assert codec.decode(said) == "\nuser\n?\nassistant\n"

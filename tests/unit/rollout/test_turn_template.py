@@ -83,7 +83,7 @@ ALTERNATING = (
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ASKED: Any = {"role": "user", "content": "?"}
+QUESTION: Any = {"role": "user", "content": "?"}
 BAD_PROMPTS: dict[str, Any] = {
     "nothing": None,
     "a number": 7,
@@ -91,8 +91,8 @@ BAD_PROMPTS: dict[str, Any] = {
     "texts": ["?"],
     "half a character": [{"role": "user", "content": "\ud800"}],
     "half a character in text": "\ud800",
-    "what the template refuses": [ASKED, ASKED],
-    "no content": [{"role": "user"}, ASKED],
+    "what the template refuses": [QUESTION, QUESTION],
+    "no content": [{"role": "user"}, QUESTION],
 }
 
 
@@ -109,10 +109,10 @@ def test_a_prompt_that_is_nothing_does_not_ask_for_a_chat_template(prompt: Any) 
         TokenCodec(character_tokenizer()).encode_prompt(prompt)
 
 
-@pytest.mark.parametrize("messages", [[ASKED, ASKED], [{"role": "user", "content": "\ud800"}]])
+@pytest.mark.parametrize("messages", [[QUESTION, QUESTION], [{"role": "user", "content": "\ud800"}]])
 def test_an_observation_that_cannot_be_placed_is_an_env_failure(messages: Any) -> None:
     codec = with_template(ALTERNATING)
-    assert codec.encode_observation([ASKED], last_token=2)
+    assert codec.encode_observation([QUESTION], last_token=2)
     with pytest.raises(TrajectoryError) as caught:
         codec.encode_observation(messages, last_token=2)
     assert caught.value.kind == "env"
