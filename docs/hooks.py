@@ -1,6 +1,6 @@
-"""What the site does beyond Markdown: links to files outside docs/ become the names of those files.
+"""Hook of the documentation site: links to files outside docs/ become the names of those files.
 
-On a code host they lead to the file; the site holds the documentation only.
+On a code host these links lead to the files; the site holds only the documentation.
 """
 
 from __future__ import annotations
