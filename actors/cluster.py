@@ -18,7 +18,7 @@ from penstock.actors.devices import DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.ray_errors import answer_of, ray_boundary
+from penstock.actors.ray_errors import answer_of, ray_boundary, silence_limit
 from penstock.actors.reward.actor import RewardActor
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.actor import TrainerRank
@@ -35,11 +35,11 @@ from penstock.weights.copies import copy_environment
 from penstock.weights.transport.shared_memory import remove_directories_of
 
 ENGINE_CONCURRENCY = 64
-# More than are ever under way: calls beyond it wait inside the worker, and so would the one that asks whether it lives.
+# Above the number of pending calls: further calls would wait inside the worker, and so would its liveness check.
 REWARD_CONCURRENCY = 100_000
 FETCH_TIMEOUT_S = 120.0
 RAY_ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engines beside any other program
+    "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,12 +49,12 @@ RAY_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one actor asks Ray for.
+    """Ray resources of one actor.
 
     Attributes:
-        num_gpus: GPUs for itself; 0 on a CPU pool, and for one with an assignment.
+        num_gpus: GPUs of its own; 0 on a CPU pool, or with an assignment.
         accelerator_type: Ray's accelerator label, or None for any.
-        assignment: GPUs that it uses in turns with others (colocated), which are reserved already.
+        assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
     """
 
     num_gpus: float = 0.0
@@ -76,7 +76,7 @@ class Resources:
 
 @asynccontextmanager
 async def ray_session(address: str, publish_in: str | None = None) -> AsyncIterator[None]:
-    """Ray for the length of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
+    """Ray for the duration of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
@@ -86,11 +86,11 @@ async def ray_session(address: str, publish_in: str | None = None) -> AsyncItera
         logging_level=logging.ERROR,
         configure_logging=True,
     )
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaces it by one that exits at once and leaves processes behind
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler exits at once and leaves processes behind
     try:
         yield
     finally:
-        started = ray_processes()  # taken now: once the raylet is gone, its workers are nobody's children
+        started = ray_processes()  # listed now: after the raylet has ended, its workers are no children of this process
         ray.shutdown()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
@@ -120,7 +120,7 @@ async def start_engines(
     actors = [engine_actor(spec, need) for spec, need in zip(specs, resources, strict=True)]
     try:
         with ray_boundary(EngineLostError, "cluster: starting the engines"):
-            async with asyncio.timeout(timeout_s):
+            async with silence_limit(timeout_s):
                 nodes = await asyncio.gather(*(actor.start.remote() for actor in actors))
     except TimeoutError:
         raise PlacementError(
@@ -140,7 +140,7 @@ def engine_actor(spec: EngineSpec, need: Resources) -> ActorHandle:
 async def start_trainer(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> TrainerClient:
-    """Start the trainer ranks and let them meet."""
+    """Start the trainer ranks and connect them."""
     ranks = trainer_ranks(spec, resources, environment)
     client = TrainerClient(ranks, spec.trainer.step_timeout_s, spec.tokens_per_part)
     await client.start(spec.trainer.start_timeout_s)
@@ -151,14 +151,14 @@ def trainer_ranks(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> list[ActorHandle]:
     """A process for each rank; the policy is loaded by `start`."""
-    rank_type = ray.remote(concurrency_groups={"weight_io": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1})(TrainerRank)
     return [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
 
 
 def start_rewards(
     config: RewardConfig, sandbox: SandboxConfig, resources: Sequence[Resources], device: Device = "cpu"
 ) -> RewardClient:
-    """Start the reward workers; a function that cannot be imported was refused before Ray started."""
+    """Start the reward workers; the reward function was found importable before Ray started."""
     worker_type = ray.remote(RewardActor)
 
     def starting(need: Resources) -> Callable[[], ActorHandle]:

@@ -1,8 +1,8 @@
-"""GPUs that processes use in turns: reserved once for all of them, and given to each by number.
+"""GPUs that processes use in turns (colocated): reserved once for all of them, and assigned to each by number.
 
-Ray gives fractions of GPUs to whom it likes: two actors of half a GPU may get one GPU together or one each, and an
-actor of 1.0 gets one GPU even if it is meant to share two. So the whole GPUs belong to a placement group here, Ray is
-asked which ones they are, and every process is placed beside its own and sees those by `CUDA_VISIBLE_DEVICES`.
+Ray assigns fractions of GPUs arbitrarily: two actors of half a GPU may share one GPU or get one each, and an actor of
+1.0 gets one GPU even if it is meant to share two. So whole GPUs are reserved in a placement group, Ray reports which
+ones they are, and every process is placed on the node of its GPUs and sees them through `CUDA_VISIBLE_DEVICES`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.actors.ray_errors import ray_boundary
+from penstock.actors.ray_errors import ray_boundary, silence_limit
 from penstock.dataflow.errors import PlacementError
 
 RAY_LEAVES_DEVICES_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -27,8 +27,8 @@ class DeviceAssignment:
     """Devices of one process, all on one node.
 
     Attributes:
-        bundle: Which one of the group they are in.
-        devices: What `CUDA_VISIBLE_DEVICES` calls them.
+        bundle: Index of the bundle that contains them.
+        devices: Their names in `CUDA_VISIBLE_DEVICES`.
     """
 
     group: PlacementGroup
@@ -36,7 +36,7 @@ class DeviceAssignment:
     devices: tuple[str, ...]
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `.options(...)`: beside the devices, of which Ray counts none, since the group has them all."""
+        """Arguments of `.options(...)`: placed in the bundle, without GPUs of its own, since the group has them all."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
         return {"scheduling_strategy": strategy}
 
@@ -49,7 +49,7 @@ class SharedDevices:
     """Reserved GPUs.
 
     Attributes:
-        devices: By bundle, those of one node in the order in which the slots of a pool count them.
+        devices: By bundle: the GPUs of one node, in the order of the pool's slots.
     """
 
     group: PlacementGroup
@@ -65,7 +65,7 @@ class SharedDevices:
 
 
 async def reserve_devices(bundles: Sequence[int], accelerator_type: str | None, timeout_s: float) -> SharedDevices:
-    """Reserve GPUs, so many on one node for each bundle, and ask which ones they are.
+    """Reserve `bundles[i]` GPUs on one node for each bundle i, and find out which ones they are.
 
     Raises:
         PlacementError: If the cluster does not have them within the time limit.
@@ -74,9 +74,9 @@ async def reserve_devices(bundles: Sequence[int], accelerator_type: str | None, 
     group = placement_group([{"GPU": float(count), **extra} for count in bundles], strategy="PACK")
     try:
         with ray_boundary(PlacementError, "cluster: reserving GPUs"):
-            async with asyncio.timeout(timeout_s):
+            async with silence_limit(timeout_s):
                 await group.ready()
-                devices = await asyncio.gather(*(_ask(group, index, count) for index, count in enumerate(bundles)))
+                devices = await asyncio.gather(*(_gpus_of(group, index, count) for index, count in enumerate(bundles)))
     except TimeoutError:
         remove_placement_group(group)
         of_type = f", and needs those of type {accelerator_type}" if accelerator_type else ""
@@ -89,7 +89,7 @@ async def reserve_devices(bundles: Sequence[int], accelerator_type: str | None, 
     return SharedDevices(group, tuple(tuple(of_bundle) for of_bundle in devices))
 
 
-def _ask(group: PlacementGroup, bundle: int, count: int) -> Any:
+def _gpus_of(group: PlacementGroup, bundle: int, count: int) -> Any:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return ray.remote(visible_devices).options(num_cpus=0, num_gpus=count, scheduling_strategy=strategy).remote()
 

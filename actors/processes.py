@@ -1,4 +1,4 @@
-"""Ending every process that this one started, and being sure of it."""
+"""Ending every process that this one started, by force if necessary."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Calls of other processes: each has a time limit, and Ray's exceptions become ours, with the cause in the sentence.
+"""Calls of other processes: each has a time limit, and Ray's exceptions become Penstock's, with their cause.
 
-The driver's loop may stand still for minutes: a stopped process, a frozen container, a hook that blocks. What its peers
-sent meanwhile lies unread, so a plain time limit would find all of them silent at once: our own standstill uses up none
-of these limits.
+The driver's event loop may stall for minutes: a stopped process, a frozen container, a hook that blocks. Messages that
+peers sent during the stall are unread, so a plain time limit would declare all peers silent at once. A stall of the
+event loop therefore does not count towards these limits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
@@ -17,16 +17,16 @@ import ray
 from penstock.dataflow.errors import PenstockError, WeightSyncError
 
 _Answer = TypeVar("_Answer")
-_LOOKS = 8
+_NUM_CHECKS = 8
 _LATE_S = 1.0
-"""By at least how much a timer is late in a loop that stood still, seconds; less is ordinary load."""
+"""A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
 
 
 @contextmanager
 def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
-    """Re-raise what Ray calls raise as `error`, naming `what` was tried. A local time-out passes through.
+    """Re-raise exceptions of Ray calls as `error`, naming the operation `what`. A local time-out passes through.
 
-    A remote exception is told by its type and message, a dead process by Ray's first line.
+    The message has the type and text of a remote exception, or the first line of Ray's error for a dead process.
     """
     try:
         yield
@@ -37,36 +37,36 @@ def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message; its type if it has none."""
+    """First line of an error's message; its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @asynccontextmanager
 async def silence_limit(limit_s: float) -> AsyncIterator[None]:
-    """As `asyncio.timeout`, but if this loop stood still the peer gets a fresh period.
+    """As `asyncio.timeout`, but the limit starts again if the event loop stalled.
 
-    The loop looks at the clock `_LOOKS` times per period, and stood still if a look was late by more than the time
-    between two.
+    The clock is checked `_NUM_CHECKS` times per limit. The loop stalled if a check was late by more than the time
+    between two checks.
 
     Args:
-        limit_s: Longest wait, seconds of a loop that runs.
+        limit_s: Longest wait, seconds of a running event loop.
 
     Raises:
-        TimeoutError: When it is over.
+        TimeoutError: After that time.
     """
-    loop, between_s, left = asyncio.get_running_loop(), limit_s / _LOOKS, _LOOKS
+    loop, between_s, left = asyncio.get_running_loop(), limit_s / _NUM_CHECKS, _NUM_CHECKS
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
-        def look(due: float) -> None:
+        def check(due: float) -> None:
             nonlocal left, timer
-            left = _LOOKS if loop.time() - due > max(between_s, _LATE_S) else left - 1
+            left = _NUM_CHECKS if loop.time() - due > max(between_s, _LATE_S) else left - 1
             if left:
-                timer = loop.call_later(between_s, look, loop.time() + between_s)
+                timer = loop.call_later(between_s, check, loop.time() + between_s)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(between_s, look, loop.time() + between_s)
+        timer = loop.call_later(between_s, check, loop.time() + between_s)
         try:
             yield
         finally:
@@ -81,9 +81,9 @@ async def answer_of(
     Args:
         call: The call.
         limit_s: Longest wait, seconds.
-        error: What is raised if it fails, if the process dies, or if there is no answer in time.
-        what: Peer and purpose, for the message.
-        hint: What to do about an answer that does not come.
+        error: Raised if the call fails, if the process dies, or if there is no answer in time.
+        what: Peer and purpose, for the error message.
+        hint: What to do if there is no answer.
     """
     try:
         with ray_boundary(error, what):
@@ -93,18 +93,28 @@ async def answer_of(
         raise error(f"{what}: no answer within {limit_s:g} s. {hint}".rstrip()) from None
 
 
-async def together(
+async def late_calls(
+    calls: Collection[asyncio.Future[Any]], limit_s: float, return_when: str = asyncio.ALL_COMPLETED
+) -> set[asyncio.Future[Any]]:
+    """Wait as `asyncio.wait`, within a `silence_limit` of `limit_s` seconds; returns the calls that have not ended."""
+    with suppress(TimeoutError):
+        async with silence_limit(limit_s):
+            await asyncio.wait(calls, return_when=return_when)
+    return {call for call in calls if not call.done()}
+
+
+async def gather_answers(
     what: str, timeout_s: float, *calls: Awaitable[Any], interrupt: Callable[[str], None] = lambda _cause: None
 ) -> list[Any]:
-    """All answers of calls that need each other; the first failure counts, once everyone has come back.
+    """The answers of calls that depend on each other. The first failure is raised after all calls have ended.
 
-    Failures that come at the same time are told by the first of `calls`.
+    Of failures at the same time, the one of the first call is raised.
 
     Args:
-        what: What they do.
+        what: Purpose of the calls, for the error message.
         timeout_s: Longest wait, seconds.
         calls: The calls.
-        interrupt: Told of the first failure, so that nobody waits for the one that failed.
+        interrupt: Called with the first failure, so that the other calls stop waiting for the failed one.
 
     Raises:
         WeightSyncError: If one fails, or does not answer in time.
@@ -112,18 +122,18 @@ async def together(
     pending = [asyncio.ensure_future(call) for call in calls]
     if not pending:
         return []
-    done, late = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    first = next((call.exception() for call in pending if call in done and call.exception() is not None), None)
+    late = await late_calls(pending, timeout_s, asyncio.FIRST_EXCEPTION)
+    first = next((call.exception() for call in pending if call not in late and call.exception() is not None), None)
     if first is not None:
         interrupt(first_line(first))
-        _, late = await asyncio.wait(pending, timeout=timeout_s)
+        late = await late_calls(pending, timeout_s)
     for call in late:
         call.cancel()
     for call in pending:
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was told once
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
     with ray_boundary(WeightSyncError, what):
         if first is not None:
             raise first
     if late:
-        raise WeightSyncError(f"{what}: {len(late)} of {len(pending)} did not answer within {timeout_s:.0f} s")
+        raise WeightSyncError(f"{what}: {len(late)} of {len(pending)} did not answer within {timeout_s:g} s")
     return [call.result() for call in pending]

@@ -1,6 +1,6 @@
-"""Frozen policies as Ray actors, and the driver's side of them: logprobs of each group, as soon as it is ready.
+"""Frozen policies as Ray actors, and their client in the driver: logprobs of each group, as soon as it is ready.
 
-Consumes: handles of stored groups. Waits for: a worker with room. Unblocked by: its answer, its death, the time limit.
+Consumes: handles of stored groups. Waits for: a free worker. Unblocked by: its answer, its death, the time limit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.spec import ReferenceSpec
 
+GROUP_TIMEOUT_S = 600.0
+"""Longest wait for the logprobs of one group. They are one forward, which takes seconds, so a worker that has not
+answered after ten minutes hangs."""
+
 
 class ReferenceActor:
     """A process around a frozen policy."""
@@ -35,7 +39,7 @@ class ReferenceActor:
 
     @ray.method(num_returns=2)
     def logprobs(self, payload: GroupPayload) -> tuple[NDArray[np.float32], int]:
-        """The array, for the trainer; its length, for who waits."""
+        """The array, for the trainer, and its length, which the client waits for."""
         found = self._policy.logprobs(payload)
         return found, len(found)
 
@@ -46,7 +50,7 @@ class ReferenceClient:
     `role` is the section that configures it: `reference` or `teacher`.
     """
 
-    def __init__(self, role: str, workers: Sequence[ActorHandle], timeout_s: float) -> None:
+    def __init__(self, role: str, workers: Sequence[ActorHandle], timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self._role = role
         self._workers = workers
         self._timeout_s = timeout_s
@@ -58,9 +62,9 @@ class ReferenceClient:
         await self._answer(asyncio.gather(*(worker.ready.remote() for worker in self._workers)), "start", timeout_s)
 
     async def logprobs(self, handle: ray.ObjectRef) -> ray.ObjectRef:
-        """Handle of `[n] float32`, of the sampled tokens of the group behind `handle`.
+        """Handle of `[n] float32`: logprobs of the sampled tokens of the group behind `handle`.
 
-        A worker has one group at a time, and the others wait here, so that the time limit is that of one group.
+        A worker has one group at a time. Other groups wait here, so that the time limit is that of one group.
 
         Raises:
             PenstockError: If the worker fails, dies or takes longer than the time limit.
@@ -68,14 +72,15 @@ class ReferenceClient:
         worker = await self._free.get()
         found, length = worker.logprobs.remote(handle)
         computing = asyncio.ensure_future(length)
-        # Not when this wait ends: the waiting task may be cancelled, and the worker is busy until it answers.
+        # Freed only by the answer: the waiting task may be cancelled, but the worker is busy until it answers.
         computing.add_done_callback(lambda _computing: self._free.put_nowait(worker))
         await self._answer(asyncio.shield(computing), "logprobs", self._timeout_s)
         return found
 
     async def _answer(self, call: Awaitable[Any], what: str, limit_s: float) -> None:
         hint = (
-            f"The worker hangs or the group is too large. Raise {self._role}.timeout_s if it only is slow (its start: "
+            "The worker hangs or the group is too large. If it is only slow, lower dataflow.group_size or "
+            f"rollout.sampling.max_new_tokens, or move it to GPUs with {self._role}.pool (for its start: raise "
             "trainer.start_timeout_s)."
         )
         await answer_of(call, limit_s, PenstockError, f"{self._role}: {what}", hint)
@@ -86,10 +91,10 @@ async def start_references(
     spec: ReferenceSpec,
     resources: Sequence[Resources],
     environment: Mapping[str, str],
-    timeouts_s: tuple[float, float],
+    start_timeout_s: float,
 ) -> ReferenceClient:
-    """Start the processes with a frozen policy; `timeouts_s` are those of the start and of one group."""
+    """Start the processes with a frozen policy."""
     workers = [ray.remote(ReferenceActor).options(**need.options(environment)).remote(spec) for need in resources]
-    client = ReferenceClient(role, workers, timeouts_s[1])
-    await client.start(timeouts_s[0])
+    client = ReferenceClient(role, workers)
+    await client.start(start_timeout_s)
     return client

@@ -1,16 +1,17 @@
-"""What a weight update costs the requests that it happens to: the pause, and the drift of an old KV cache.
+"""The cost of a weight update for requests in flight: the pause, and the drift caused by the old KV cache.
 
     python benchmarks/in_flight.py pause   (1 min; writes benchmarks/results/in_flight_pause.md)
     python benchmarks/in_flight.py drift   (1 min; writes benchmarks/results/in_flight_drift.md)
 
-`pause`: the demo's policy in vLLM, 32 answers under way. In turns: vLLM's own `pause_generation` and
-`resume_generation` with nothing between them, and a whole publish of new weights through shared memory. Stall = from
-freezing to resuming.
+`pause`: the demo's policy in vLLM, 32 running requests. In turns: vLLM's own `pause_generation` and
+`resume_generation` with nothing between them, and a whole publish of new weights through shared memory. The stall is
+the time from freezing to resuming.
 
-`drift`: a token behind a swap with `update_mode=keep_kv` is sampled from the new weights over KV that the old ones
-wrote. Its drift is |log q(y) − log π(y)|, nat: q is what the torch engine sampled it from, π the trainer's fresh
-forward with the weights that y is stamped with. Before each of the publishes the trainer makes a real AdamW step on a
-sequence task; answers are half-way when the version arrives. `recompute_kv` beside it is what remains of rounding.
+`drift`: a token after a swap with `update_mode=keep_kv` is sampled from the new weights with keys and values that the
+old ones wrote. Its drift is |log q(y) − log π(y)|, nat: q is the distribution that the torch engine sampled it from, π
+that of a fresh forward of the trainer with the weights that y is stamped with. Before each publish the trainer makes a
+real AdamW step on a sequence task; the swap happens when answers are half complete. `recompute_kv` is measured as well:
+its drift is rounding only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerCon
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 
@@ -56,11 +57,11 @@ UPDATE_MODES: tuple[Literal["keep_kv", "recompute_kv"], ...] = ("keep_kv", "reco
 
 
 class Publisher:
-    """One training rank that publishes into an engine's slots."""
+    """One training rank that publishes into an engine's version buffers."""
 
-    def __init__(self, trainer: PolicyTrainer, side: EngineSide, folder: str) -> None:
+    def __init__(self, trainer: PolicyTrainer, layout: EngineLayout, folder: str) -> None:
         self._trainer = trainer
-        self._transfer = ShardTransfer.between(trainer.training_side(), side, "float32", folder)
+        self._transfer = ShardTransfer.between(trainer.training_sharding(), layout, "float32", folder)
         self._writer = ShardWriter(self._transfer, 0, ShardFiles(self._transfer))
 
     async def publish(self, version: int, engine: LocalEngine) -> float:
@@ -103,7 +104,7 @@ async def follow(engine: LocalEngine, request: GenerateRequest, deltas: list[Tok
 
 
 async def pauses(model: ModelConfig, folder: str) -> dict[str, list[float]]:
-    """Seconds, by what was between freezing and resuming."""
+    """Seconds from freezing to resuming, by what happened in between."""
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
     config = VllmEngineConfig(type="vllm", max_num_seqs=PAUSED_ANSWERS, kv_cache_gib=0.25, enforce_eager=True)
@@ -111,19 +112,19 @@ async def pauses(model: ModelConfig, folder: str) -> dict[str, list[float]]:
     trainer = trainer_of(model, 1e-4)
     found: dict[str, list[float]] = {"vLLM's own pause and resume": [], "a publish": []}
     async with running(VllmEngine(spec)) as engine:
-        side = EngineSide("vllm", await engine.layout(trainer.training_side().tensors))
-        publisher = Publisher(trainer, side, folder)
+        layout = EngineLayout("vllm", await engine.layout(trainer.training_sharding().tensors))
+        publisher = Publisher(trainer, layout, folder)
         await publisher.publish(0, engine)
         llm: Any = engine._open()  # type: ignore[attr-defined]  # noqa: SLF001 - its own pause, without ours
-        room = model.max_context_tokens - 8
+        max_new_tokens = model.max_context_tokens - 8
         numbers = iter(range(10**9))
 
-        async def answer_for_ever() -> None:
+        async def answer_repeatedly() -> None:
             while True:
-                request = GenerateRequest(RequestId(f"{next(numbers)}"), (3, 4, 5, 6), SamplingParams(room))
+                request = GenerateRequest(RequestId(f"{next(numbers)}"), (3, 4, 5, 6), SamplingParams(max_new_tokens))
                 await follow(engine, request, [], asyncio.Event())
 
-        tasks = [asyncio.create_task(answer_for_ever()) for _ in range(PAUSED_ANSWERS)]
+        tasks = [asyncio.create_task(answer_repeatedly()) for _ in range(PAUSED_ANSWERS)]
         await asyncio.sleep(1.0)
         for version in range(1, ROUNDS + 1):
             started = time.monotonic()
@@ -140,22 +141,22 @@ async def pauses(model: ModelConfig, folder: str) -> dict[str, list[float]]:
 
 
 def examples(seed: int) -> list[tuple[list[int], list[int]]]:
-    """Counting by a step: something to learn."""
+    """Counting with a step width: a task that can be learned."""
     rng = np.random.default_rng(seed)
     starts, steps = rng.integers(3, 30, ANSWERS), rng.integers(1, 5, ANSWERS)
     return [([3 + s % 27], [3 + (s + k * d) % 27 for k in range(1, 80)]) for s, d in zip(starts, steps, strict=True)]
 
 
 async def drifts(model: ModelConfig, update_mode: Literal["keep_kv", "recompute_kv"], lr: float) -> np.ndarray:
-    """`[n] float64`, nat, of all tokens behind a swap."""
+    """`[n] float64`, nat: the drift of all tokens after a swap."""
     trainer = trainer_of(model, lr)
     config = TorchEngineConfig(type="torch", max_num_seqs=ANSWERS, journal_interval_tokens=4)
     spec = EngineSpec(EngineId("engine-0"), str(model.path), model, config, "cpu", update_mode, seed=0, threads=1)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         async with running(TorchEngine(spec)) as engine:
-            side = EngineSide("torch", await engine.layout(trainer.training_side().tensors))
-            publisher = Publisher(trainer, side, folder)
+            layout = EngineLayout("torch", await engine.layout(trainer.training_sharding().tensors))
+            publisher = Publisher(trainer, layout, folder)
             await publisher.publish(0, engine)
             for version in range(1, PUBLISHES + 1):
                 prompts = [prompt for prompt, _ in examples(100 + version)]
@@ -198,8 +199,8 @@ def report_pause() -> None:
     ]
     own, ours = (median(values) for values in found.values())
     rows.append(["ours beyond vLLM's, of the medians", f"{1e3 * (ours - own):.1f}", "", ""])
-    notes = f"the demo's policy in vLLM, {PAUSED_ANSWERS} answers under way, in turns; one worker, one thread"
-    write("pause", "The pause of a weight update, ms", ["", "median", "least … greatest", "n"], rows, notes)
+    notes = f"the demo's policy in vLLM, {PAUSED_ANSWERS} running requests, in turns; one worker, one thread"
+    write("pause", "Pause of generation for a weight update, ms", ["", "median", "least … greatest", "n"], rows, notes)
 
 
 def report_drift() -> None:
@@ -214,9 +215,9 @@ def report_drift() -> None:
                 values = asyncio.run(drifts(model, update_mode, lr))
                 figures = [f"{figure:.2g}" for figure in (values.mean(), np.quantile(values, 0.99), values.max())]
                 rows.append([update_mode, f"{lr:g}", f"{len(values):,}", *figures])
-    header = ["update mode", "learning rate", "tokens behind a swap", "mean", "99th percentile", "largest"]
+    header = ["update mode", "learning rate", "tokens after a swap", "mean", "99th percentile", "largest"]
     notes = f"the demo's policy after {WARM_STEPS} steps (loss {losses[0]:.2f} → {losses[-1]:.2f}); one swap per answer"
-    write("drift", "Drift in logprob behind a weight update, nat", header, rows, notes)
+    write("drift", "Change of logprobs after a weight update, due to the old KV cache, nat", header, rows, notes)
 
 
 def write(section: str, title: str, header: list[str], rows: list[list[str]], note: str) -> None:

@@ -1,4 +1,4 @@
-"""What a weight update costs: Penstock's plan beside vLLM's own ways.
+"""The cost of a weight update: Penstock's plan compared with vLLM's own methods.
 
     python benchmarks/weights.py bytes     (15 s, no GPU; writes benchmarks/results/weights_bytes.md and .json)
     python benchmarks/weights.py time      (1 min, 7 GiB of memory; writes benchmarks/results/weights_time.md and .json)
@@ -6,16 +6,16 @@
     python benchmarks/weights.py delta     (1 min, needs the demo's warm start; writes weights_delta.md and .json there)
 
 `bytes`: Qwen2.5-7B in bfloat16 from 4 ZeRO-3 ranks to 2 engines of 4 tensor-parallel ranks each, all on devices of
-their own. Nothing is sent: counted is what each side's own planner lets each rank receive.
+their own. Nothing is sent: the bytes that each rank receives are counted from each library's own plan.
 
-- Penstock: `make_plan` from the ranks to the first engine, which passes its shards on to the second (`relay_tree`).
+- Penstock: `make_plan` from the ranks to the first engine, which relays its shards to the second (`relay_tree`).
 - vLLM's M-to-N (backend `nccl_m2n`): vLLM's model class is built on the meta device for each of the 4 ranks, and its
-  `resolve_parameter_destinations`, `resolve_layout` and `shard_count` say into how many parts each tensor is split on
-  the mesh of 2 × 4 engine ranks. A rank receives one part: its shard where the planner goes direct, the whole tensor
-  where it falls back to `load_weights`.
+  `resolve_parameter_destinations`, `resolve_layout` and `shard_count` give the number of parts that each tensor is
+  split into on the mesh of 2 × 4 engine ranks. A rank receives one part: its shard if the planner sends it directly,
+  the whole tensor if it falls back to `load_weights`.
 - Gather and broadcast: the trainer gathers each tensor on rank 0, every engine rank receives it whole.
 
-How replicas share a tensor is up to the libraries below: bytes that leave the trainer are given as what is unavoidable.
+How replicas share a tensor depends on NCCL and nccl_m2n, so bytes that leave the trainer are given as lower bounds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Setting:
-    """Who sends what to whom."""
+    """The transfer that is measured."""
 
     model: str = "qwen2_5_7b"
     num_training_ranks: int = 4
@@ -121,7 +121,7 @@ def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], it
 
 
 def many_to_many(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
-    """What vLLM's planner lets each engine rank receive."""
+    """Bytes that each engine rank receives by vLLM's plan."""
     import vllm
     from vllm.distributed.weight_transfer.m2n_common import M2NMesh, resolve_layout, shard_count
     from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations
@@ -157,9 +157,9 @@ def many_to_many(setting: Setting, model: ModelConfig, tensors: list[TensorSpec]
 
 
 def vllm_model(model: ModelConfig, tp_size: int, rank: int) -> Any:
-    """vLLM's model class as one rank has it, on the meta device.
+    """vLLM's model class of one rank, on the meta device.
 
-    Private API: there are no process groups, so those that `parallel_state` keeps are stand-ins that know their rank.
+    Private API: there are no process groups, so those of `parallel_state` are replaced by stubs with a rank.
     """
     import torch
     from transformers import Qwen2Config
@@ -190,23 +190,23 @@ def vllm_model(model: ModelConfig, tp_size: int, rank: int) -> Any:
 def bytes_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
     """Header, rows and notes."""
     ours, m2n, broadcast, setting = (results[key] for key in ("penstock", "m2n", "broadcast", "setting"))
-    sides, bound = (ours, m2n, broadcast), ours["lower_bound_bytes"]
-    totals = [sum(side["received_per_rank_bytes"]) for side in sides]
+    methods, bound = (ours, m2n, broadcast), ours["lower_bound_bytes"]
+    totals = [sum(method["received_per_rank_bytes"]) for method in methods]
 
     def gib(key: str, least: str = "") -> list[str]:
-        return [f"{'' if side is ours else least}{side.get(key, 0) / GIB:.2f}" for side in sides]
+        return [f"{'' if method is ours else least}{method.get(key, 0) / GIB:.2f}" for method in methods]
 
     rows = [
         ["received by all engine ranks, GiB", *(f"{total / GIB:.2f}" for total in totals)],
         ["÷ what they need and do not own", *(f"{total / bound:.3f}" for total in totals)],
-        ["received by one engine rank, GiB", *(f"{max(s['received_per_rank_bytes']) / GIB:.2f}" for s in sides)],
+        ["received by one engine rank, GiB", *(f"{max(m['received_per_rank_bytes']) / GIB:.2f}" for m in methods)],
         ["leaving the trainer, GiB", *gib("leaving_trainer_bytes", "≥ ")],
         ["sent by the busiest training rank, GiB", *gib("max_egress_bytes", "≥ ")],
         ["gathered within the trainer before, GiB", *gib("gathered_bytes")],
         ["relayed from engine to engine, GiB", f"{ours['relayed_bytes'] / GIB:.2f}", "up to the library", "up to NCCL"],
         [
             "largest receive (bucket, else tensor), MiB",
-            *(f"{side['largest_receive_bytes'] / MIB:,.0f}" for side in sides),
+            *(f"{method['largest_receive_bytes'] / MIB:,.0f}" for method in methods),
         ],
     ]
     count, planning_s = setting["num_tensors"], ours["planning_s"]
@@ -259,7 +259,7 @@ def measure_stall() -> None:
     results = time_stalls() | {"provenance": provenance(), "torch": version("torch")}
     header, rows, notes = stall_table(results)
     notes += [*results["provenance"], f"torch {results['torch']}", "by: python benchmarks/weights.py stall"]
-    write("weights_stall", "How long generation stands still for a version", header, rows, notes, results)
+    write("weights_stall", "Stall of generation by a weight update", header, rows, notes, results)
 
 
 def measure_delta(policy: Path) -> None:

@@ -1,15 +1,16 @@
-"""`python benchmarks/weights.py delta [--policy DIR]`: what the codecs of published weights send of real steps.
+"""`python benchmarks/weights.py delta [--policy DIR]`: bytes that the codecs of published weights send for real steps.
 
 The demo's warm-start policy (0.8 M parameters, `penstock sft experiment=arithmetic_sft`) is trained by the trainer of
 the demo on the plain-torch backend, without Ray: each step samples groups with `transformers` generate, scores them
-with the demo's reward and takes one optimizer step (AdamW, float32 masters). Twice over: at the demo's learning rate
-with its 10 steps of warm-up, and at 1e-6 (the default of conf/trainer), as is usual for policies of billions of
-parameters. After each step every codec publishes the policy, in float32 and in bfloat16, one buffer per tensor.
+with the demo's reward and takes one optimizer step (AdamW, float32 master weights). There are two series: at the demo's
+learning rate with its 10 steps of warm-up, and at 1e-6 (the default of conf/trainer), as is usual for policies of
+billions of parameters. After each step every codec publishes the policy, in float32 and in bfloat16, one buffer per
+tensor.
 
-- The policy that samples has the weights that `delta` has decoded in float32.
+- The sampling policy has the weights that `delta` has decoded in float32.
 - After each publish the receiver's bits are compared: `full` and `delta` with the trainer's weights, `int8_delta` with
-  what the sender believes the receiver has.
-- Bytes are those of the tensors sent; names and sizes, some dozen bytes per buffer, are left out for every codec.
+  the sender's copy of the receiver's values.
+- Bytes are those of the tensors sent; names and sizes, a few dozen bytes per buffer, are left out for every codec.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Channel:
         self.live = {name: torch.zeros_like(values, dtype=self._dtype) for name, values in weights.items()}
 
     def publish(self, weights: dict[str, Tensor], version: int) -> dict[str, Any]:
-        """Send one version through; bytes, changed elements, forms, seconds and the error relative to the update."""
+        """Send one version; returns bytes, changed elements, forms, seconds and the error relative to the update."""
         row: dict[str, Any] = dict.fromkeys(("num_bytes", "num_changed", "encode_s", "decode_s"), 0)
         forms, error, update = Counter[str](), 0.0, 0.0
         for name, values in weights.items():
@@ -74,10 +75,10 @@ class Channel:
             self._codec.decode(encoded, self._receivers[name], live)
             row["decode_s"] += time.perf_counter() - sent
             row["encode_s"] += sent - started
-            # Outside the clock: what every publish is checked for.
+            # Not timed: every publish is verified.
             expected = current if self._is_exact else self._senders[name].values
             assert expected is not None
-            assert torch.equal(words(live), words(expected)), f"{name} of v{version} arrived with other bits"
+            assert torch.equal(words(live), words(expected)), f"{name} of v{version} was received with other bits"
             row["num_bytes"] += encoded.num_bytes
             row["num_changed"] += encoded.num_changed or 0
             forms[encoded.form] += 1
@@ -133,8 +134,8 @@ class Sampler:
         return payloads
 
     def _scored(self, task: Task, prompt: Any, answer: Any, logprobs: Any, name: str, version: int) -> Trajectory:
-        ends = np.flatnonzero(np.isin(answer, self._codec.stop_token_ids))
-        count = int(ends[0]) + 1 if len(ends) else len(answer)
+        stops = np.flatnonzero(np.isin(answer, self._codec.stop_token_ids))
+        count = int(stops[0]) + 1 if len(stops) else len(answer)
         trajectory = Trajectory(
             trajectory_id=TrajectoryId(name),
             task_id=task.task_id,
@@ -144,7 +145,7 @@ class Sampler:
             spans=(Span(version, count),),
             prompt=str(task.prompt),
             response=self._codec.decode(answer[:count]),
-            finish_reason="stop" if len(ends) else "length",
+            finish_reason="stop" if len(stops) else "length",
         )
         reward = self._reward(trajectory, **task.fields)
         assert isinstance(reward, float)
@@ -241,9 +242,9 @@ def delta_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], li
         f"{one['num_parameters']:,} parameters in {one['num_buffers']} buffers, {one['trajectories_per_step']} sampled "
         f"trajectories per step, {NUM_STEPS} steps of AdamW per series, each from the same warm start; "
         "median (least … greatest)",
-        "density: elements whose bits in the wire dtype differ from the version before",
+        "density: elements whose bits in the wire dtype differ from the previous version",
         *notes,
-        "after every publish full and delta held the trainer's bits, int8_delta those the sender knew of",
+        "after every publish receivers held the trainer's bits (full, delta) or the sender's copy (int8_delta)",
         f"int8_delta, ‖weights − received‖ ÷ ‖weights − held before‖: float32 {errors['float32']}, bfloat16 "
         f"{errors['bfloat16']}",
         "encode / decode of the whole policy on one thread, ms: "

@@ -1,12 +1,12 @@
-"""`python benchmarks/weights.py time`: one publish through shared memory, on the clock, beside what it replaces.
+"""`python benchmarks/weights.py time`: duration of a publish through shared memory, compared with gather and broadcast.
 
 A synthetic decoder of 1 GiB in float32, partitioned as ZeRO-3 over 2 processes, into 2 processes that hold vLLM's
-layout at tensor parallelism 2. Rounds alternate between the three, so that a slow minute hits all:
+layout at tensor parallelism 2. Rounds alternate between the three, so that a slow minute affects all:
 
-- memcpy: one process copies 1 GiB from memory to memory by libc's, once. Two such copies are the floor of a publish.
-- Penstock: the training ranks write (`ShardWriter.write`, side by side), then the engine ranks swap (side by side).
-  Checksums are timed apart; they go on beside generation, but for the read-back. Slots are pre-faulted by two
-  publishes before, and mapped by staging.
+- memcpy: one process copies 1 GiB within memory with libc's memcpy, once. A publish takes at least two such copies.
+- Penstock: the training ranks write (`ShardWriter.write`, concurrently), then the engine ranks swap (concurrently).
+  Checksums are timed separately; except for the read-back they are computed during generation. The version buffers are
+  pre-faulted by two earlier publishes, and mapped by staging.
 - Gather and broadcast: rank 1 sends its partitions to rank 0 (gloo), or both gather them all, as ZeRO-3 does; rank 0
   puts whole tensors into Ray's object store, and each engine rank maps them and copies its slices.
 """
@@ -33,7 +33,7 @@ from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
@@ -55,15 +55,15 @@ ROUNDS = 9
 TIMEOUT_S = 120.0
 
 
-def sides() -> tuple[TrainingSide, EngineSide]:
-    """ZeRO-3 ranks, and a vLLM engine of so many devices."""
+def sides() -> tuple[TrainingSharding, EngineLayout]:
+    """ZeRO-3 ranks, and a vLLM engine over `TP` devices."""
     os.environ.update(vllm_environment("cpu", threads=1))
     from penstock.rollout.engines.vllm.layout import plain_layout
 
     config = config_of_shape(MODEL)
     tensors = tuple(module_tensors(config))
     layout = plain_layout(config, tensors, "float32", TP)
-    return TrainingSide(tensors, NUM_RANKS, is_partitioned=True), EngineSide("vllm", layout)
+    return TrainingSharding(tensors, NUM_RANKS, is_partitioned=True), EngineLayout("vllm", layout)
 
 
 class TrainingProcess:
@@ -104,7 +104,7 @@ class TrainingProcess:
         return None if self._rank else [ray.put({name: whole.numpy() for name, whole in self._whole.items()})]
 
     def memcpy_s(self, num_bytes: int) -> float:
-        """Seconds of one plain copy of so many bytes; both sides were touched before."""
+        """Seconds of one plain copy of `num_bytes`; source and target were touched before."""
         source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
         started = time.perf_counter()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -126,13 +126,13 @@ class EngineProcess:
         ]
 
     def stage(self, manifest: Any) -> float:
-        """Seconds that mapping and checking the shard takes."""
+        """Seconds to map and verify the shard."""
         started = time.perf_counter()
         self._staged = stage(manifest, self._rank, torch.device("cpu"), BaseWeights(self._rank), self._live, None)
         return time.perf_counter() - started
 
     def swap(self) -> float:
-        """Seconds that copying the shard into the live parameters takes."""
+        """Seconds to copy the shard into the live parameters."""
         shard = self._staged.values
         assert isinstance(shard, dict)
         started = time.perf_counter()
@@ -142,7 +142,7 @@ class EngineProcess:
         return time.perf_counter() - started
 
     def check(self, manifest: Any) -> float:
-        """Seconds that reading the live parameters back takes."""
+        """Seconds to read the live parameters back."""
         started = time.perf_counter()
         for entry in manifest.entries:
             if entry.rank == self._rank:
@@ -150,8 +150,8 @@ class EngineProcess:
         return time.perf_counter() - started
 
     def memcpy_s(self) -> float:
-        """Seconds of one plain copy of as many bytes as the shard has."""
-        source, target = self._plain  # made before, so that both engines copy at the same time
+        """Seconds of one plain copy of the shard's size."""
+        source, target = self._plain  # allocated before, so that both engines copy at the same time
         started = time.perf_counter()
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - started
@@ -175,7 +175,7 @@ def _whole(spec: TensorSpec) -> Box:
 
 
 def time_publish() -> dict[str, Any]:
-    """Seconds of each way, by round."""
+    """Seconds of each method, by round."""
     directory = private_directory()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=3 << 30, address="local")
     try:
@@ -198,11 +198,11 @@ def _measured(directory: Path) -> dict[str, Any]:
     _all(rank.share.remote(transfer) for rank in ranks)
     seconds: dict[str, list[float]] = defaultdict(list)
     for version in range(-2, ROUNDS):
-        slot = version % 2
+        index = version % 2
         took: dict[str, float] = {"memcpy": _all([ranks[0].memcpy_s.remote(num_bytes)])[0]}
-        took["write"], _ = _timed(rank.write.remote(slot) for rank in ranks)
+        took["write"], _ = _timed(rank.write.remote(index) for rank in ranks)
         took["sums"], parts = _timed(rank.sums.remote() for rank in ranks)
-        manifest = transfer.manifest(slot, [part for some in parts for part in some])
+        manifest = transfer.manifest(index, [part for some in parts for part in some])
         took["stage: map and check"], _ = _timed(engine.stage.remote(manifest) for engine in engines)
         took["memcpy of a shard, both at once"] = max(_all(engine.memcpy_s.remote() for engine in engines))
         called_s, swaps = _timed(engine.swap.remote() for engine in engines)
@@ -212,7 +212,7 @@ def _measured(directory: Path) -> dict[str, Any]:
             gather_s, handles = _timed(rank.gather.remote(to_all=to_all) for rank in ranks)
             load_s, _ = _timed(engine.load.remote(handles[0]) for engine in engines)
             took |= {f"{way} and put": gather_s, f"{way}, put and load": gather_s + load_s}
-            _all(engine.check.remote(manifest) for engine in engines)  # every way gives the same parameters
+            _all(engine.check.remote(manifest) for engine in engines)  # every method gives the same parameters
         for name, value in took.items() if version >= 0 else ():
             seconds[name].append(value)
     return {"num_bytes": num_bytes, "rounds": ROUNDS, "seconds": seconds, "directory": str(default_directory())}
@@ -233,7 +233,7 @@ def time_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], lis
     seconds = results["seconds"]
     middle = {name: median(values) for name, values in seconds.items()}
     ratios = {
-        "publish ÷ memcpy (floor 2)": _ratio(seconds["publish"], seconds["memcpy"]),
+        "publish ÷ memcpy (at least 2)": _ratio(seconds["publish"], seconds["memcpy"]),
         "swap − memcpy of a shard, ms": [
             1e3 * (a - b) for a, b in zip(seconds["swap"], seconds["memcpy of a shard, both at once"], strict=True)
         ],
@@ -246,7 +246,7 @@ def time_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], lis
         f"{results['num_bytes'] / 2**30:.2f} GiB in float32, 2 partitioned ranks to tensor parallelism 2, "
         f"{results['rounds']} rounds; one thread per process",
         "publish = write + swap, calls included; checksums apart: sums (training ranks), stage and read back (engines)",
-        "all engine parameters were equal after every way, by their checksums",
+        "all engine parameters were equal after every method, by their checksums",
     ]
     return ["", "median", "least … greatest"], rows, notes
 

@@ -19,10 +19,10 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.platform.config import compose
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.adapters import adapter_manifest, adapter_tensors
-from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
+from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
@@ -126,28 +126,28 @@ class TinyPublisher:
     A seed below 0 writes the adapters only.
 
     Attributes:
-        slots: Where the versions are.
+        version_buffers: Hold the versions.
     """
 
     def __init__(
         self,
-        engine: EngineSide,
+        engine: EngineLayout,
         tensors: Callable[[int], Tensors],
         directory: Path,
-        handles: Sequence[Sequence[SlotHandle]] | None,
+        handles: Sequence[Sequence[VersionBufferHandle]] | None,
     ) -> None:
         specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors(0).items())
         folder = str(directory) if handles is None else None
         self._layout, self._tp_size = engine.layout, engine.tp_size
         self._tensors = tensors
         self._directory = directory
-        self._transfer = ShardTransfer.between(TrainingSide(specs), engine, "float32", folder)
-        self.slots: ShardFiles | OpenedSlots = (
+        self._transfer = ShardTransfer.between(TrainingSharding(specs), engine, "float32", folder)
+        self.version_buffers: ShardFiles | OpenedVersionBuffers = (
             ShardFiles(self._transfer)
             if handles is None
-            else OpenedSlots([mine for (mine,) in handles], self._transfer.buffers, range(engine.tp_size))
+            else OpenedVersionBuffers([mine for (mine,) in handles], self._transfer.buffers, range(engine.tp_size))
         )
-        self._writer = ShardWriter(self._transfer, 0, self.slots)
+        self._writer = ShardWriter(self._transfer, 0, self.version_buffers)
         base = self._writer.sums({name: tensor.flatten() for name, tensor in tensors(0).items()})
         self._base = self._transfer.manifest(0, base).entries
 
@@ -166,9 +166,11 @@ class TinyPublisher:
 def publisher_of_tiny(
     tmp_path_factory: pytest.TempPathFactory, tiny_tensors: Callable[[int], Tensors]
 ) -> Callable[..., TinyPublisher]:
-    """`publisher_of_tiny(engine_side, handles=None)`: into files, or into the slots of these handles."""
+    """`publisher_of_tiny(engine_layout, handles=None)`: into files, or into the version buffers of these handles."""
 
-    def publisher(engine: EngineSide, handles: Sequence[Sequence[SlotHandle]] | None = None) -> TinyPublisher:
+    def publisher(
+        engine: EngineLayout, handles: Sequence[Sequence[VersionBufferHandle]] | None = None
+    ) -> TinyPublisher:
         return TinyPublisher(engine, tiny_tensors, tmp_path_factory.mktemp("versions"), handles)
 
     return publisher

@@ -1,8 +1,8 @@
-"""A GPU and an NCCL for machines without: tensors that say `cuda`, and a backend that takes no others.
+"""A fake GPU and a fake NCCL for machines without a GPU: tensors that report `cuda`, and a backend for only those.
 
-The elements lie in main memory, and every operation is torch's own on them. What a GPU would refuse is refused here
-too: operands on different devices, and a message from or into main memory. Streams, events and memory that processes
-share are not imitated: whatever is right only by their order is not tested by this.
+The elements are in main memory, and torch's own operations run on them. Errors of a GPU are reproduced: operands on
+different devices, and messages from or to main memory. Streams, events and memory shared between processes are not
+reproduced: code whose correctness depends on their order is not tested by this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 
 class GpuTensor(torch.Tensor):
-    """A tensor that says it is on `cuda:0`."""
+    """A tensor that reports to be on `cuda:0`."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +38,7 @@ class GpuTensor(torch.Tensor):
 
 
 class _Factories(TorchFunctionMode):
-    """`torch.empty(..., device="cuda")` and its like."""
+    """Makes `torch.empty(..., device="cuda")` and similar functions return a `GpuTensor`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(function, args, kwargs or {})
@@ -74,25 +74,25 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def in_main_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as what it is."""
+    """The same memory as a plain CPU tensor."""
     with torch._C.DisableTorchFunction():
         return tensor.as_subclass(torch.Tensor)
 
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Let this thread make tensors on the GPU."""
+    """Allow this thread to create tensors on the GPU."""
     with _Factories():
         yield
 
 
 class FakeNccl:
-    """`ProcessGroupNCCL` as far as Python sees it: messages of one group, from and into GPU memory.
+    """The Python interface of `ProcessGroupNCCL`: grouped messages, from and to GPU memory.
 
-    Every argument passes through torch's own binding of `Backend`, so a call that it would refuse is refused.
+    Every argument passes through torch's own binding of `Backend`, which raises for invalid calls.
 
     Attributes:
-        num_unfinished: Groups of messages that no one has waited for.
+        num_unfinished: Groups of messages that were not waited for.
     """
 
     class Options(Backend.Options):
@@ -149,14 +149,14 @@ def _of_gpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _takes(method: Any, *args: Any) -> None:
-    """Whether the binding takes these arguments; gloo itself cannot do it, which it says after they are taken."""
+    """Check that the binding accepts these arguments: gloo raises for the unsupported call only after that."""
     with pytest.raises(RuntimeError, match="does not implement"):
         method(*args)
 
 
 @contextmanager
 def a_machine_with_nccl() -> Iterator[list[FakeNccl]]:
-    """In this process, torch finds a GPU's driver and NCCL, and no Triton; gives the backends that are made."""
+    """Make torch in this process find a GPU driver and NCCL, and no Triton; yields the list of created backends."""
     made: list[FakeNccl] = []
 
     class Listed(FakeNccl):

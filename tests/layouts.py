@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.weights.layout.algebra import Layout, Shape, Shard, TensorSpec, View
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.layout.training import training_layout
 
 FOLDER = Path(__file__).parent / "data" / "layouts"
@@ -41,9 +41,9 @@ def read(name: str) -> Frozen:
     return Frozen(tensors, layouts)
 
 
-def torch_side(tensors: Iterable[TensorSpec] | None = None) -> EngineSide:
+def torch_side(tensors: Iterable[TensorSpec] | None = None) -> EngineLayout:
     """How a torch engine holds these tensors, by default those of the tiny policy."""
-    return EngineSide("torch", training_layout(read("tiny").tensors if tensors is None else tensors))
+    return EngineLayout("torch", training_layout(read("tiny").tensors if tensors is None else tensors))
 
 
 def write(name: str, frozen: Frozen) -> None:

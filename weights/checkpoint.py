@@ -12,7 +12,7 @@ from penstock.dataflow.errors import CheckpointError
 
 
 def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """HF name and tensor of everything in `path`'s safetensors files.
+    """Hugging Face name and tensor of everything in `path`'s safetensors files.
 
     Raises:
         CheckpointError: If there are none.

@@ -1,10 +1,10 @@
-"""Order-sensitive checksums of tensor bytes, computed where the tensor is, and of a tensor's parts where those are.
+"""Order-sensitive checksums of tensor bytes, computed on the device that holds the tensor, whole or part by part.
 
     checksum(x) = Σ_i  word_i · (2·i + 1)  mod 2^64,   word_i = i-th element of x as a little-endian integer
 
 Odd position weights are invertible modulo 2^64, so any single changed word changes the sum, and swapped words change it
 unless they are equal: a guard against lost, stale or misplaced bytes, not against an adversary. It is a sum over
-addresses: whoever sends a part of a buffer can sum it (`strided_sum`), the parts add up to the whole, and zeros add 0.
+addresses: each sender sums its own part of a buffer (`strided_sum`), the parts add up to the whole, and zeros add 0.
 
 For a block of R × C words, Σ_rc w_rc · (2·(a + r·s + c·t) + 1) = (2·a + 1)·W + 2·s·Σ_r r·W_r + 2·t·Σ_c c·W_c with the
 row sums W_r, the column sums W_c and the total W: two passes of additions over a block that stays in the cache.
@@ -29,7 +29,7 @@ _DEVICE_BLOCK_WORDS = 1 << 25
 
 
 class PartialSum(NamedTuple):
-    """What one sender adds to the checksum of a buffer of an engine rank."""
+    """One sender's contribution to the checksum of a buffer of an engine rank."""
 
     engine_rank: int
     buffer: str
@@ -42,12 +42,12 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def strided_sum(tensor: torch.Tensor, address: int, strides: Sequence[int]) -> int:
-    """What a part of a buffer adds to the buffer's checksum.
+    """Contribution of a part of a buffer to the buffer's checksum.
 
     Args:
         tensor: The part, of n dimensions.
-        address: Where its first element is in the buffer, in elements.
-        strides: n steps between its elements in the buffer, in elements.
+        address: Offset of its first element in the buffer, in elements.
+        strides: n strides of its elements in the buffer, in elements.
     """
     words = tensor.detach().view(_WORDS[tensor.element_size()])
     return _sum(words, address, tuple(strides)) & _MASK
@@ -99,7 +99,7 @@ def unordered_sums(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def entry_key(rank: int, name: str) -> str:
-    """Under which name an entry of a manifest is combined."""
+    """Name under which `combine_checksums` takes an entry of a manifest."""
     return f"{rank}/{name}"
 
 
@@ -114,29 +114,29 @@ def combine_checksums(named: Iterable[tuple[str, int]]) -> int:
     return total
 
 
-def check_arrived(
+def check_received(
     tensors: Mapping[str, torch.Tensor], entries: Iterable[TensorEntry], version: int, whose: str = ""
 ) -> None:
-    """Compare what has arrived of a version with what was sent.
+    """Compare the received tensors of a version with the manifest.
 
     Args:
-        tensors: By name.
+        tensors: Received, by name.
         entries: Of the manifest.
-        version: For the message.
-        whose: For the message: whom they are for.
+        version: For the error message.
+        whose: For the error message: the receiver.
 
     Raises:
         WeightSyncError: At the first difference.
     """
     for entry in entries:
-        compare_arrived(tensor_checksum(tensors[entry.name]), entry, version, whose)
+        compare_received(tensor_checksum(tensors[entry.name]), entry, version, whose)
 
 
-def compare_arrived(checksum: int, entry: TensorEntry, version: int, whose: str = "") -> None:
-    """`check_arrived`, of one tensor whose checksum is known."""
+def compare_received(checksum: int, entry: TensorEntry, version: int, whose: str = "") -> None:
+    """`check_received` for one tensor whose checksum is known."""
     if checksum != entry.checksum:
         raise WeightSyncError(
-            f"publish v{version}: what arrived of {entry.name}{whose} has checksum {checksum:x}, sent was "
-            f"{entry.checksum:x}. It was damaged on the way, or replaced by a newer version; the old weights go on "
-            "serving."
+            f"publish v{version}: {entry.name}{whose} was received with checksum {checksum:x}, but sent with "
+            f"{entry.checksum:x}. It was damaged in transfer, or overwritten by a newer version. The engine keeps "
+            "serving the old weights."
         )

@@ -1,9 +1,9 @@
-"""Copies of weights within main memory, as fast as the machine copies.
+"""Copies of weights within main memory, at the machine's memory bandwidth.
 
-Three things decide their time. torch's own loop writes through the cache; memcpy, from a size on, past it, so that what
-is overwritten is not read first. glibc takes that size from the cache that a machine says it has: on a large server
-three quarters of hundreds of MiB, which hardly a parameter reaches. And glibc's memcpy takes two to four times as long
-where the target begins shortly behind the source, modulo a page: then torch's loop is the faster one.
+Three facts decide the copy time. torch's own loop writes through the cache. memcpy uses non-temporal stores above a
+threshold, so the overwritten memory is not read first; glibc derives the threshold from the reported cache size, which
+on a large server is hundreds of MiB and larger than nearly every parameter. And glibc's memcpy takes two to four times
+as long if the target starts shortly after the source, modulo a page; then torch's loop is faster.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import os
 import numpy as np
 import torch
 
-PAST_THE_CACHE_BYTES = 4 << 20
-"""Larger than what a core's own cache holds."""
+NON_TEMPORAL_BYTES = 4 << 20
+"""From this size on memcpy bypasses the cache; larger than a core's own cache."""
 _PAGE_BYTES = 4096
 _SHORTLY_BYTES = 512
 _VARIABLE = "GLIBC_TUNABLES"
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)`, by memcpy where that is all there is to do: torch's own loop takes longer for large ones.
+    """`target.copy_(source)`, by memcpy if both are contiguous CPU tensors of one dtype: faster than torch's loop.
 
     Args:
         target: Of any device, layout and dtype.
-        source: Likewise, of the same shape.
+        source: Of the same shape; any device, layout and dtype.
     """
     both = (target, source)
     is_plain = target.dtype == source.dtype and all(one.device.type == "cpu" and one.is_contiguous() for one in both)
@@ -37,12 +37,12 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def is_shortly_behind(target: int, source: int) -> bool:
-    """Whether addresses lie so that memcpy would be slow; equal places in their pages are well."""
+    """Whether memcpy would be slow between these addresses; equal offsets within a page are fast."""
     return 0 < (target - source) % _PAGE_BYTES < _SHORTLY_BYTES
 
 
 def copy_environment() -> dict[str, str]:
-    """Variable of a process that copies weights, to be set before it starts; nothing where the user has set it."""
+    """Environment of a process that copies weights, set before it starts; empty if the user has set the variable."""
     if _VARIABLE in os.environ:
         return {}
-    return {_VARIABLE: f"glibc.cpu.x86_non_temporal_threshold={PAST_THE_CACHE_BYTES:#x}"}
+    return {_VARIABLE: f"glibc.cpu.x86_non_temporal_threshold={NON_TEMPORAL_BYTES:#x}"}

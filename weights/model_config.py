@@ -1,4 +1,4 @@
-"""Which policy is trained, and its shape: what layouts, transfers and memory estimates start from."""
+"""Which policy is trained, and its shape: the input of layouts, transfers and memory estimates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class ModelShape(BaseModel):
-    """Dimensions of a decoder-only transformer with grouped-query attention and gated MLPs, or a mixture of them.
+    """Dimensions of a decoder-only transformer with grouped-query attention and gated MLPs, dense or with experts.
 
-    Stands in the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
+    It is part of the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
 
     Attributes:
         vocab_size: Tokens.
@@ -26,11 +26,11 @@ class ModelShape(BaseModel):
         tie_word_embeddings: lm_head shares the embedding matrix.
         attention_bias: q, k and v have biases (Qwen2).
         qk_norm: Queries and keys are normalised per head (Qwen3).
-        intermediate_size: Rows of the MLP; with experts, rows that a token passes through: memory of activations is
-            estimated by it.
-        num_experts: In every layer, in place of the MLP; 0: a dense model.
+        intermediate_size: Rows of the MLP; with experts, the rows that a token uses. Activation memory is estimated
+            from it.
+        num_experts: Experts of every layer, which replace the MLP; 0: a dense model.
         expert_size: Rows of one expert (`moe_intermediate_size`).
-        shared_expert_size: Rows of the expert that every token passes through (Qwen2-MoE); 0: there is none.
+        shared_expert_size: Rows of the expert that every token uses (Qwen2-MoE); 0: there is none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,8 +54,8 @@ class ModelShape(BaseModel):
         if bool(self.num_experts) != bool(self.expert_size) or (self.shared_expert_size and not self.num_experts):
             raise ValueError(
                 f"num_experts={self.num_experts}, expert_size={self.expert_size}, "
-                f"shared_expert_size={self.shared_expert_size}: experts need a number and a size, or the shape is "
-                "another than the checkpoint's. A dense model has 0 of each."
+                f"shared_expert_size={self.shared_expert_size}: experts need a number and a size, otherwise the shape "
+                "differs from the checkpoint's. Set all three to 0 for a dense model."
             )
         return self
 
@@ -73,7 +73,7 @@ class ModelShape(BaseModel):
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of each linear layer but routed experts, by transformers' names."""
+        """Rows and columns of each linear layer except routed experts, by transformers' names."""
         hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         mlp, rows = (
             ("mlp.shared_expert", self.shared_expert_size) if self.num_experts else ("mlp", self.intermediate_size)
@@ -96,14 +96,15 @@ class ModelShape(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The policy: where its weights and tokenizer are, and in which precision it is served and trained.
+    """The policy: its weights and tokenizer, and the precision in which it is served and trained.
 
     Attributes:
         path: Hugging Face directory or hub name.
         from_scratch: Build `shape` with random weights and a new tokenizer instead of loading `path`
             (the tiny policies of the warm start).
         tokenizer: Of a policy from scratch: characters of arithmetic, or bytes of any text, with a chat template.
-        dtype: Precision of the forward pass on both sides and of published weights; masters stay float32.
+        dtype: Precision of the forward pass in trainer and engines, and of published weights; master weights are
+            float32.
         head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
         max_context_tokens: Longest prompt plus answer, tokens.
         attention: Attention of the trainer; `flash_attention_2` needs bfloat16 and a GPU.

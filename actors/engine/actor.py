@@ -1,9 +1,9 @@
-"""The Ray actor around one rollout engine: requests come in batches, deltas leave in batches.
+"""The Ray actor around one rollout engine: requests are submitted in batches, deltas are collected in batches.
 
-Two calls carry all traffic. `submit` takes every request of one tick of the driver's loop; `collect`
-is a long poll that returns whatever all requests sampled since the last one. So the cost in Ray
-calls does not grow with the number of trajectories. The outbox is bounded by what the submitted
-requests may sample; the client keeps their number within the engine's slots.
+Two calls carry all traffic. `submit` takes every request of one tick of the driver's event loop; `collect` is a long
+poll that returns all tokens sampled since the last one. So the number of Ray calls does not grow with the number of
+trajectories. The outbox is bounded by the tokens that the submitted requests may sample; the client keeps their number
+within the engine's slots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EngineOutput = tuple[RequestId, Answer]
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
-    """The engine class that the config names; imported here, in its own process."""
+    """The engine class of the configuration, imported in its own process."""
     if spec.engine.type == "vllm":
         from penstock.rollout.engines.vllm.engine import VllmEngine
 
@@ -41,7 +41,7 @@ def create_engine(spec: EngineSpec) -> LocalEngine:
 class EngineActor:
     """One engine in its own process.
 
-    Its outbox holds answers in order, bounded by what the client has asked for and not yet collected.
+    Its outbox holds answers in order, bounded by the tokens that the client has requested and not yet collected.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -64,7 +64,7 @@ class EngineActor:
             self._requests[request.request_id] = asyncio.create_task(self._pump(request))
 
     async def collect(self, wait_s: float) -> list[EngineOutput]:
-        """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
+        """All answers since the last call; waits at most `wait_s` seconds for the first one."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_answers.wait(), wait_s)
         self._has_answers.clear()
@@ -72,7 +72,7 @@ class EngineActor:
         return answers
 
     async def abort(self, request_ids: list[RequestId]) -> None:
-        """Stop requests. One that the engine does not know yet is stopped as soon as it does."""
+        """Stop requests. A request that the engine has not received yet is stopped as soon as it has."""
         for request_id in request_ids:
             if request_id in self._requests:
                 self._aborted.add(request_id)
@@ -89,8 +89,8 @@ class EngineActor:
         finally:
             path.unlink(missing_ok=True)
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """What `LocalEngine` has beside requests and updates: its load, its layout, slots, crossings, sleep."""
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call any other method of `LocalEngine`: load, layout, version buffers, transfer groups, sleep."""
         return await getattr(self._running(), method)(*arguments)
 
     async def shutdown(self) -> None:
@@ -106,7 +106,7 @@ class EngineActor:
         return self._engine
 
     async def _pump(self, request: GenerateRequest) -> None:
-        """Answer one request. Engines say by `EngineLostError` what concerns all; anything else is its own failure."""
+        """Answer one request. `EngineLostError` concerns all requests of the engine, any other error only this one."""
         request_id = request.request_id
 
         def send(answer: Answer) -> None:
@@ -120,12 +120,12 @@ class EngineActor:
             async for delta in self._running().generate(request):
                 send(delta)
                 if request_id in self._aborted and delta.finish_reason is None:
-                    await self._running().abort(request_id)  # again: the first may have come before the engine had it
+                    await self._running().abort(request_id)  # again: the engine may not have had it the first time
         except (EngineLostError, TrajectoryError) as error:
             send(error)
-        except PenstockError as error:  # the engine is in no state to answer anyone
+        except PenstockError as error:  # the engine cannot answer any request
             send(EngineLostError(f"{self._spec.engine_id}: {error}"))
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
+        except Exception as error:  # noqa: BLE001 - any other exception fails this request only
             cause = f"{self._spec.engine_id}: {request_id} failed with {type(error).__name__}: {error}"
             send(TrajectoryError("engine", cause))
         finally:

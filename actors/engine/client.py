@@ -1,7 +1,7 @@
-"""The driver's side of an engine actor: implements the `Engine` port over batched Ray calls.
+"""The driver's client of an engine actor: implements the `Engine` port over batched Ray calls.
 
-Consumes: outputs that the actor's long poll returns. Waits for: the next output of each request.
-Unblocked by: a delta, or the engine's death, which fails every pending request at once.
+Consumes: the outputs of the actor's long poll. Waits for: the next output of each request. Unblocked by: a delta, or
+the engine's death, which fails every pending request at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, Wei
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
-from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.device_memory import VersionBufferHandle
 
 POLL_S = 20.0
-SILENCE_S = 60.0  # a poll that takes longer than this beyond its own wait means that the actor hangs
-SWITCH_S = 300.0  # longest wait for an engine to free its device memory, or to take it back: a whole model may be moved
+SILENCE_S = 60.0  # if a poll takes longer than this beyond its own wait, the actor hangs
+SWITCH_S = 300.0  # longest wait for an engine to free or restore its device memory: a whole model may be moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,27 @@ class Locations:
 
 
 def at_node(manifest: WeightManifest, payload: Any, node_id: str) -> tuple[WeightManifest, Any]:
-    """What an engine on a node is told, and given.
+    """Manifest and payload of an update, for an engine on a node.
 
     Raises:
-        WeightSyncError: If the version has not come to its node.
+        WeightSyncError: If the version was not sent to its node.
     """
     if not isinstance(payload, Locations):
         return manifest, payload
     if node_id not in payload.by_node:
         raise WeightSyncError(
-            f"publish v{manifest.version}: it went to {len(payload.by_node)} nodes, not to node {node_id}. Engines "
-            "may join where others are; a new node takes part from the next publish on."
+            f"publish v{manifest.version}: it was sent to {len(payload.by_node)} nodes, not to node {node_id}. Engines "
+            "may join on nodes that have engines already; a new node receives versions from the next publish on."
         )
     return replace(manifest, location=payload.by_node[node_id]), None
 
 
 class InPlaceUpdate:
-    """A version that engines take while they are frozen (`weights.staging=bucket`), once.
+    """A version that frozen engines receive into their live parameters (`weights.staging=bucket`), once.
 
-    Consumes: the engines' updates. Waits for: nothing; the first update has the training ranks begin to send, since
-    only then engines begin to receive. Unblocked by: the acknowledgements. Whoever fails ends the crossing for
-    everyone: nobody waits for its messages any longer.
+    Consumes: the engines' updates. Waits for: nothing; the first update makes the training ranks send, since only then
+    engines receive. Unblocked by: the acknowledgements. The failure of one participant ends the transfer for all, so
+    none waits for its messages.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class InPlaceUpdate:
         send: Callable[[], Coroutine[Any, Any, None]],
         interrupt: Callable[[str], None],
     ) -> None:
-        """Wait for the first engine.
+        """Prepare the update; the first engine starts it.
 
         Args:
             version: Of the policy.
-            engines: Who is in the crossing; each gets it once.
-            send: Has the training ranks send it.
-            interrupt: Ends the crossing, for a reason.
+            engines: Receivers of the transfer; each may take the version once.
+            send: Makes the training ranks send it.
+            interrupt: Ends the transfer, with the cause.
         """
         self._version = version
         self._left = set(engines)
@@ -82,21 +82,21 @@ class InPlaceUpdate:
         self._interrupt = interrupt
         self._sending: asyncio.Task[None] | None = None
 
-    async def into(self, engine_id: EngineId, update: Awaitable[WeightAck]) -> WeightAck:
-        """Let an engine take it.
+    async def run(self, engine_id: EngineId, update: Awaitable[WeightAck]) -> WeightAck:
+        """Update one engine.
 
         Args:
             engine_id: The engine.
-            update: Its update, not begun.
+            update: Its update, not started.
 
         Raises:
-            WeightSyncError: If it is not among the engines, or has had its try.
+            WeightSyncError: If it is not among the receivers, or has had its attempt.
         """
         if engine_id not in self._left:
             if isinstance(update, Coroutine):
                 update.close()
             raise WeightSyncError(
-                f"publish v{self._version}: it is no longer on its way to {engine_id}, which gets the next version."
+                f"publish v{self._version}: it cannot be sent to {engine_id} again, which gets the next version."
             )
         self._left.remove(engine_id)
         if self._sending is None:
@@ -108,8 +108,8 @@ class InPlaceUpdate:
             self._interrupt(first_line(error))
             raise
 
-    async def over(self) -> None:
-        """Wait until the training ranks send no more of it; that they failed is for their engines to say."""
+    async def wait_sent(self) -> None:
+        """Wait until the training ranks have stopped sending it. The engines report a failure, not this call."""
         if self._sending is not None:
             await asyncio.wait([self._sending])
 
@@ -122,7 +122,7 @@ class RemoteEngine:
     """An engine in another process.
 
     Attributes:
-        node_id: The Ray node the engine runs on; decides how weights travel to it.
+        node_id: The Ray node of the engine; the weight transport depends on it.
     """
 
     def __init__(self, engine_id: EngineId, actor: ActorHandle, node_id: str) -> None:
@@ -165,7 +165,7 @@ class RemoteEngine:
 
     async def load(self) -> EngineLoad:
         what = f"{self.engine_id}: load"
-        load: EngineLoad = await answer_of(self._actor.ask.remote("load"), SILENCE_S, EngineLostError, what)
+        load: EngineLoad = await answer_of(self._actor.call.remote("load"), SILENCE_S, EngineLostError, what)
         return load
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
@@ -176,7 +176,7 @@ class RemoteEngine:
             EngineLostError: The engine died.
         """
         if isinstance(payload, InPlaceUpdate):
-            return await payload.into(self.engine_id, self._update_weights(manifest, None))
+            return await payload.run(self.engine_id, self._update_weights(manifest, None))
         return await self._update_weights(manifest, payload)
 
     async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
@@ -185,7 +185,7 @@ class RemoteEngine:
         if ack.checksum != manifest.checksum or ack.version != manifest.version:
             raise WeightSyncError(
                 f"publish v{manifest.version}: {self.engine_id} acknowledged v{ack.version} with checksum "
-                f"{ack.checksum:x}, sent was {manifest.checksum:x}"
+                f"{ack.checksum:x}, but v{manifest.version} was sent with {manifest.checksum:x}"
             )
         self._version = ack.version
         return ack
@@ -194,53 +194,58 @@ class RemoteEngine:
         """Where its ranks hold the tensors of a trainer.
 
         Raises:
-            WeightSyncError: If the engine cannot tell.
+            WeightSyncError: If the layout is not known.
             EngineLostError: The engine died.
         """
-        layout: Layout = await self._answered("weights: layout", self._actor.ask.remote("layout", tensors))
+        try:
+            async with silence_limit(SWITCH_S):
+                layout: Layout = await self._answered("weights: layout", self._actor.call.remote("layout", tensors))
+        except TimeoutError:
+            raise EngineLostError(f"{self.engine_id}: weights: layout: no answer within {SWITCH_S:g} s") from None
         return layout
 
-    async def make_slots(
+    async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> list[list[SlotHandle]]:
-        """Where training ranks can write versions for this engine, by its rank and theirs.
+    ) -> list[list[VersionBufferHandle]]:
+        """Handles of the engine's version buffers, by engine rank and training rank.
 
         Raises:
             WeightSyncError: The engine refused.
             EngineLostError: The engine died.
         """
-        call = self._actor.ask.remote("make_slots", buffers, dtype, num_writers)
-        handles: list[list[SlotHandle]] = await self._answered("publish: slots", call)
+        call = self._actor.call.remote("make_version_buffers", buffers, dtype, num_writers)
+        handles: list[list[VersionBufferHandle]] = await self._answered("publish: version buffers", call)
         return handles
 
     async def _answered(self, what: str, call: Awaitable[Any]) -> Any:
+        """The answer to a call of a publish; the caller limits the wait (`weights.timeout_s`)."""
         try:
             return await call
         except ray.exceptions.RayTaskError as error:
             raise WeightSyncError(f"{what}: {self.engine_id}: {error.cause}") from error
-        except ray.exceptions.RayError as error:  # killed for memory, it is no RayActorError
+        except ray.exceptions.RayError as error:  # broader than RayActorError: an out-of-memory kill is not one
             raise self._lose(f"died during {what}: {first_line(error)}") from error
 
     def join_transfer_group(self, group_spec: Any, replica: int) -> Awaitable[None]:
-        """Be an end of a crossing (a handle of one) from device to device; Ray's errors are the caller's."""
-        call: Awaitable[None] = self._actor.ask.remote("join_transfer_group", group_spec, replica)
+        """Join a transfer group (a Ray handle of its specification) as a receiver; raises Ray's errors unchanged."""
+        call: Awaitable[None] = self._actor.call.remote("join_transfer_group", group_spec, replica)
         return call
 
     def receive(self, version: int) -> Awaitable[None]:
-        """Receive a version of it; Ray's errors are the caller's."""
-        call: Awaitable[None] = self._actor.ask.remote("receive", version)
+        """Receive a version from the transfer group; raises Ray's errors unchanged."""
+        call: Awaitable[None] = self._actor.call.remote("receive", version)
         return call
 
     async def sleep(self) -> None:
         """Free its device memory.
 
         Raises:
-            EngineLostError: If it did not. Its process is ended then, so that the memory is free all the same.
+            EngineLostError: If it did not. Its process is ended then, so that the memory is free in any case.
         """
         await self._switch("sleep")
 
     async def wake(self) -> None:
-        """Take its device memory back.
+        """Restore its device memory.
 
         Raises:
             EngineLostError: If it did not; its process is ended then.
@@ -249,13 +254,13 @@ class RemoteEngine:
 
     async def _switch(self, method: str) -> None:
         try:
-            await answer_of(self._actor.ask.remote(method), SWITCH_S, EngineLostError, f"{self.engine_id}: {method}")
+            await answer_of(self._actor.call.remote(method), SWITCH_S, EngineLostError, f"{self.engine_id}: {method}")
         except EngineLostError as error:
             self.kill()
             raise EngineLostError.final(str(error)) from error
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
+        """Stop polling and shut the engine down; the cluster ends its process in any case."""
         for job in (self._poll, *self._calls):
             job.cancel()
         with suppress(TimeoutError, ray.exceptions.RayError):
@@ -263,7 +268,7 @@ class RemoteEngine:
                 await self._actor.shutdown.remote()
 
     def kill(self) -> None:
-        """End its process now; what it had of requests is lost."""
+        """End its process now; its requests are lost."""
         self._poll.cancel()
         self._lose("was ended")
         ray.kill(self._actor)
@@ -278,10 +283,11 @@ class RemoteEngine:
         task.add_done_callback(self._calls.discard)
 
     async def _call(self, method: str, argument: list[Any]) -> None:
+        call, what = getattr(self._actor, method).remote(argument), f"{self.engine_id}: {method}"
         try:
-            await getattr(self._actor, method).remote(argument)
-        except ray.exceptions.RayError as error:
-            self._lose(f"{method} failed: {error}")
+            await answer_of(call, POLL_S + SILENCE_S, EngineLostError, what)
+        except EngineLostError as error:
+            self._lose(f"is lost: {error}")
 
     async def _collect(self) -> None:
         while True:

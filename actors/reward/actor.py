@@ -25,19 +25,19 @@ class RewardActor:
         await self._runner.start()
 
     async def is_alive(self) -> None:
-        """Answers as long as the event loop that scores runs."""
+        """Answers as long as the event loop of the scoring runs."""
 
     async def score(self, label: str, body: bytes) -> Result:
         """Score one trajectory; a failure is returned, so that Ray does not wrap it.
 
         Args:
-            label: What the trajectory is called in messages.
-            body: Task and trajectory, pickled. Reading it runs the user's code, whose failure is data.
+            label: Name of the trajectory in messages.
+            body: Task and trajectory, pickled. Unpickling runs the user's code, so a failure is returned as data.
         """
         try:
             task, trajectory = pickle.loads(body)  # noqa: S301  from our own driver
-        except Exception as error:  # noqa: BLE001  user data: whatever its reading raises is data
-            what = "the task was sent, but cannot be read in the reward worker's process"
+        except Exception as error:  # noqa: BLE001  user data may raise anything
+            what = "the task was sent, but cannot be unpickled in the reward worker's process"
             return TrajectoryError("reward", f"{label}: {what}: {type(error).__name__}: {error}")
         try:
             return await self._runner.score(task, trajectory)

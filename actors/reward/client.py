@@ -1,9 +1,9 @@
-"""The driver's side of the reward workers: all of them as one `RewardWorker`.
+"""The driver's client of the reward workers: all of them as one `RewardWorker`.
 
-A trajectory is scored by one call of a Ray actor, so a slow reward delays no other. A worker that is lost gives its
-trajectories back, and they are scored by another, or by the process that is started in its place: an answer costs far
-more to sample than to score. Everything about that is bounded. A trajectory fails once two workers were lost with it,
-since it may be what ends them; a worker is given up after `LOSSES_PER_HOUR`.
+A trajectory is scored by one call of a Ray actor, so a slow reward delays no other. The trajectories of a lost worker
+are scored again by another worker or by its replacement process, since an answer costs far more to sample than to
+score. Retries are bounded. A trajectory fails after two workers were lost while scoring it, since it may be the cause;
+a worker is given up after `LOSSES_PER_HOUR`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ LOSSES_PER_TRAJECTORY = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a lost worker is started again; doubled with each loss of the last hour."""
 SIGN_OF_LIFE_S = 20.0
-"""How long after one answer of `is_alive` it is called again, seconds."""
+"""Time between an answer of `is_alive` and the next call, seconds."""
 SILENCE_S = 60.0
-"""After how long without that answer a worker counts as lost, seconds of a loop that does not stand still."""
+"""A worker that has not answered `is_alive` for this long is lost; seconds, not counting stalls of the event loop."""
 _HOUR_S = 3600.0
 
 
 class _WorkerLostError(Exception):
-    """The worker was lost while it had the trajectory."""
+    """The worker was lost while it scored the trajectory."""
 
 
 class _Worker:
-    """One worker as the client sees it, through all the processes that it has.
+    """One worker and its successive processes.
 
-    Invariant: calls are under way only while it is up. `_lose` fails them all at once, so that each is made again by
-    another worker, and what the lost process answers later is ignored.
+    Invariant: calls are pending only while it is up. `_lose` fails all of them at once, so that each is repeated on
+    another worker; later answers of the lost process are ignored.
 
     Attributes:
-        is_up: Its present process has answered and is not known to be lost.
-        given_up: Why it is not started again; None while it is.
+        is_up: Its current process has answered and is not known to be lost.
+        given_up: Why it is not restarted any more; None while it is.
     """
 
     def __init__(self, name: str, start: Callable[[], ActorHandle], on_change: Callable[[], None]) -> None:
@@ -75,9 +75,9 @@ class _Worker:
         self._losses: deque[float] = deque()
 
     def watch(self) -> None:
-        """Keep a process for it, from now on. Safe to call again."""
+        """Supervise its process from now on. Idempotent."""
         if self._watch is None:
-            self._watch = asyncio.create_task(self._keep_a_process(), name=f"watch {self.name}")
+            self._watch = asyncio.create_task(self._supervise(), name=f"watch {self.name}")
 
     async def score(self, label: str, body: bytes) -> Result:
         """Have a trajectory scored.
@@ -113,16 +113,16 @@ class _Worker:
         error = call.exception()
         if isinstance(error, ray.exceptions.RayActorError) and actor is self.actor:
             self._lose(first_line(error))
-        if answer.done():  # its trajectory was cancelled, or it was given back
+        if answer.done():  # its trajectory was cancelled, or failed by `_lose`
             return
         if error is None:
             answer.set_result(call.result())
         else:
-            what = f"{label}: its score cannot be read: {type(error).__name__}: {first_line(error)}"
+            what = f"{label}: its score cannot be unpickled: {type(error).__name__}: {first_line(error)}"
             answer.set_result(TrajectoryError("reward", what))
 
-    async def _keep_a_process(self) -> None:
-        """Watch its process; start another when it is lost, until it is given up."""
+    async def _supervise(self) -> None:
+        """Watch its process and restart it when it is lost, until the worker is given up."""
         try:
             while self.given_up is None:
                 await self._watch_process()
@@ -131,12 +131,12 @@ class _Worker:
                     ray.kill(self.actor)
                     self.actor = self._start()
                     self._is_lost.clear()
-        except Exception as error:  # noqa: BLE001  Ray itself is gone; nothing must wait for this worker forever
-            self.given_up = f"{self.name} cannot be started again: {type(error).__name__}: {first_line(error)}"
-            self._give_back(self.given_up)
+        except Exception as error:  # noqa: BLE001  Ray has ended; no call may wait for this worker
+            self.given_up = f"{self.name} cannot be restarted: {type(error).__name__}: {first_line(error)}"
+            self._fail_calls(self.given_up)
 
     async def _watch_process(self) -> None:
-        """Ask the process whether it lives, until it is lost, whether this finds out or a call of `score`."""
+        """Check that the process is alive, until this check or a call of `score` finds it lost."""
         try:
             while True:
                 async with silence_limit(SILENCE_S):
@@ -153,7 +153,7 @@ class _Worker:
             self._lose(first_line(error))
 
     def _lose(self, cause: str) -> None:
-        """Give its trajectories back, and itself up if this was one loss too many. Only the first call counts."""
+        """Fail its calls, and give the worker up if it was lost too often. Only the first call counts."""
         if self._is_lost.is_set():
             return
         self._is_lost.set()
@@ -165,17 +165,17 @@ class _Worker:
         if len(self._losses) > LOSSES_PER_HOUR:
             self.given_up = (
                 f"{self.name} was lost {len(self._losses)} times within an hour, more than {LOSSES_PER_HOUR}, and is "
-                f"not started again; the last time: {cause}."
+                f"not restarted; the last cause: {cause}."
             )
         logger.warning(
             "%s with %d trajectories is lost: %s. %s",
             *(self.name, len(self._calls), cause),
-            self.given_up or "It is started again, and they are scored again.",
+            self.given_up or "It is restarted, and they are scored again.",
         )
-        self._give_back(cause)
+        self._fail_calls(cause)
 
-    def _give_back(self, cause: str) -> None:
-        """Fail its calls, so that they are made again elsewhere."""
+    def _fail_calls(self, cause: str) -> None:
+        """Fail its calls, so that they are repeated on another worker."""
         self.is_up = False
         for answer in self._calls:
             if not answer.done():
@@ -190,7 +190,7 @@ class RewardClient:
         """Start the workers.
 
         Args:
-            starts: Of each worker, what starts a process for it.
+            starts: One function per worker that starts its process.
         """
         self._changed = asyncio.Event()
         self._workers = [
@@ -199,14 +199,14 @@ class RewardClient:
         self._next_worker = itertools.cycle(self._workers)
 
     async def start(self, timeout_s: float) -> None:
-        """Wait until every worker has its place and has loaded the reward.
+        """Wait until every worker is placed and has loaded the reward.
 
         Raises:
             PlacementError: If the cluster cannot place one within the time limit, or one does not load.
         """
         try:
             with ray_boundary(PlacementError, "cluster: starting the reward workers"):
-                async with asyncio.timeout(timeout_s):
+                async with silence_limit(timeout_s):
                     await asyncio.gather(*(worker.actor.start.remote() for worker in self._workers))
         except TimeoutError:
             raise PlacementError(
@@ -218,7 +218,7 @@ class RewardClient:
             worker.is_up = True
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """Score one trajectory. The worker's own time-out bounds the wait, and what is said above.
+        """Score one trajectory. The worker's time-out and the limit on losses bound the wait.
 
         Raises:
             TrajectoryError: kind `reward`.
@@ -226,8 +226,8 @@ class RewardClient:
         label = f"{trajectory.trajectory_id} ({task.task_id})"
         try:
             body = pickle.dumps((task, trajectory), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # user data: whatever its pickling raises is data
-            raise TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}") from error
+        except Exception as error:  # user data may raise anything
+            raise TrajectoryError("reward", f"{label}: the task cannot be pickled: {error!r}") from error
         losses = 0
         while True:
             worker = await self._available_worker()
@@ -236,7 +236,7 @@ class RewardClient:
             except _WorkerLostError as lost:
                 losses += 1
                 if losses == LOSSES_PER_TRAJECTORY:
-                    what = f"reward workers were lost while they scored it, {losses} times; the last: {lost}"
+                    what = f"{losses} reward workers were lost while scoring it; the last cause: {lost}"
                     raise TrajectoryError("reward", f"{label}: {what}") from None
                 continue
             if isinstance(result, Score):
@@ -253,7 +253,7 @@ class RewardClient:
             pass
 
     async def _available_worker(self) -> _Worker:
-        """The next worker that is up; waits while there is none and one is being started.
+        """The next worker that is up; waits while none is up and one is being restarted.
 
         Raises:
             TrajectoryError: kind `reward`, if all are given up.

@@ -17,18 +17,19 @@ import ray
 import torch
 from torch import Tensor
 
-from penstock.dataflow.errors import TrainingError, WeightSyncError
+from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import StepReport, WeightManifest
+from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import DType
-from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
+from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle, device_identity
 from penstock.weights.transport.process_group.endpoints import (
     BucketChecksums,
     SendReport,
@@ -50,20 +51,27 @@ class TrainerRank:
         self._writer: ShardWriter | None = None
         self._writers_of: dict[EngineId, ShardWriter] = {}
         self._sender = WeightSender(rank, torch.device(spec.device))
+        self._snapshot: TrainerSnapshot | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this rank's node: where the ranks meet (rank 0 only)."""
+        """Address and a free port of this rank's node, for the rendezvous of the ranks (rank 0 only)."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def start(self, host: str, port: int) -> str:
-        """Join the other ranks and load the policy; returns the node this rank runs on."""
+    def start(self, host: str, port: int) -> tuple[str, int]:
+        """Join the other ranks and load the policy, or continue from a checkpoint (`TrainerSpec.restore_from`).
+
+        Returns:
+            The node that this rank runs on, and the policy version: 0, or that of the checkpoint.
+        """
         self._trainer = build_trainer(self._spec, self._rank, master_addr=host, master_port=port)
         if self._rank == 0:
             self._outbound = private_directory(self._spec.publish_in)
-        return ray.get_runtime_context().get_node_id()
+        restore_from = self._spec.restore_from
+        version = 0 if restore_from is None else self._trainer.restore(restore_from)
+        return ray.get_runtime_context().get_node_id(), version
 
     def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
-        """Train a batch, or the last part of one that was streamed."""
+        """Train a batch, or the last part of a batch that was sent in parts."""
         return self._running().step(payloads_of(groups), version)
 
     def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
@@ -71,19 +79,19 @@ class TrainerRank:
         self._running().accumulate(payloads_of(groups), version)
 
     def early_logprobs(self, groups: Sequence[GroupRef], version: int) -> None:
-        """Forward groups of a batch that is awaited. Collective."""
+        """Compute logprobs of groups of a batch that is not complete yet. Collective."""
         self._running().early_logprobs(payloads_of(groups), version)
 
     def learn(self, method: str, *arguments: Any) -> Any:
-        """What `PolicyTrainer` has for given answers: supervised steps, preferences, measurements."""
+        """Call a method of `PolicyTrainer` for given answers: supervised steps, preferences, measurements."""
         return getattr(self._running(), method)(*arguments)
 
     def export(self, version: int) -> WeightManifest | None:
-        """Write this version for the engines; the one before it is no longer needed. Collective; rank 0 answers."""
+        """Write this version for the engines and remove the previous one. Collective; rank 0 returns the manifest."""
         return self._write_file(self._running().export_weights(), version, self._spec.model.dtype)
 
     def export_adapters(self, version: int) -> WeightManifest | None:
-        """Write what engines add to the weights they were loaded with; otherwise as `export`."""
+        """Write the adapters, which engines add to the weights they were loaded with; otherwise as `export`."""
         return self._write_file(self._running().export_adapters(), version, "float32")
 
     def _write_file(self, tensors: Iterator[tuple[str, Tensor]], version: int, dtype: DType) -> WeightManifest | None:
@@ -96,19 +104,19 @@ class TrainerRank:
         return write_version(tensors, version, dtype, self._outbound)
 
     def base_sums(self, transfer: ShardTransfer) -> list[PartialSum]:
-        """What this rank adds to the checksums of engines that were loaded with the weights below the adapters."""
+        """This rank's contributions to the checksums of the base weights, as engines hold them."""
         return shard_sums(copies_of(transfer, self._rank), TORCH_DTYPES[transfer.dtype], self._running().base_weights())
 
-    def training_side(self) -> tuple[TrainingSide, str]:
-        """How the ranks hold the model, and a folder in shared memory for what they publish (rank 0 only)."""
-        return self._running().training_side(), str(self._outbound)
+    def training_sharding(self) -> tuple[TrainingSharding, str]:
+        """How the ranks shard the model, and a folder in shared memory for published versions (rank 0 only)."""
+        return self._running().training_sharding(), str(self._outbound)
 
     def share_weights(self, transfer: ShardTransfer) -> None:
         """Publish by this plan from now on."""
         self._writer = ShardWriter(transfer, self._rank, ShardFiles(transfer))
 
     def write_shards(self, version: int) -> list[PartialSum]:
-        """Write this rank's part of a version into shared memory, where the engines need it."""
+        """Write this rank's part of a version into shared memory, in the engines' layout."""
         assert self._writer is not None, "share_weights comes first"
         tensors = self._running().local_weights()
         self._writer.write(version, tensors)
@@ -116,7 +124,7 @@ class TrainerRank:
 
     @ray.method(concurrency_group="weight_io")
     def writing(self) -> str:
-        """How far this rank is with what it writes for engines; answers beside the writing."""
+        """This rank's progress in writing a version; answers while it writes."""
         writers = {engine_id: writer.progress for engine_id, writer in self._writers_of.items()}
         if self._writer is not None:
             return self._writer.progress
@@ -126,19 +134,21 @@ class TrainerRank:
         """Identity of the device that this rank computes on."""
         return device_identity(torch.device(self._spec.device))
 
-    def open_slots(self, engine_id: EngineId, transfer: ShardTransfer, handles: Sequence[Sequence[SlotHandle]]) -> str:
-        """Open an engine's slots, to publish into them by this plan from now on; says why it cannot."""
+    def open_version_buffers(
+        self, engine_id: EngineId, transfer: ShardTransfer, handles: Sequence[Sequence[VersionBufferHandle]]
+    ) -> str:
+        """Open an engine's version buffers, to publish into them by this plan from now on; returns why it cannot."""
         mine = [of_ranks[self._rank] for of_ranks in handles]
         needed = {copy.dst_rank for copy in copies_of(transfer, self._rank)}
         try:
-            slots = OpenedSlots(mine, transfer.buffers, needed)
+            opened = OpenedVersionBuffers(mine, transfer.buffers, needed)
         except WeightSyncError as error:
             return f"trainer rank {self._rank}: {error}"
-        self._writers_of[engine_id] = ShardWriter(transfer, self._rank, slots)
+        self._writers_of[engine_id] = ShardWriter(transfer, self._rank, opened)
         return ""
 
-    def write_slots(self, version: int, engine_ids: Sequence[EngineId]) -> list[PartialSum]:
-        """Write this rank's part of a version into the slots of these engines, and let go of those of all others."""
+    def write_version_buffers(self, version: int, engine_ids: Sequence[EngineId]) -> list[PartialSum]:
+        """Write this rank's part of a version into these engines' version buffers, and release those of all others."""
         self._writers_of = {engine_id: self._writers_of[engine_id] for engine_id in engine_ids}
         tensors = self._running().local_weights()
         for writer in self._writers_of.values():
@@ -146,22 +156,22 @@ class TrainerRank:
         return self._writers_of[engine_ids[0]].sums(tensors)
 
     def snapshot_weights(self, copies: bool) -> None:  # noqa: FBT001 - Ray passes arguments by position
-        """Take the weights as they are now for `send_weights`; with `copies` they may change meanwhile."""
-        self._sender.hold(self._running().local_weights(), copies=copies)
+        """Hold the current weights for `send_weights`; with `copies` training may change them before that."""
+        self._sender.snapshot(self._running().local_weights(), copies=copies)
 
     @ray.method(concurrency_group="weight_io")
     def join_transfer_group(self, group_spec: TransferGroupSpec) -> None:
-        """Meet the ends of the engines' side; the crossing before is left."""
+        """Join the transfer group of the receivers; the previous group is left."""
         self._sender.join(group_spec)
 
     @ray.method(concurrency_group="weight_io")
     def bucket_checksums(self) -> BucketChecksums:
-        """What `send_weights` will send of what is held, bucket by bucket."""
-        return self._sender.sums()
+        """Checksums of the buckets that `send_weights` will send."""
+        return self._sender.bucket_checksums()
 
     @ray.method(concurrency_group="weight_io")
     def send_weights(self, version: int) -> SendReport:
-        """Send what is held, beside training."""
+        """Send the snapshot, concurrently with training."""
         return self._sender.send(version)
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:
@@ -171,6 +181,29 @@ class TrainerRank:
     def save_hf(self, path: str) -> None:
         """Write the policy and its tokenizer in Hugging Face form. Collective."""
         save_policy(self._running(), path, self._spec.model_path)
+
+    def snapshot(self, version: int) -> None:
+        """Copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
+        self._snapshot = self._running().snapshot(version)
+
+    # Its own group, so that training and publishing continue while the disk is written.
+    @ray.method(concurrency_group="checkpoint")
+    def write_checkpoint(self, folder: str) -> WrittenFile:
+        """Write the last snapshot to a folder and release its memory.
+
+        Raises:
+            CheckpointError: If there is no snapshot, or if the disk is full or cannot be written.
+        """
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise CheckpointError(
+                f"trainer rank {self._rank}: no snapshot was taken since the last checkpoint was written, so there is "
+                f"nothing to write to {folder}. Call snapshot first."
+            )
+        written = write_snapshot(snapshot, folder, self._rank)
+        if self._snapshot is snapshot:  # the next one may have been taken meanwhile
+            self._snapshot = None
+        return written
 
     def shutdown(self) -> None:
         """Leave the process group and free the shared memory."""
@@ -186,7 +219,7 @@ class TrainerRank:
 
 
 def payloads_of(groups: Sequence[GroupRef]) -> list[GroupPayload]:
-    """The groups, with what reference and teacher have said of their tokens."""
+    """The groups, with the reference and teacher logprobs of their tokens."""
     handles = [one for group in groups for one in (group.handle, group.reference, group.teacher) if one is not None]
     found = dict(zip(handles, ray.get(handles), strict=True))
     return [

@@ -1,10 +1,11 @@
-"""The driver's side of the trainer ranks: all of them as one `TrainerGroup`."""
+"""The driver's client of the trainer ranks: all of them as one `TrainerGroup`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,18 +15,20 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import answer_of, ray_boundary
-from penstock.dataflow.errors import TrainingError, WeightSendError, WeightSyncError
-from penstock.dataflow.ports import StepReport, WeightManifest
+from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary
+from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
+from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example, Preference
 from penstock.trainer.passes import TeacherForced
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
 
 PROGRESS_S = 2.0
-"""A rank that is late is asked for so long how far it is."""
+"""Longest wait for the progress report of a rank that is late, seconds."""
+WRITE_STEPS = 4.0
+"""Longest write of a checkpoint, as a multiple of the longest step. Nothing waits for it but the next checkpoint."""
 _DESYNCHRONISED = "rank/desynchronised"
 
 
@@ -34,7 +37,7 @@ class TrainerClient:
 
     Attributes:
         nodes: Node of each rank.
-        step_lock: Held while a step may change the weights; who else holds it finds those of `version`.
+        step_lock: Held while a step may change the weights; any other holder sees the weights of `version`.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
@@ -43,7 +46,7 @@ class TrainerClient:
         Args:
             ranks: Their actors.
             step_timeout_s: Longest call, seconds.
-            tokens_per_part: A batch is sent in parts of at most so many tokens, each as soon as it is there.
+            tokens_per_part: A batch is sent in parts of at most this many tokens, each as soon as it is complete.
         """
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
@@ -55,7 +58,9 @@ class TrainerClient:
 
     async def start(self, timeout_s: float) -> None:
         ((host, port),) = await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()], timeout_s)
-        self.nodes = await self._all("start", host, port, timeout_s=timeout_s)
+        started = await self._all("start", host, port, timeout_s=timeout_s)
+        self.nodes = [node for node, _ in started]
+        self.version = started[0][1]
 
     @property
     def node_id(self) -> str:
@@ -66,10 +71,10 @@ class TrainerClient:
         """Train one batch; the version moves on unless the step was skipped."""
         part: list[GroupRef] = []
         try:
-            async with asyncio.TaskGroup() as sent:  # a rank that fails is noticed while groups are waited for
+            async with asyncio.TaskGroup() as sent:  # a failing rank ends the wait for further groups
                 async for group in batch:
                     if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
-                        calls = self._call("accumulate", part, self.version)  # now: ranks keep the order of calls
+                        calls = self._call("accumulate", part, self.version)  # called here, so ranks keep the order
                         sent.create_task(self._answers("accumulate", calls))
                         part = []
                     part.append(group)
@@ -86,7 +91,7 @@ class TrainerClient:
         return report
 
     async def early_logprobs(self, group: GroupRef) -> None:
-        """Let the ranks forward a group of the batch that is awaited; ranks keep the order of calls."""
+        """Have the ranks compute logprobs of a group before its batch is complete; ranks keep the order of calls."""
         await self._all("early_logprobs", [group], self.version)
 
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -101,7 +106,7 @@ class TrainerClient:
         return await self._learn("preference_step", pairs, references)
 
     async def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
-        """`[P]`: by how much the chosen answer of each pair is worth more to the model."""
+        """`[P]`: by how much the model prefers the chosen answer of each pair."""
         return await self._learn("preference_margins", pairs)
 
     async def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
@@ -122,27 +127,27 @@ class TrainerClient:
         assert manifest is not None, "rank 0 exports"
         return manifest
 
-    async def training_side(self) -> tuple[TrainingSide, str]:
-        """How the ranks hold the model, and rank 0's folder in shared memory."""
-        ((training, folder),) = await self._answers("training_side", [self._ranks[0].training_side.remote()])
+    async def training_sharding(self) -> tuple[TrainingSharding, str]:
+        """How the ranks shard the model, and rank 0's folder in shared memory."""
+        ((training, folder),) = await self._answers("training_sharding", [self._ranks[0].training_sharding.remote()])
         return training, folder
 
-    async def plan_transfer(self, engine: EngineSide, dtype: DType, first_node: str | None = None) -> ShardTransfer:
-        """Plan how the ranks publish into the layout of the engines, those of `first_node` if there are several nodes.
+    async def plan_transfer(self, engine: EngineLayout, dtype: DType, first_node: str | None = None) -> ShardTransfer:
+        """Plan how the ranks publish into the engines' layout; across nodes, the first receiver is on `first_node`.
 
         Raises:
             WeightSyncError: If a layout is not known.
         """
-        training, folder = await self.training_side()
+        training, folder = await self.training_sharding()
         first = [first_node] * engine.tp_size if first_node else []
         return await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder, self.nodes, first)
 
-    async def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method of every rank that has to do with the weights' way to the engines.
+    async def call_transfer(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method of every rank for a weight transfer in which ranks may wait for engines.
 
         Raises:
             WeightSendError: If a rank dies.
-            WeightSyncError: If one fails or takes longer than the time limit; an engine that it waits for may be why.
+            WeightSyncError: If one fails or exceeds the time limit; an engine that it waits for may be the cause.
         """
         try:
             return await self._all(method, *arguments, timeout_s=timeout_s)
@@ -153,40 +158,40 @@ class TrainerClient:
             raise (WeightSendError if has_died else WeightSyncError)(str(error)) from error
 
     async def call_ranks(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank, for one leg of a publish in which no rank waits for an engine.
+        """Call a method of every rank, for a step of a publish in which no rank waits for an engine.
 
         Args:
-            what: The publish, for messages.
+            what: The publish, for error messages.
             timeout_s: Longest wait, seconds.
-            method: What every rank is to do.
-            arguments: Of it.
+            method: Of the ranks.
+            arguments: Of the method.
 
         Raises:
-            WeightSendError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
+            WeightSendError: If a rank fails, dies or is too late; the message names the late ranks and their progress.
         """
         calls = [asyncio.ensure_future(call) for call in self._call(method, *arguments)]
-        done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        late = await late_calls(calls, timeout_s, asyncio.FIRST_EXCEPTION)
         for call in late:
             call.cancel()
         with ray_boundary(WeightSendError, f"{what}: {method} on the training ranks"):
-            answers = [call.result() for call in calls if call in done]
+            answers = [call.result() for call in calls if call not in late]
         if not late:
             return answers
         ranks = [rank for rank, call in enumerate(calls) if call in late]
         progress = await asyncio.gather(*(self._progress(rank) for rank in ranks))
-        told = ", ".join(f"training rank {rank} ({words})" for rank, words in zip(ranks, progress, strict=True))
+        missing = ", ".join(f"training rank {rank} ({state})" for rank, state in zip(ranks, progress, strict=True))
         raise WeightSendError(
-            f"{what}: {method} is not over after {timeout_s:g} s (weights.timeout_s). Missing: "
-            f"{told}. A rank hangs, or the memory it writes to is too slow; raise weights.timeout_s if it only is slow."
+            f"{what}: {method} is not complete after {timeout_s:g} s (weights.timeout_s). Missing: {missing}. A rank "
+            "hangs, or the memory it writes to is too slow; if it is only slow, raise weights.timeout_s."
         )
 
     async def _progress(self, rank: int) -> str:
+        call = self._ranks[rank].writing.remote()
         try:
-            async with asyncio.timeout(PROGRESS_S):
-                words: str = await self._ranks[rank].writing.remote()
-        except (TimeoutError, ray.exceptions.RayError):
+            state: str = await answer_of(call, PROGRESS_S, TrainingError, f"training rank {rank}: writing")
+        except TrainingError:
             return "its process does not answer"
-        return words
+        return state
 
     def read_back(self, manifest: WeightManifest) -> ray.ObjectRef:
         """Handle of the version's bytes in the object store."""
@@ -196,8 +201,31 @@ class TrainerClient:
         """Write the policy in Hugging Face form to `path`."""
         await self._all("save_hf", path)
 
+    async def snapshot(self) -> float:
+        """Copy the state of all ranks to host memory; returns the seconds that training was blocked."""
+        start = time.perf_counter()
+        await self._all("snapshot", self.version)
+        return time.perf_counter() - start
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        """Write the last snapshot, one file per rank, while training continues.
+
+        Args:
+            folder: On a file system that all ranks and the driver see. Created if it is missing.
+
+        Raises:
+            CheckpointError: If a rank cannot write its file, dies, or is not finished in time.
+        """
+        limit_s = WRITE_STEPS * self._step_timeout_s
+        hint = (
+            f"The limit is {WRITE_STEPS:g} x trainer.step_timeout_s. The disk hangs or is too slow; if it is only "
+            "slow, raise trainer.step_timeout_s."
+        )
+        calls = asyncio.gather(*self._call("write_checkpoint", folder))
+        return list(await answer_of(calls, limit_s, CheckpointError, f"trainer: checkpoint {folder}", hint))
+
     async def close(self, timeout_s: float = 2.0) -> None:
-        with contextlib.suppress(TrainingError):  # its process is ended by the cluster either way
+        with contextlib.suppress(TrainingError):  # the cluster ends the processes in any case
             await self._all("shutdown", timeout_s=timeout_s)
 
     async def _all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
@@ -205,7 +233,7 @@ class TrainerClient:
         return await self._answers(method, self._call(method, *arguments), timeout_s)
 
     async def _learn(self, method: str, *arguments: Any) -> Any:
-        """What rank 0 answers to a call of `TrainerRank.learn`."""
+        """Rank 0's answer to a call of `TrainerRank.learn`."""
         return (await self._answers(method, self._call("learn", method, *arguments)))[0]
 
     def _call(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
@@ -213,6 +241,6 @@ class TrainerClient:
 
     async def _answers(self, method: str, calls: list[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
         limit_s = timeout_s or self._step_timeout_s
-        hint = " or the step is too large; raise trainer.step_timeout_s if it only is slow" if not timeout_s else ""
+        hint = " or the step is too large; if it is only slow, raise trainer.step_timeout_s" if not timeout_s else ""
         hangs = f"One of {len(calls)} ranks hangs{hint}."
         return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))

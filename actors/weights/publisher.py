@@ -1,29 +1,29 @@
-"""Publishing a version: send once, hand it to the engines, take no answer but the right checksum.
+"""Publishing a version: send it once, update the engines, and accept only acknowledgements with the right checksum.
 
-Consumes: a new version of the trainer. Waits for: the engines to acknowledge, as the update mode has it. Unblocked
-by: the acknowledgements; or the time limit, after which the late engine gets the version once more and is then
-fenced, so that one slow engine never stops the run (DESIGN §12).
+Consumes: a new version of the trainer. Waits for: the engines' acknowledgements, as the update mode requires. Unblocked
+by: those; or the time limit, after which a late engine gets the version once more and is then fenced, so that one slow
+engine never stops the run (DESIGN §12).
 
-Overlapped, a publish returns when the version has left the training ranks: its delivery goes on beside the next step.
-The bound on staleness holds all the same, because from then on no request starts below that version: those that would
-start wait for the first engine to have it. The next publish waits for the delivery of the one before.
+With `weights.overlap` a publish returns when the version has left the training ranks: its delivery continues during the
+next step. The bound on staleness still holds, because from then on no request starts below that version: new requests
+wait for the first engine that has it. The next publish waits for the delivery of the previous one.
 
-What an engine refuses may be damaged where all of them read it. While the publish is waited for, the trainer still has
-the version, and writes it once more before anyone is fenced; overlapped it has gone on.
+A version that an engine refuses may be damaged in the copy that all engines read. If the publish is waited for, the
+trainer still has the version and writes it once more before any engine is fenced; with overlap it has moved on.
 
-How engines take it (`weights.update_mode`). Symbols: N engines in service, v the version they serve, v + 1 the one that
-was exported. An engine is *frozen* from the moment its update begins to its acknowledgement; it is *paused* while it
-gets no new requests.
+How engines are updated (`weights.update_mode`). Symbols: N engines in service, v the version they serve, v + 1 the
+published one. An engine is *frozen* from the start of its update to its acknowledgement; it is *paused* while it gets
+no new requests.
 
-- In flight (`keep_kv`, `recompute_kv`): every engine is frozen at once, with its requests inside.
-- `drain`: every engine is paused, finishes its requests at v, is updated, resumes.
+- In flight (`keep_kv`, `recompute_kv`): all engines are frozen at once, with their running requests.
+- `drain`: all engines are paused, finish their requests at v, are updated, and resume.
 - `multi_version`: one engine after the other is paused, finishes its requests at v and is updated. At most one is
   frozen or paused, so at least N − 1 serve. From the first acknowledgement on, new requests go to v + 1 only (the
-  pool's floor), so that the rest drains by itself; the publish is over, the others follow in the background. A
-  publish that comes before they have all followed takes over: who is still behind goes straight to its version.
+  pool's minimum version), so the other engines drain by themselves; the publish returns, and they are updated in the
+  background. If the next publish starts before that has ended, the engines still at v go directly to its version.
 
-An engine that does not drain in time is frozen with its requests inside, which is what `keep_kv` does: slower
-requests may then hold two versions, nothing is lost. No engine serves a version that it has not acknowledged (I8).
+An engine that does not drain in time is frozen with its running requests, as with `keep_kv`: these requests may then
+contain two versions, but nothing is lost. No engine serves a version that it has not acknowledged (I8).
 
 Every engine gets two attempts.
 """
@@ -39,6 +39,7 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.actors.engine.client import RemoteEngine, in_service
+from penstock.actors.ray_errors import silence_limit
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.transports import PublishedVersion, PublishHandle, WeightTransport
 from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSendError, WeightSyncError
@@ -50,16 +51,16 @@ from penstock.weights.config import WeightsConfig
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[int], Awaitable[float | None]]
-"""What the logprobs of engines at a version differ by at most from the trainer's, nat; None if none could be asked."""
+"""Largest difference of the engines' logprobs at a version from the trainer's, nat; None if it was not measured."""
 WriteAgain = Callable[[], Awaitable[PublishedVersion]]
-"""Has the trainer write a version once more."""
+"""Makes the trainer write a version once more."""
 
 
 class ActorWeightPublisher:
     """`WeightPublisher` over a transport and the engines of a pool.
 
     Attributes:
-        last: Report of the newest publish that is over.
+        last: Report of the newest complete publish.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class ActorWeightPublisher:
         trainer: TrainerClient | None = None,
         probe: Probe | None = None,
     ) -> None:
-        """Connect both sides.
+        """Connect transport and engines.
 
         Args:
-            pool: Engines that take them.
-            config: How they travel.
-            transport: Puts a version where engines find it.
-            trainer: Tells whether it still has a version that no engine has any more; None: it never has.
+            pool: The engines.
+            config: Of the publishing.
+            transport: Makes a version available to engines.
+            trainer: May still hold a version that no engine has any more; None: it never does.
             probe: Compares the engines with the trainer at every `probe_every`-th version, from version 0 on.
         """
         self._pool = pool
@@ -91,17 +92,17 @@ class ActorWeightPublisher:
         self.last: PublishReport | None = None
 
     async def catch_up(self, engine: RemoteEngine) -> None:
-        """Give an engine that joins what the others serve, then let it serve. The next publish waits for it.
+        """Update an engine that joins to the served version, then put it into service. The next publish waits for this.
 
-        What it refuses now (slots on its own device are written by a publish; a file may be damaged) it gets with the
-        next version, if there is one: if another engine serves this one, or the trainer has gone on. Until then nothing
-        is routed to it, because it is below the floor. Otherwise no batch would ever become complete, and the trainer
-        writes the version once more. That it still has it is certain: a step waits until it is written, also
-        overlapped, where what left for the delivery before was a copy.
+        The engine may refuse the version: a buffer on its own device is only written by a publish, and a file may be
+        damaged. If another engine serves this version, or the trainer has moved on, it gets the next version; until
+        then no request is routed to it, because it is below the minimum version. Otherwise no batch would ever become
+        complete, so the trainer writes the version once more. It still has it: `step_lock` makes a step wait until it
+        is written, and an overlapped delivery sends a snapshot.
 
         Raises:
             EngineLostError: If it died, or did not answer within `timeout_s`.
-            WeightSyncError: If it has refused the version that was written once more, too; it is fenced then.
+            WeightSyncError: If it has also refused the version written once more; it is fenced then.
         """
         async with self._publishing:
             if self._delivery is not None:
@@ -111,12 +112,12 @@ class ActorWeightPublisher:
                 answer = await attempt(engine, published, self._config.timeout_s)
                 if isinstance(answer, EngineLostError):
                     raise answer
-            self._pool.add(engine)  # before it is written again: slots are made for engines of the pool
+            self._pool.add(engine)  # before the version is written again: only engines of the pool get version buffers
             if published is not None and isinstance(answer, WeightSyncError):
                 await self._write_if_none_serves(published.manifest.version, engine)
 
     async def _write_if_none_serves(self, version: int, engine: RemoteEngine) -> None:
-        """Have the trainer write a version that no engine has any more, unless a step is on its way to the next one."""
+        """Have the trainer write a version that no engine has any more, unless a step to the next one is running."""
         trainer, is_served = self._trainer, any(view.version >= version for view in self._pool.views())
         if is_served or trainer is None or trainer.step_lock.locked() or trainer.version != version:
             return
@@ -131,15 +132,15 @@ class ActorWeightPublisher:
             raise
 
     async def publish(self, version: int) -> PublishReport:
-        """Make `version` what new requests are sampled from. What no engine took waits for those that are coming back.
+        """Publish `version`, so that new requests are sampled from it. If no engine takes it, wait for restarting ones.
 
         Returns:
-            Its report; overlapped, that of the version before, but where it is probed.
+            Its report; with overlap that of the previous version, unless this one is probed.
 
         Raises:
             WeightSendError: If the training ranks cannot write it.
-            WeightSyncError: If no engine took it and none is coming back; overlapped, of the version before. Or if an
-                engine's logprobs are not the trainer's.
+            WeightSyncError: If no engine took it (with overlap: the previous version) and none is restarting. Or if an
+                engine's logprobs differ from the trainer's.
         """
         while True:
             await self._pool.wait_available()
@@ -152,7 +153,7 @@ class ActorWeightPublisher:
             except WeightSyncError as error:
                 if not self._pool.num_returning:
                     raise
-                logger.warning("%s Engines are being restarted, and get v%d then.", error, version)
+                logger.warning("%s Engines are being restarted and get v%d after that.", error, version)
             await self._pool.wait_one_returned()
         every = self._config.probe_every
         if self._probe is None or not every or version % every:
@@ -163,7 +164,7 @@ class ActorWeightPublisher:
     async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:
             await self.delivered()
-        await self._updater.settle()  # the transport removes the version before
+        await self._updater.settle()  # the transport removes the previous version
         started = time.monotonic()
         handle = await self._transport.send(version)
         send_s = time.monotonic() - started
@@ -172,11 +173,11 @@ class ActorWeightPublisher:
         else:
             self._pool.set_min_version(version)
             delivery = self._deliver(version, handle, started, send_s, may_repeat=False)
-            self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
+            self._delivery = asyncio.create_task(self._in_background(delivery), name=f"deliver v{version}")
         return self.last
 
     async def delivered(self) -> PublishReport:
-        """Wait until the engines have what was published last; its report.
+        """Wait until the engines have the newest published version; returns its report.
 
         Raises:
             WeightSyncError: If none took it.
@@ -188,15 +189,15 @@ class ActorWeightPublisher:
         return self.last
 
     async def close(self) -> None:
-        """Leave engines that have not followed yet where they are."""
+        """End running updates; engines keep the version they have."""
         if self._delivery is not None:
             self._delivery.cancel()
             await asyncio.gather(self._delivery, return_exceptions=True)
         await self._updater.close()
         await self._transport.close()
 
-    async def _beside(self, delivery: Awaitable[PublishReport]) -> PublishReport:
-        """A delivery that nobody waits for: requests that wait for it get to know why it failed."""
+    async def _in_background(self, delivery: Awaitable[PublishReport]) -> PublishReport:
+        """A delivery with overlap. If it fails, engines are fenced, and requests that wait for it get its error."""
         try:
             return await delivery
         except PenstockError as error:
@@ -213,7 +214,7 @@ class ActorWeightPublisher:
         async def write_again() -> PublishedVersion:
             nonlocal rewrites
             rewrites += 1
-            logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
+            logger.warning("publish v%d: an engine refused it, so the trainer writes it once more", version)
             self._published = repeated = await (await self._transport.send(version))
             return repeated
 
@@ -234,10 +235,10 @@ class ActorWeightPublisher:
 
 
 class InFlight:
-    """All engines at once, with their requests inside.
+    """Updates all engines at once, with their running requests.
 
     Attributes:
-        drain_timeouts: Times that requests were frozen in an engine because they did not end in time.
+        drain_timeouts: Number of times an engine was frozen with requests because they did not end in time.
     """
 
     def __init__(self, pool: EnginePool, config: WeightsConfig) -> None:
@@ -246,14 +247,17 @@ class InFlight:
         self._config = config
 
     async def settle(self) -> None:
-        """End what is left of the version before, whose bytes are about to go: here nothing is ever left."""
+        """Finish updates to the previous version, whose bytes are about to be removed: here none is ever running."""
 
     async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
-        """Bring the engines to a version; returns when new work is sampled from it, with those that have it by then.
+        """Update the engines to a version.
 
         Args:
             published: The version.
-            write_again: Called at most once, and not after the return; None if the trainer has it no more.
+            write_again: Called at most once, and not after the return; None if the trainer no longer has it.
+
+        Returns:
+            The acknowledgements so far, as soon as new requests are sampled from the version.
         """
         engines, timeout_s = in_service(self._pool), self._config.timeout_s
         answers = await asyncio.gather(*(attempt(engine, published, timeout_s) for engine in engines))
@@ -272,7 +276,7 @@ class InFlight:
 
 
 class Drain(InFlight):
-    """All engines at once, after their requests have ended. Waits for: the requests, at most `drain_timeout_s`."""
+    """Updates all engines at once, after their requests have ended. Waits for: these, at most `drain_timeout_s`."""
 
     async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         names = [engine.engine_id for engine in in_service(self._pool)]
@@ -291,8 +295,8 @@ class Drain(InFlight):
 
 
 class Rolling:
-    """One engine after the other. Consumes: a version. Waits for: its next engine's requests, at most
-    `drain_timeout_s` since that got its last new one. Unblocked by: their end, the time limit, the next publish.
+    """Updates one engine after the other. Consumes: a version. Waits for: the running requests of the next engine, at
+    most `drain_timeout_s` since it last got a new one. Unblocked by: their end, the time limit, the next publish.
     """
 
     def __init__(self, pool: EnginePool, config: WeightsConfig) -> None:
@@ -303,7 +307,7 @@ class Rolling:
         self._roll: asyncio.Task[None] | None = None
 
     async def settle(self) -> None:
-        """Let the engine that is being updated finish; the others wait for the next version."""
+        """Finish the update that is running; the remaining engines get the next version."""
         roll, self._roll = self._roll, None
         if roll is not None:
             self._taken_over.set()
@@ -324,7 +328,7 @@ class Rolling:
         return [] if ack is None else [ack]
 
     async def close(self) -> None:
-        """Leave the engines as they are."""
+        """Cancel the update; engines keep the version they have."""
         if self._roll is not None:
             self._roll.cancel()
             await asyncio.gather(self._roll, return_exceptions=True)
@@ -334,9 +338,9 @@ class Rolling:
     ) -> None:
         now, version = asyncio.get_running_loop().time, published.manifest.version
         drained_by = now() + self._config.drain_timeout_s
-        asked: set[EngineId] = set()
-        while (engine := self._next(version, asked)) is not None:
-            asked.add(engine.engine_id)
+        tried: set[EngineId] = set()
+        while (engine := self._next(version, tried)) is not None:
+            tried.add(engine.engine_id)
             self._pool.pause(engine.engine_id)
             try:
                 if not await self._drained(engine, published, drained_by - now()):
@@ -353,27 +357,27 @@ class Rolling:
                 self._pool.set_min_version(version)
                 if not first.done():
                     first.set_result(ack)
-                    drained_by = now() + self._config.drain_timeout_s  # from here on all others drain
+                    drained_by = now() + self._config.drain_timeout_s  # from now on all other engines drain
 
-    def _next(self, version: int, asked: set[EngineId]) -> RemoteEngine | None:
-        """Of the engines that are behind, the one that has least left to do."""
+    def _next(self, version: int, tried: set[EngineId]) -> RemoteEngine | None:
+        """The engine with the least outstanding work, of those below `version`."""
         views = self._pool.views()
-        behind = [view for view in views if view.version < version and view.engine_id not in asked]
+        behind = [view for view in views if view.version < version and view.engine_id not in tried]
         if not behind:
             return None
         nearest = min(behind, key=lambda view: (view.in_use > 0, view.outstanding_tokens))
         return cast("RemoteEngine", nearest.engine)
 
     async def _drained(self, engine: RemoteEngine, published: PublishedVersion, timeout_s: float) -> bool:
-        """Whether to go on with this engine: it is quiet, or its time is up, and no newer version has come."""
-        quiet = asyncio.create_task(self._pool.wait_engine_idle(engine.engine_id))
+        """Wait until an engine is idle or its time is up; returns whether to update it: no newer version took over."""
+        idle = asyncio.create_task(self._pool.wait_engine_idle(engine.engine_id))
         taken_over = asyncio.create_task(self._taken_over.wait())
         try:
             done, _ = await asyncio.wait(
-                (quiet, taken_over), timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED
+                (idle, taken_over), timeout=max(timeout_s, 0.0), return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            quiet.cancel()
+            idle.cancel()
             taken_over.cancel()
         if not done:
             self.drain_timeouts += _report_late(self._pool, [engine.engine_id], published, self._config)
@@ -381,17 +385,17 @@ class Rolling:
 
 
 def make_updater(pool: EnginePool, config: WeightsConfig) -> InFlight | Rolling:
-    """The mode that the configuration names."""
+    """The updater of the configured `weights.update_mode`."""
     if config.update_mode == "multi_version":
         return Rolling(pool, config)
     return Drain(pool, config) if config.update_mode == "drain" else InFlight(pool, config)
 
 
 async def attempt(engine: RemoteEngine, published: PublishedVersion, timeout_s: float) -> WeightAck | PenstockError:
-    """Update one engine; its acknowledgement, or why there is none."""
+    """Update one engine; returns its acknowledgement, or the error."""
     version = published.manifest.version
     try:
-        async with asyncio.timeout(timeout_s):
+        async with silence_limit(timeout_s):
             return await engine.update_weights(published.manifest, published.payload)
     except TimeoutError:
         return EngineLostError(f"publish v{version} took longer than {timeout_s:.0f} s")
@@ -403,7 +407,7 @@ async def attempt(engine: RemoteEngine, published: PublishedVersion, timeout_s: 
 async def last_attempt(
     engine: RemoteEngine, published: PublishedVersion, pool: EnginePool, timeout_s: float
 ) -> WeightAck | None:
-    """Update one engine; if that fails it is fenced, and the run goes on with the rest."""
+    """Update one engine; if that fails it is fenced, and the run continues with the rest."""
     answer = await attempt(engine, published, timeout_s)
     if isinstance(answer, WeightAck):
         return answer
@@ -412,17 +416,17 @@ async def last_attempt(
 
 
 def is_refused(answers: Sequence[WeightAck | PenstockError]) -> bool:
-    """Whether an engine has seen the version and would not take it."""
+    """Whether an engine has received the version and refused it."""
     return any(isinstance(answer, WeightSyncError) for answer in answers)
 
 
 def _report_late(pool: EnginePool, names: list[EngineId], published: PublishedVersion, config: WeightsConfig) -> int:
-    """Say who did not drain; returns how many."""
+    """Log the engines that did not drain; returns how many."""
     late = [view for view in pool.views() if view.engine_id in names and view.in_use]
     for view in late:
         logger.warning(
             "publish v%d: %d requests on %s had not ended within weights.drain_timeout_s=%g; they are frozen for the "
-            "swap and go on with the new weights",
+            "swap and continue with the new weights",
             *(published.manifest.version, view.in_use, view.engine_id, config.drain_timeout_s),
         )
     return len(late)

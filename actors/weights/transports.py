@@ -1,7 +1,7 @@
-"""How a version leaves the trainer: gathered, or within a node. Across nodes: process_group.py.
+"""Weight transports within a node, and the gathering one. Across nodes: process_group.py.
 
-Consumes: a new version of the trainer. Waits for: the training ranks. Unblocked by: their answers. A departure is what
-the trainer has let go of: from then on it may change its weights, while the version may still be on its way.
+Consumes: a new version of the trainer. Waits for: the training ranks. Unblocked by: their answers. `send` returns a
+`PublishHandle` as soon as the trainer may change its weights; the handle is done once engines can fetch the version.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import ray
 
 from penstock.actors.engine.client import RemoteEngine, in_service
+from penstock.actors.ray_errors import silence_limit
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool.pool import EnginePool
-from penstock.weights.config import NUM_SLOTS, WeightsConfig
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.config import NUM_BUFFERS, WeightsConfig
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import adapter_manifest
 from penstock.weights.transport.shards import ShardTransfer
@@ -29,10 +30,10 @@ class PublishedVersion(NamedTuple):
     """A version that engines can fetch.
 
     Attributes:
-        payload: What else they need: `Locations`, a handle of the bytes for engines without access to the file, or a
-            `InPlaceUpdate` that they take it from.
-        sent_bytes: By the training ranks, to other processes.
-        changed_share: Of the elements, since the version before, where a codec has counted them.
+        payload: Needed in addition to the manifest: `Locations`, a handle of the bytes for engines without access to
+            the file, or an `InPlaceUpdate`; None if the manifest is enough.
+        sent_bytes: Bytes that the training ranks sent to other processes.
+        changed_share: Share of the elements that differ from the previous version, if a codec has counted them.
     """
 
     manifest: WeightManifest
@@ -45,14 +46,14 @@ PublishHandle = Awaitable[PublishedVersion]
 
 
 class WeightTransport:
-    """Puts versions where engines find them."""
+    """Makes versions available to engines."""
 
     async def send(self, version: int) -> PublishHandle:
-        """Returns once the trainer may go on; what it returns, once engines can fetch the version."""
+        """Returns once the trainer may continue; the handle is done once engines can fetch the version."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Free what it holds, if that does not end with the processes anyway."""
+        """Free resources that outlive the processes."""
 
 
 def already_published(manifest: WeightManifest, payload: Any = None, sent_bytes: int = 0) -> PublishHandle:
@@ -63,7 +64,7 @@ def already_published(manifest: WeightManifest, payload: Any = None, sent_bytes:
 
 
 class GatherTransport(WeightTransport):
-    """Rank 0 gathers whole tensors into a file in shared memory; engines elsewhere get its bytes."""
+    """Rank 0 gathers whole tensors into a file in shared memory; engines on other nodes get its bytes."""
 
     def __init__(self, trainer: TrainerClient, pool: EnginePool) -> None:
         self._trainer = trainer
@@ -75,9 +76,9 @@ class GatherTransport(WeightTransport):
 
 
 class AdapterTransport(WeightTransport):
-    """Rank 0 gathers the adapters into a file in shared memory; engines elsewhere get its bytes. They have the rest."""
+    """Rank 0 gathers the adapters into a file in shared memory; engines on other nodes get its bytes."""
 
-    def __init__(self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType) -> None:
+    def __init__(self, trainer: TrainerClient, pool: EnginePool, layout: EngineLayout, dtype: DType) -> None:
         self._trainer = trainer
         self._pool = pool
         self._layout = layout
@@ -85,10 +86,10 @@ class AdapterTransport(WeightTransport):
         self._base: tuple[TensorEntry, ...] | None = None
 
     async def send(self, version: int) -> PublishHandle:
-        if self._base is None:  # find out what the engines must have been loaded with
-            training, folder = await self._trainer.training_side()
+        if self._base is None:  # checksums of the base weights, which the engines must have been loaded with
+            training, folder = await self._trainer.training_sharding()
             transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
-            parts = await self._trainer.ask("base_sums", ray.put(transfer))
+            parts = await self._trainer.call_transfer("base_sums", ray.put(transfer))
             self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
         sent = await self._trainer.export_adapters(version)
         manifest = adapter_manifest(sent, self._base, self._layout.layout, self._layout.tp_size)
@@ -96,24 +97,24 @@ class AdapterTransport(WeightTransport):
 
 
 def _bytes_for_other_nodes(trainer: TrainerClient, pool: EnginePool, file: WeightManifest) -> ray.ObjectRef | None:
-    """The bytes of a file of rank 0 in the object store, if an engine is on another node; else None."""
+    """A file of rank 0 as bytes in the object store, if an engine is on another node; else None."""
     is_elsewhere = any(engine.node_id != trainer.node_id for engine in in_service(pool))
     return trainer.read_back(file) if is_elsewhere else None
 
 
 class SharedMemoryTransport(WeightTransport):
-    """Training ranks write each version into shared memory in the engines' own layout, by a plan made at the first."""
+    """Training ranks write each version into shared memory in the engines' own layout; the first one makes the plan."""
 
     def __init__(
         self,
         trainer: TrainerClient,
         engines: Sequence[RemoteEngine],
-        layout: EngineSide,
+        layout: EngineLayout,
         dtype: DType,
         timeout_s: float,
-        num_slots: int = NUM_SLOTS,
+        num_buffers: int = NUM_BUFFERS,
     ) -> None:
-        """Connect both sides.
+        """Connect trainer and engines.
 
         Raises:
             PlacementError: If they are not on one node.
@@ -123,14 +124,14 @@ class SharedMemoryTransport(WeightTransport):
         self._layout = layout
         self._dtype: DType = dtype
         self._timeout_s = timeout_s
-        self._num_slots = num_slots
+        self._num_slots = num_buffers
         self._transfer: ShardTransfer | None = None
 
     async def send(self, version: int) -> PublishHandle:
         what = f"publish v{version}"
         if self._transfer is None:
             planned = await self._trainer.plan_transfer(self._layout, self._dtype)
-            transfer = replace(planned, num_slots=self._num_slots)
+            transfer = replace(planned, num_buffers=self._num_slots)
             await self._trainer.call_ranks(what, self._timeout_s, "share_weights", ray.put(transfer))
             self._transfer = transfer
         parts = await self._trainer.call_ranks(what, self._timeout_s, "write_shards", version)
@@ -145,24 +146,24 @@ def is_one_node(trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> bool
 def _check_one_node(transport: str, trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> None:
     if not is_one_node(trainer, engines):
         raise PlacementError(
-            f"weights: weights.transport={transport} goes through memory of one node, but the trainer and the engines "
-            "are on several. Set weights.transport=auto."
+            f"weights: weights.transport={transport} uses memory of one node, but the trainer and the engines are on "
+            "several. Set weights.transport=auto."
         )
 
 
 class DeviceMemoryTransport(WeightTransport):
-    """Training ranks write each version into slots in the memory of the engines' devices, by CUDA IPC.
+    """Training ranks write each version into version buffers in the memory of the engines' devices, by CUDA IPC.
 
-    Waits for: engines that are new to make their slots, training ranks to open them and to write. Unblocked by: their
-    answers. An engine whose slot cannot be made or opened is fenced, and the run goes on with the rest. What
-    several training ranks hold comes from the one on an engine rank's device, so engines have plans of their own; those
-    that lie to the trainer in the same way, a restarted one too, share a plan.
+    Waits for: new engines to allocate their buffers, training ranks to open them and to write. Unblocked by: their
+    answers. An engine whose buffer cannot be allocated or opened is fenced, and the run continues with the rest. If
+    several training ranks hold an element, the one on the engine rank's device copies it, so each engine has its own
+    plan, made when it connects.
     """
 
     def __init__(
-        self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType, config: WeightsConfig
+        self, trainer: TrainerClient, pool: EnginePool, layout: EngineLayout, dtype: DType, config: WeightsConfig
     ) -> None:
-        """Connect both sides.
+        """Connect trainer and engines.
 
         Raises:
             PlacementError: If they are not on one node.
@@ -173,32 +174,34 @@ class DeviceMemoryTransport(WeightTransport):
         self._layout = layout
         self._dtype: DType = dtype
         self._timeout_s = config.timeout_s
-        self._training: tuple[TrainingSide, list[str]] | None = None
+        self._training: tuple[TrainingSharding, list[str]] | None = None
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
 
     async def send(self, version: int) -> PublishHandle:
         if self._training is None:
-            training, _ = await self._trainer.training_side()
-            self._training = training, await self._trainer.ask("device")
+            training, _ = await self._trainer.training_sharding()
+            self._training = training, await self._trainer.call_transfer("device")
         new = [engine for engine in in_service(self._pool) if engine not in self._transfers]
         await asyncio.gather(*(self._connect(engine, *self._training) for engine in new))
         left = [engine for engine in in_service(self._pool) if engine in self._transfers]
         self._transfers = {engine: self._transfers[engine] for engine in left}
         if not self._transfers:
-            raise WeightSyncError(f"publish v{version}: no engine is left to write it to: {self._pool.fenced}")
+            raise WeightSyncError(f"publish v{version}: no engine is left to receive it: {self._pool.fenced}")
         names = [engine.engine_id for engine in self._transfers]
-        parts = await self._trainer.call_ranks(f"publish v{version}", self._timeout_s, "write_slots", version, names)
-        first = next(iter(self._transfers.values()))  # the sums of all are the same: only who sends what differs
+        parts = await self._trainer.call_ranks(
+            f"publish v{version}", self._timeout_s, "write_version_buffers", version, names
+        )
+        first = next(iter(self._transfers.values()))  # all have the same checksums; only the senders differ
         return already_published(first.manifest(version, [part for some in parts for part in some]))
 
-    async def _connect(self, engine: RemoteEngine, training: TrainingSide, devices: list[str]) -> None:
-        """Let an engine make its slots, and every training rank open them."""
+    async def _connect(self, engine: RemoteEngine, training: TrainingSharding, devices: list[str]) -> None:
+        """Have an engine allocate its version buffers, and every training rank open them."""
         buffers = self._layout.layout.buffers
         try:
-            async with asyncio.timeout(self._timeout_s):
-                handles = await engine.make_slots(buffers, self._dtype, len(devices))
+            async with silence_limit(self._timeout_s):
+                handles = await engine.make_version_buffers(buffers, self._dtype, len(devices))
         except TimeoutError:
-            failure = f"publish: {engine.engine_id} has made no slots after {self._timeout_s:.0f} s"
+            failure = f"publish: {engine.engine_id} has allocated no version buffers after {self._timeout_s:.0f} s"
         except (EngineLostError, WeightSyncError) as error:
             failure = str(error)
         else:
@@ -206,8 +209,8 @@ class DeviceMemoryTransport(WeightTransport):
             transfer = await asyncio.to_thread(
                 ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at
             )
-            what = f"publish: slots of {engine.engine_id}"
-            opening = ("open_slots", engine.engine_id, transfer, handles)
+            what = f"publish: version buffers of {engine.engine_id}"
+            opening = ("open_version_buffers", engine.engine_id, transfer, handles)
             refusals = await self._trainer.call_ranks(what, self._timeout_s, *opening)
             failure = next(filter(None, refusals), "")
             if not failure:

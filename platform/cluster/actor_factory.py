@@ -218,8 +218,8 @@ async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceCl
         temperature=config.rollout.sampling.temperature,
     )
     environment = torch_environment(config, spec.device)
-    timeouts_s = (config.trainer.start_timeout_s, section.timeout_s)
-    return await start_references(role, spec, resources(config, role, "train"), environment, timeouts_s)
+    start_timeout_s = config.trainer.start_timeout_s
+    return await start_references(role, spec, resources(config, role, "train"), environment, start_timeout_s)
 
 
 def torch_environment(config: RunConfig, device: str) -> dict[str, str]:

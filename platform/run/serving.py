@@ -36,7 +36,7 @@ from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
@@ -138,8 +138,8 @@ async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> Weig
         return write_version(tensors, 0, config.model.dtype, Path(folder))
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
     whole = {name: tensor for name, tensor in tensors if name != tied}
-    training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-    receiving = EngineSide(config.rollout.engine.type, await engine.layout(training.tensors))
+    training = TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
+    receiving = EngineLayout(config.rollout.engine.type, await engine.layout(training.tensors))
     transfer = ShardTransfer.between(training, receiving, config.model.dtype, folder)
     writer = ShardWriter(transfer, 0, ShardFiles(transfer))
     flat = {name: tensor.flatten() for name, tensor in whole.items()}

@@ -15,7 +15,7 @@ from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
 from penstock.rollout.config import EngineConfig
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType, ModelConfig
-from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 
@@ -29,7 +29,7 @@ class EngineSpec:
         update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
         threads: CPU threads of this process.
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
-        bucket_bytes: Stage no more than this of a version, which streams through it under the freeze; None: all of it.
+        bucket_bytes: Stage at most this much of a version, which is then applied in place; None: stage all of it.
         stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
     """
 
@@ -66,8 +66,8 @@ class LocalEngine(Engine, Sleeper, Protocol):
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
         """Freeze running requests, swap to the manifest's weights, verify by reading back, resume.
 
-        Requests in flight keep their tokens and go on with the new weights. After it returns, every
-        new token is stamped with `manifest.version`. Idempotent: the same version again is acknowledged again.
+        Requests in flight keep their tokens and continue with the new weights. After it returns, every new token is
+        stamped with `manifest.version`. Idempotent: the same version is acknowledged again.
 
         Raises:
             WeightSyncError: A live parameter's checksum differs from the manifest's (both are named).
@@ -81,14 +81,14 @@ class LocalEngine(Engine, Sleeper, Protocol):
             tensors: Names of transformers' modules and full shapes, tied ones once.
 
         Raises:
-            WeightSyncError: If it cannot be told; whole tensors can be sent all the same (`weights.transport=gather`).
+            WeightSyncError: If it is not known; whole tensors can still be sent (`weights.transport=gather`).
         """
         ...
 
-    async def make_slots(
+    async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> list[list[SlotHandle]]:
-        """Take memory of the engine's devices for versions to be written into; asked again, the same memory.
+    ) -> list[list[VersionBufferHandle]]:
+        """Allocate a version buffer on each of the engine's devices; later calls return the same memory.
 
         Args:
             buffers: By rank of the engine: name -> size in elements.
@@ -104,9 +104,9 @@ class LocalEngine(Engine, Sleeper, Protocol):
         ...
 
     async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
-        """Be the `replica`-th end of a crossing from device to device; requests go on.
+        """Join a device-to-device transfer group as the `replica`-th receiver; requests continue.
 
-        A version of one that is streamed is received by `update_weights`, under the freeze.
+        With in-place updates, `update_weights` receives the version, under the freeze.
 
         Raises:
             WeightSyncError: If a participant does not join in time, or there is no memory for a version.
@@ -114,7 +114,7 @@ class LocalEngine(Engine, Sleeper, Protocol):
         ...
 
     async def receive(self, version: int) -> None:
-        """Receive a version into the slots of the engine's devices; requests go on.
+        """Receive a version into the version buffers of the engine's devices; requests continue.
 
         Raises:
             WeightSyncError: If a peer is lost or too late.

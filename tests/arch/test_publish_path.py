@@ -21,8 +21,8 @@ TO_THE_ENGINE = [
     ("actors/engine/client.py", "update_weights"),
     ("actors/engine/actor.py", "update_weights"),
 ]
-STREAMED = [
-    ("weights/transport/process_group/endpoints.py", "stream"),
+IN_PLACE = [
+    ("weights/transport/process_group/endpoints.py", "receive_in_place"),
     ("weights/transport/process_group/transfer.py", "run"),
 ]
 COPIED = [("weights/copies.py", "copy_values")]
@@ -37,21 +37,21 @@ FROM_THE_TRAINER = [
     ("platform/run/run.py", "publish"),
     ("actors/weights/publisher.py", "publish"),
     ("actors/weights/process_group.py", "send"),
-    ("actors/trainer/client.py", "ask"),
+    ("actors/trainer/client.py", "call_transfer"),
     ("actors/trainer/actor.py", "send_weights"),
     ("weights/transport/process_group/endpoints.py", "send"),
     ("weights/transport/process_group/transfer.py", "run"),
 ]
 PATHS = {
-    "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_stream"), *STREAMED],
-    "into vLLM, from a slot": [
+    "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_receive_in_place"), *IN_PLACE],
+    "into vLLM, from a version buffer": [
         *TO_VLLM,
         ("rollout/engines/vllm/worker.py", "receive_weights"),
-        ("weights/transport/streaming.py", "apply"),
+        ("weights/transport/in_place.py", "apply"),
         *COPIED,
     ],
-    "into the torch engine, in messages": [*TO_TORCH, *STREAMED],
-    "into the torch engine, from a slot": [*TO_TORCH, ("weights/transport/streaming.py", "apply"), *COPIED],
+    "into the torch engine, in messages": [*TO_TORCH, *IN_PLACE],
+    "into the torch engine, from a version buffer": [*TO_TORCH, ("weights/transport/in_place.py", "apply"), *COPIED],
     "out of the training ranks": FROM_THE_TRAINER,
 }
 BETWEEN = {

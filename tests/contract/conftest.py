@@ -14,7 +14,7 @@ from penstock.rollout.config import EngineConfig
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TinyPublisher
 
@@ -61,10 +61,10 @@ def open_harness(
         tensors = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items()]
 
         async def connect() -> TinyPublisher:
-            side = EngineSide(config.type, await engine.layout(tensors))
+            side = EngineLayout(config.type, await engine.layout(tensors))
             if memory == "host":
                 return publisher_of_tiny(side)
-            return publisher_of_tiny(side, await engine.make_slots(side.layout.buffers, "float32", 1))
+            return publisher_of_tiny(side, await engine.make_version_buffers(side.layout.buffers, "float32", 1))
 
         try:
             yield await Harness.begin(engine, spec, reference, connect)

@@ -175,9 +175,9 @@ class Harness:
         return await within(self.engine.update_weights(self.manifest(seed)))
 
     def damage(self, version: int) -> None:
-        """Change one bit in the middle of what rank 0 gets of a version, where it lies."""
-        buffers = list(self.publish_tiny.slots.buffers(version, 0).values())
-        buffers[len(buffers) // 2].view(torch.int32)[3] ^= 1
+        """Change one bit in the middle of rank 0's shard of a version, in its version buffer."""
+        shard = list(self.publish_tiny.version_buffers.tensors(version, 0).values())
+        shard[len(shard) // 2].view(torch.int32)[3] ^= 1
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
         request_id = RequestId(f"request-{next(self._request_numbers)}")

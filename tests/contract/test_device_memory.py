@@ -1,4 +1,4 @@
-"""Slots of an engine, written by training ranks in other processes; on CPU, where a handle is the name of a file.
+"""Version buffers of an engine, written by training ranks in other processes; on CPU, where a handle names a file.
 
 The same between GPUs: tests/gpu/test_device_memory.py.
 """
@@ -23,14 +23,14 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
+from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import remove_directories_of
 from tests.layouts import torch_side
 
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, prompt_of, within
-from .slot_stories import OWN_SIZES, Story
+from .version_buffer_stories import OWN_SIZES, Story
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
@@ -39,12 +39,12 @@ CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_inte
 
 
 def start(part: str, rank: int, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.contract.slot_stories", part, str(rank), str(folder)]
+    command = [sys.executable, "-m", "tests.contract.version_buffer_stories", part, str(rank), str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def written(story: Story, folder: Path) -> WeightManifest:
-    """What the training ranks say of the version that they have written."""
+    """The manifest of a version that training ranks have written."""
     (folder / "story").write_bytes(pickle.dumps(story))
     ranks = [start("write", rank, folder) for rank in range(story.num_ranks)]
     try:
@@ -69,9 +69,9 @@ async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes
 ) -> None:
     tensors, engine = tiny_tensors(5), harness.engine
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
+    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
     transfer = ShardTransfer.between(*sides, "float32", None)
-    handles = await engine.make_slots(transfer.buffers, "float32", NUM_RANKS)
+    handles = await engine.make_version_buffers(transfer.buffers, "float32", NUM_RANKS)
     story = Story(transfer, handles, tensors, NUM_RANKS, version=1)
     manifest = await asyncio.to_thread(written, story, tmp_path)
     harness.seed_of_version[1] = 5
@@ -81,38 +81,38 @@ async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes
     assert output.spans == ((1, 20),)
     np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
 
-    # One slot: what comes next is written over it, by whoever opens it with new handles.
-    again = await engine.make_slots(transfer.buffers, "float32", 1)
-    slots = OpenedSlots([mine for (mine,) in again], transfer.buffers, [0])
-    slots.buffers(2, 0)["model.norm.weight"][0] += 1
-    with pytest.raises(WeightSyncError, match=r"what arrived of model\.norm\.weight checksum"):
+    # There is one buffer: the next version, written through new handles, overwrites this one.
+    again = await engine.make_version_buffers(transfer.buffers, "float32", 1)
+    opened = OpenedVersionBuffers([mine for (mine,) in again], transfer.buffers, [0])
+    opened.tensors(2, 0)["model.norm.weight"][0] += 1
+    with pytest.raises(WeightSyncError, match=r"received model\.norm\.weight checksum differs"):
         await within(engine.update_weights(manifest))
     assert engine.version == 1
     output = await harness.sample(prompt_of(7), max_new_tokens=20)
     np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
 
 
-def test_memory_outlives_its_owner_for_those_who_have_it_but_nobody_else_gets_it(tmp_path: Path) -> None:
+def test_memory_outlives_its_owner_for_processes_that_have_opened_it_but_no_other_can_open_it(tmp_path: Path) -> None:
     owner = start("own", 0, tmp_path)
     try:
         handles = wait_for(tmp_path / "handles", owner)
-        slots = OpenedSlots(handles[:1], [OWN_SIZES], [0])
+        opened = OpenedVersionBuffers(handles[:1], [OWN_SIZES], [0])
     finally:
         owner.kill()
         owner.wait(timeout=START_S)
     remove_directories_of([owner.pid])  # as the cluster does
-    values = slots.buffers(1, 0)["values"]
+    values = opened.tensors(1, 0)["values"]
     values += 1
     assert (values == 2).all()
     with pytest.raises(WeightSyncError, match=r"rank 0 on cpu cannot be opened: .* Its engine has ended"):
-        OpenedSlots(handles[1:], [OWN_SIZES], [0])
+        OpenedVersionBuffers(handles[1:], [OWN_SIZES], [0])
 
 
-def wait_for(file: Path, owner: subprocess.Popen[str]) -> Sequence[SlotHandle]:
+def wait_for(file: Path, owner: subprocess.Popen[str]) -> Sequence[VersionBufferHandle]:
     deadline = time.monotonic() + START_S
     while not file.exists():
         assert owner.poll() is None, owner.communicate()[0]
         assert time.monotonic() < deadline, f"no handles after {START_S:.0f} s"
         time.sleep(0.05)
-    handles: Sequence[SlotHandle] = pickle.loads(file.read_bytes())
+    handles: Sequence[VersionBufferHandle] = pickle.loads(file.read_bytes())
     return handles

@@ -22,7 +22,7 @@ from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.config import NUM_SLOTS
+from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
@@ -52,12 +52,12 @@ def trainer_of(model: ModelConfig, lr: float) -> PolicyTrainer:
 
 
 class Publishing:
-    """A trainer and an engine of one process, with the slots of their versions in a folder."""
+    """A trainer and an engine of one process, with the version buffers in a folder."""
 
     def __init__(self, trainer: PolicyTrainer, engine: TorchEngine, model: ModelConfig, directory: Path) -> None:
         self.trainer, self.engine, self.version = trainer, engine, -1
-        side = torch_side(trainer.training_side().tensors)
-        self._transfer = ShardTransfer.between(trainer.training_side(), side, "float32", str(directory))
+        side = torch_side(trainer.training_sharding().tensors)
+        self._transfer = ShardTransfer.between(trainer.training_sharding(), side, "float32", str(directory))
         self._writer = ShardWriter(self._transfer, 0, ShardFiles(self._transfer))
 
     async def publish(self) -> int:
@@ -96,8 +96,8 @@ async def test_training_at_a_learning_rate_of_0_and_publishing_every_step_change
     directory = private_directory(str(tmp_path))
     publishing = Publishing(trainer_of(tiny_model_config, lr=0.0), engine, tiny_model_config, directory)
     first = await publishing.publish()
-    slots = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("rank*"))
-    assert slots == [f"slot{slot}/rank0" for slot in range(NUM_SLOTS)]
+    files = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("rank*"))
+    assert files == [f"buffer{index}/rank0" for index in range(NUM_BUFFERS)]
     assert default_directory() not in directory.parents, "a folder of the file system, not shared memory"
     before = await answer(engine, "before")
     norms = []

@@ -20,8 +20,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("zero_stage", "tp_size", "sources_of_rank_0"),
     [
-        # Engine rank 0 of 2 holds the lower halves of all that is split. By hand:
-        (1, 1, {0, 1, 2, 3}),  # anyone has them
+        # Engine rank 0 of 2 holds the lower halves of all split tensors. By hand:
+        (1, 1, {0, 1, 2, 3}),  # all ranks hold them
         (1, 2, {0, 2}),  # those with tensor rank 0 do; what is whole comes from them too, as they are on the way
         (3, 2, {0, 2}),
         (1, 4, {0, 1}),  # quarters 0 and 1

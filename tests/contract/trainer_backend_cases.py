@@ -29,7 +29,7 @@ from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, O
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
 from tests.algorithms import algorithm_config
@@ -296,10 +296,10 @@ def published(
     trainer: PolicyTrainer, kind: str, size: int, case: Case, rank: int, folder: Path
 ) -> list[dict[str, np.ndarray]]:
     """What the ranks of an engine find in the files of a version; every training rank writes its part."""
-    training = trainer.training_side()
+    training = trainer.training_sharding()
     engine = torch_side(training.tensors)
     if kind == "vllm":
-        engine = EngineSide("vllm", read("trained_tied" if case.is_tied else "trained_untied").layouts[size])
+        engine = EngineLayout("vllm", read("trained_tied" if case.is_tied else "trained_untied").layouts[size])
     where = str(folder / "shards" / f"{kind}-{size}-{case.shape.vocab_size}")
     transfer = ShardTransfer.between(training, engine, "float32", where)
     ShardWriter(transfer, rank, ShardFiles(transfer)).write(1, trainer.local_weights())

@@ -1,6 +1,6 @@
-"""What an engine must do as an end of a crossing from device to device; on CPU the messages are gloo's.
+"""Contract of an engine as a receiver of device-to-device transfers; on CPU the messages go over gloo.
 
-Two training ranks under ZeRO-3 live in threads of the test, with connections of their own.
+Two training ranks under ZeRO-3 run in threads of the test, with connections of their own.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.transport.process_group.endpoints import ReceiverAddress, TransferGroupSpec, WeightSender
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 
 from .engine_harness import Harness, StreamingRequests, prompt_of, within
-from .slot_stories import part
+from .version_buffer_stories import part
 
 NUM_RANKS = 2
 CPU = torch.device("cpu")
 
 
 async def make_group_spec(
-    harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_streamed: bool = False
+    harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_in_place: bool = False
 ) -> TransferGroupSpec:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
-    side = EngineSide(harness.spec.engine.type, await harness.engine.layout(specs))
-    training = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True)
+    side = EngineLayout(harness.spec.engine.type, await harness.engine.layout(specs))
+    training = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True)
     transfer = ShardTransfer.between(training, side, "float32", None)
-    if is_streamed:
+    if is_in_place:
         sides = training.layout(), side.layout
         assert harness.spec.bucket_bytes is not None
         transfer = replace(transfer, plan=make_plan(*sides, 4, bucket_bytes=harness.spec.bucket_bytes))
@@ -48,17 +48,17 @@ async def make_group_spec(
         generation=generation,
         timeout_s=timeout_s,
         codec=codec,  # type: ignore[arg-type]
-        is_streamed=is_streamed,
+        is_in_place=is_in_place,
     )
 
 
-async def cross(harness: Harness, group_spec: TransferGroupSpec, senders: list[WeightSender]) -> WeightManifest:
-    """Send the next version through it."""
+async def transfer(harness: Harness, group_spec: TransferGroupSpec, senders: list[WeightSender]) -> WeightManifest:
+    """Send the next version through the group."""
     version = harness.next_version
     harness.seed_of_version[version] = version
     for rank, sender in enumerate(senders):
         tensors = harness.reference.tensors(version)
-        sender.hold({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
+        sender.snapshot({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
     sending = [asyncio.to_thread(sender.send, version) for sender in senders]
     *sent, _ = await within(asyncio.gather(*sending, harness.engine.receive(version)))
     return group_spec.transfer.manifest(version, [sums for one in sent for sums in one.sums])
@@ -69,7 +69,7 @@ class TransferGroupContract:
     """As `EngineContract`."""
 
     @pytest.mark.parametrize("codec", ["full", "delta"])
-    async def test_versions_cross_into_the_engines_own_memory_while_it_decodes(
+    async def test_versions_are_received_into_the_engines_own_memory_while_it_decodes(
         self, harness: Harness, codec: str
     ) -> None:
         store = serve_store("127.0.0.1")
@@ -80,7 +80,7 @@ class TransferGroupContract:
         for _ in range(2):
             running = StreamingRequests(harness, [prompt_of(6, i) for i in range(3)], max_new_tokens=400)
             await running.all_moved()
-            manifest = await cross(harness, group_spec, senders)
+            manifest = await transfer(harness, group_spec, senders)
             before = harness.engine.version
             ack = await within(harness.engine.update_weights(manifest))
             assert ack.checksum == manifest.checksum, "read back from the live parameters"
@@ -92,7 +92,7 @@ class TransferGroupContract:
         for sender in senders:
             sender.close()
 
-    async def test_who_does_not_come_is_named_and_the_engine_goes_on_serving(self, harness: Harness) -> None:
+    async def test_a_rank_that_does_not_join_is_named_and_the_engine_keeps_serving(self, harness: Harness) -> None:
         store = serve_store("127.0.0.1")
         group_spec = await make_group_spec(harness, store.port, 1, codec="full", timeout_s=1.0)
         sender = WeightSender(0, CPU)
@@ -105,6 +105,6 @@ class TransferGroupContract:
         )
         for error in (joined, refusal):
             assert isinstance(error, WeightSyncError)
-            assert "training rank 1 did not come within 1 s" in str(error)
+            assert "training rank 1 did not join within 1 s" in str(error)
         output = await harness.sample(prompt_of(7), max_new_tokens=20)
         np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)

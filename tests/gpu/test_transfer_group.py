@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from penstock.weights.checksum import check_arrived
+from penstock.weights.checksum import check_received
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.process_group.endpoints import (
     DeviceReceiver,
     ReceiverAddress,
@@ -38,7 +38,7 @@ def send(group_spec: TransferGroupSpec, answers: Connection) -> None:
     sender = WeightSender(0, torch.device("cuda", 0))
     sender.join(group_spec)
     for version in range(2):
-        sender.hold({name: tensor.flatten().cuda(0) for name, tensor in tensors_of(version).items()}, copies=True)
+        sender.snapshot({name: tensor.flatten().cuda(0) for name, tensor in tensors_of(version).items()}, copies=True)
         answers.send(sender.send(version).sums)
     sender.close()
 
@@ -46,7 +46,7 @@ def send(group_spec: TransferGroupSpec, answers: Connection) -> None:
 @pytest.mark.parametrize("codec", ["full", "delta"])
 def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors_of(0).items())
-    training = TrainingSide(specs, num_replicas=1, is_partitioned=False)
+    training = TrainingSharding(specs, num_replicas=1, is_partitioned=False)
     store = serve_store("127.0.0.1")
     group_spec = TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
@@ -64,14 +64,14 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     rank.start()
     try:
         device_receiver = DeviceReceiver(0, torch.device("cuda", 1))
-        slot = device_receiver.join(group_spec, 0, None)
+        buffer = device_receiver.join(group_spec, 0, None)
         for version in range(2):
             device_receiver.receive(version)
             assert here.poll(TIMEOUT_S), "the training rank answers with its sums"
             manifest = group_spec.transfer.manifest(version, here.recv())
             for name, tensor in tensors_of(version).items():
-                assert torch.equal(slot.buffers[name].cpu(), tensor.flatten().bfloat16()), name
-            check_arrived(slot.buffers, manifest.entries, version)
+                assert torch.equal(buffer.tensors[name].cpu(), tensor.flatten().bfloat16()), name
+            check_received(buffer.tensors, manifest.entries, version)
         device_receiver.close()
     finally:
         rank.kill()

@@ -1,6 +1,4 @@
-"""What goes wrong in a publish on one node, with a real trainer and real engines: damage in shared memory, an engine
-that is stopped.
-"""
+"""Faults of a publish on one node, with a real trainer and real engines: damage in shared memory, a stopped engine."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class Node(NamedTuple):
     model: ModelConfig
 
     async def engines(self, prefix: str) -> list[RemoteEngine]:
-        """Two of them."""
+        """Two engines."""
         return await start_engines(
             [engine_spec(self.model, f"{prefix}-{n}") for n in range(2)], [Resources()] * 2, WAIT_S
         )
@@ -100,7 +98,7 @@ async def node(tiny_model_config: ModelConfig) -> AsyncIterator[Node]:
 
 
 class DamagedOnce(SharedMemoryTransport):
-    """One bit of `version` changes where all engines read it, after it was written for the first time."""
+    """Changes one bit of `version` in the copy that all engines read, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
         super().__init__(node.trainer, engines, torch_side(), "float32", WAIT_S)
@@ -110,19 +108,19 @@ class DamagedOnce(SharedMemoryTransport):
         publish_handle = await super().send(version)
         if version == self._damaged:
             assert self._transfer is not None
-            buffers = list(ShardFiles(self._transfer).buffers(version, 0).values())
-            buffers[len(buffers) // 2].view(torch.int32)[3] ^= 1
+            shard = list(ShardFiles(self._transfer).tensors(version, 0).values())
+            shard[len(shard) // 2].view(torch.int32)[3] ^= 1
             self._damaged = None
         return publish_handle
 
 
-async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_every_engine(node: Node) -> None:
+async def test_a_damaged_version_is_written_once_more_and_the_run_continues_with_every_engine(node: Node) -> None:
     engines = await node.engines("damaged")
     pool = EnginePool(engines, 4)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), DamagedOnce(node, engines, 1))
     reports = []
     for version in range(4):
-        reports.append(await publisher.publish(version))  # acknowledged is what was read back from live parameters
+        reports.append(await publisher.publish(version))  # engines acknowledge what they read back
         await node.trainer.supervised_step(EXAMPLES)
     assert [report.rewrites for report in reports] == [0, 1, 0, 0]
     assert [len(report.acks) for report in reports] == [2, 2, 2, 2]
@@ -131,7 +129,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
     await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
+async def test_an_engine_that_never_acknowledges_is_named_and_fenced_and_training_continues(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
     transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
@@ -154,7 +152,7 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
     await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
+async def test_a_killed_engine_is_restarted_and_has_the_served_version_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
     transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
@@ -168,20 +166,20 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
     async with EngineRestarts(pool, start, publisher.catch_up, max_restarts=1).running():
         for version in (0, 1):
             await publisher.publish(version)
-            await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of what is in service
+            await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of the served version
         os.kill(await pid_of(engines[1]), signal.SIGKILL)
         async with pool.lease(avoid=engines[0].engine_id) as lease:
             request = GenerateRequest(RequestId("first"), (1, 2, 3), SamplingParams(max_new_tokens=64))
             with pytest.raises(EngineLostError) as loss:
                 async for _ in lease.engine.generate(request):
                     pass
-            lease.lost(loss.value, "group")  # as a runner of trajectories does
+            lease.lost(loss.value, "group")  # as a trajectory runner does
         lost = engines[1]
         async with asyncio.timeout(WAIT_S):
             while pool.num_returned < 1:  # noqa: ASYNC110 - the pool has no event for it
                 await asyncio.sleep(0.05)
         assert engines[1] is not lost
-        assert engines[1].version == 1, "of the file in shared memory, while the trainer has gone on"
+        assert engines[1].version == 1, "from the file in shared memory; the trainer is ahead"
         again = GenerateRequest(RequestId("again"), (1, 2, 3), SamplingParams(max_new_tokens=4))
         deltas = [delta async for delta in engines[1].generate(again)]
         assert {span.version for delta in deltas for span in delta.spans} == {1}
@@ -191,7 +189,7 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
     await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
+async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_its_progress(node: Node) -> None:
     engines = await node.engines("waiting")
     transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     await transport.send(0)
@@ -200,8 +198,8 @@ async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_
     stopped = int(await rank.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(stopped, signal.SIGSTOP)
     try:
-        told = r"publish v1: write_shards is not over after 1 s .*: training rank 0 \(its process does not answer\)"
-        with pytest.raises(WeightSyncError, match=told):
+        message = r"publish v1: write_shards is not complete after 1 s .*: training rank 0 \(its process does not ans"
+        with pytest.raises(WeightSyncError, match=message):
             await transport.send(1)
     finally:
         os.kill(stopped, signal.SIGCONT)

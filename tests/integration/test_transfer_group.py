@@ -25,9 +25,9 @@ from penstock.actors.trainer.actor import TrainerRank
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.process_group import (
     EngineReceivers,
+    InPlaceTransport,
     NodeReceivers,
     ProcessGroupTransport,
-    StreamingTransport,
 )
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, PublishHandle, is_one_node
@@ -105,7 +105,7 @@ async def started(model: ModelConfig) -> Nodes:
         temperature=1.0,
         max_new_tokens=8,
     )
-    rank_type = ray.remote(concurrency_groups={"weight_io": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1})(TrainerRank)
     ranks = [
         rank_type.options(num_cpus=0, scheduling_strategy=on(node)["scheduling_strategy"]).remote(spec, rank)
         for rank, node in enumerate(names)
@@ -154,8 +154,8 @@ async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes:
     await publisher.close()
 
 
-class DamagedOnce(StreamingTransport):
-    """One bit of `version` changes on its way, behind the sums of what is sent."""
+class DamagedOnce(InPlaceTransport):
+    """Changes one bit of `version` after its checksums were computed, before it is sent."""
 
     damaged: int | None = 3
 
@@ -172,7 +172,7 @@ def flip_a_bit(rank: Any) -> None:
     held[len(held) // 2].view(torch.int32)[0] ^= 1
 
 
-async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_a_damaged_one_is_sent_once_more(
+async def test_in_place_updates_reach_engines_on_every_node_and_a_damaged_version_is_sent_once_more(
     nodes: Nodes,
 ) -> None:
     trainer, engines, pool, _ = nodes
@@ -181,19 +181,19 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
     transport = DamagedOnce(trainer, receivers, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     for version in (2, 3, 4):
-        report = await publisher.publish(version)  # acknowledged is what was read back from live parameters
+        report = await publisher.publish(version)  # engines acknowledge what they read back
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert report.rewrites == (version == 3)
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the first engine hands it on to the second"
         assert min(ack.stall_s for ack in report.acks) > max(ack.stage_s for ack in report.acks), "all of it is frozen"
         await trainer.supervised_step(EXAMPLES)
     assert not pool.fenced
-    with pytest.raises(WeightSyncError, match="no longer on its way to engine-0, which gets the next version"):
+    with pytest.raises(WeightSyncError, match="cannot be sent to engine-0 again, which gets the next version"):
         await engines[0].update_weights(publisher._published.manifest, publisher._published.payload)
     await publisher.close()
 
 
-async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lost_landing_costs_its_engines_only(
+async def test_versions_go_from_every_node_to_every_node_and_a_lost_weight_receiver_costs_only_its_engines(
     nodes: Nodes,
 ) -> None:
     trainer, engines, pool, _ = nodes
@@ -203,7 +203,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     transport = ProcessGroupTransport(trainer, receivers, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     shares = []
-    for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only
+    for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters
         report = await publisher.publish(version)
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
@@ -211,12 +211,12 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
         if version > 5:
             await trainer.supervised_step(EXAMPLES)
     first, unchanged, trained = shares
-    assert first == 1.0, "of the first version nobody knows what receivers hold"
+    assert first == 1.0, "before the first version the receivers' values are unknown"
     assert unchanged == 0.0, "no step was made before it"
     assert 0.5 < trained <= 1.0, "in float32 nearly every element moves"
     pid = receivers._pids[engines[1].node_id]
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
-    os.kill(pid, signal.SIGSTOP)  # the others begin, and wait for it in the middle of the version
+    os.kill(pid, signal.SIGSTOP)  # the others start, and wait for it in the middle of the version
     started = time.monotonic()
     publish = asyncio.create_task(publisher.publish(8))
     await asyncio.sleep(1.0)
@@ -225,13 +225,13 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     report = await publish
     assert time.monotonic() - started < config.timeout_s, "a death is no time-out"
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
-    assert report.changed_share == 1.0, "a new meeting begins with everything"
-    assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
+    assert report.changed_share == 1.0, "a new group starts with a whole version"
+    assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "its shared memory is freed"
     assert "the weight receiver on its node is lost" in pool.fenced[engines[1].engine_id]
     for version in (9, 10):
         await trainer.supervised_step(EXAMPLES)
         report = await publisher.publish(version)
-        assert [(ack.engine_id, ack.version) for ack in report.acks] == [("engine-0", version)], "training goes on"
+        assert [(ack.engine_id, ack.version) for ack in report.acks] == [("engine-0", version)], "training continues"
     await publisher.close()
     await trainer.close()
     await asyncio.gather(*(engine.close() for engine in engines))

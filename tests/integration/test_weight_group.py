@@ -1,6 +1,6 @@
 """Weights between processes over gloo: exact, at the plan's bytes, relayed, and with named errors when one is lost.
 
-What the processes do is in weight_group_stories.py. The store is served by the test process.
+The processes run weight_group_stories.py. The test process serves the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 def told(story: str, folder: Path, may_die: set[int]) -> list[Story]:
-    """What each process of a story wrote down."""
+    """The observations of each process of a story."""
     store = serve_store(HOST)
     num_processes = STORIES[story][1]
     arguments = [(story, rank, store.port, folder) for rank in range(num_processes)]
@@ -105,7 +105,7 @@ def test_the_way_back_is_the_identity(exact: list[Story]) -> None:
     assert sent == BACK.bytes_per_link
 
 
-def test_it_lives_beside_the_default_group(exact: list[Story]) -> None:
+def test_it_coexists_with_the_default_group(exact: list[Story]) -> None:
     assert [process.get("default group") for process in exact] == [2.0, 2.0, None, None]
 
 
@@ -127,9 +127,9 @@ def test_the_trainer_sends_the_same_to_three_replicas_as_to_one(relayed: list[St
     assert relayed[2]["three"]["sent"] == relayed[4]["three"]["received"] | {"3": plan.wire_bytes}
 
 
-def test_who_never_comes_is_named(relayed: list[Story]) -> None:
+def test_a_member_that_never_joins_is_named(relayed: list[Story]) -> None:
     for rank in (0, 1, 2, 4):
-        assert "5 of 6 members are there, engine-3 rank 0 did not come within 2 s" in relayed[rank]["absent"]
+        assert "5 of 6 members are present, engine-3 rank 0 did not join within 2 s" in relayed[rank]["absent"]
 
 
 def test_an_engine_that_dies_is_named_on_all_others_and_a_group_without_it_works(relayed: list[Story]) -> None:
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_is_named_on_all_others_and_a_group_without_it_works
         )
     for rank in (0, 1):
         assert re.search(
-            rf"^weights v3: training rank {rank}, .* engine-0 rank 0 is lost .* It has left word: weights v3: engine-0 "
+            rf"^weights v3: training rank {rank}, .* engine-0 rank 0 is lost .* It has reported: weights v3: engine-0 "
             r"rank 0, .*: engine-1 rank 0 is lost",
             relayed[rank]["lost"],
         )
@@ -155,6 +155,6 @@ def test_an_engine_that_hangs_is_named_after_the_time_out(relayed: list[Story]) 
         assert re.search(r"engine-0 rank 0 is (lost|too late)", relayed[rank]["late"])
 
 
-def test_a_death_in_the_middle_of_a_message_does_not_take_the_time_out_to_notice(relayed: list[Story]) -> None:
-    assert not relayed[2]["all had arrived"]
+def test_a_death_in_the_middle_of_a_message_is_detected_before_the_time_out(relayed: list[Story]) -> None:
+    assert not relayed[2]["all was received"]
     assert relayed[2]["in the middle of a message"] == "lost"

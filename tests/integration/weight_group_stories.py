@@ -1,7 +1,7 @@
-"""What the processes of test_weight_group.py do: a program, started as STORY RANK PORT FOLDER.
+"""The processes of test_weight_group.py: a program, started as STORY RANK PORT FOLDER.
 
-Each story is told by all of its processes together, since starting them costs more than what they do. Each writes down
-what it has seen; the tests read that.
+All processes of a story run its scenarios one after the other, since starting processes takes longer than the
+scenarios. Each process writes its observations to a file, which the tests read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.unit.weights.models import (
 
 HOST = "127.0.0.1"
 KEPT: list[WeightSyncError] = []
-"""Errors that someone still holds must not hold connections."""
+"""Errors that are still referenced must not keep connections open."""
 LARGE = 100_000_000
 """Elements of a message that takes a while."""
 BUCKET_BYTES = 4096
@@ -69,23 +69,23 @@ BACK = make_plan(engine(2), ZERO3, 4, bucket_bytes=BUCKET_BYTES)
 
 
 def held(layout: Layout, rank: int, version: int) -> Flat:
-    """What a rank holds of a version: each element is its number plus the version."""
+    """A rank's part of a version: each element is its number plus the version."""
     full = {name: values + version for name, values in FULL.items()}
     return {name: torch.from_numpy(values).float() for name, values in buffers_of(layout, full)[rank].items()}
 
 
-def differences(arrived: Flat, reference: dict[str, np.ndarray], version: int) -> list[str]:
-    """Buffers that are not the reference, element by element and by checksum; padding is zero."""
-    wrong = [] if arrived.keys() == reference.keys() else ["names"]
+def differences(received: Flat, reference: dict[str, np.ndarray], version: int) -> list[str]:
+    """Buffers that differ from the reference, by elements or by checksum; padding is zero."""
+    wrong = [] if received.keys() == reference.keys() else ["names"]
     for name, values in reference.items():
-        expected = torch.from_numpy(np.where(values == PADDING, 0, values + version).ravel()).to(arrived[name].dtype)
-        if not torch.equal(arrived[name], expected) or tensor_checksum(arrived[name]) != tensor_checksum(expected):
+        expected = torch.from_numpy(np.where(values == PADDING, 0, values + version).ravel()).to(received[name].dtype)
+        if not torch.equal(received[name], expected) or tensor_checksum(received[name]) != tensor_checksum(expected):
             wrong.append(name)
     return wrong
 
 
 class Allocations(TorchFunctionMode):
-    """Bytes of all storages that calls of torch make, `known` ones left out."""
+    """Bytes of all storages that torch calls allocate, except `known` ones."""
 
     def __init__(self, *known: Flat) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Allocations(TorchFunctionMode):
 
 
 class Interrupted(dict[str, torch.Tensor]):
-    """Buffers of a process that something happens to in the middle of a transfer."""
+    """Buffers that trigger an event in the middle of a transfer."""
 
     def __init__(self, buffers: Flat, reads: int, event: Callable[[], None]) -> None:
         super().__init__(buffers)
@@ -137,7 +137,7 @@ def hops_of(members: Members) -> tuple[Hop, ...]:
 
 
 def publish(group: TransferGroup, version: int, tp: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """From ZeRO-3 to the engines, one after the other: what is wrong in this process, and bytes by peer."""
+    """Publish from ZeRO-3 ranks to relayed engines; returns the differences in this process, and bytes by peer."""
     members = group.members
     plan = plan_to(tp, dtype.itemsize)
     ranks = {members.engine(replica, rank): rank for replica in range(len(members.engines)) for rank in range(tp)}
@@ -158,22 +158,23 @@ def publish(group: TransferGroup, version: int, tp: int, dtype: torch.dtype = to
 
 
 def some_changed(version: int) -> dict[str, np.ndarray]:
-    """Even numbers; a fiftieth of them per version moves by one."""
+    """Even numbers; a fiftieth of them changes by one per version."""
     return {name: 2 * values + (values % 50 <= version) for name, values in FULL.items()}
 
 
 def publish_coded(group: TransferGroup, codec: str, versions: range) -> list[Story]:
-    """The same from version to version through a codec, into two slots by turns as engines have them."""
+    """Publish several versions through a codec, alternately into two version buffers as engines do."""
     members, layout = group.members, engine(1)
     transfer = Transfer(group, plan_to(1), members.to_engines(hops_of(members)), torch.float32, CODECS[codec])
-    slots = [staging_buffers(layout.buffers[0], torch.float32) for _ in range(2)] if group.rank >= 2 else [{}, {}]
+    is_engine = group.rank >= 2
+    buffers = [staging_buffers(layout.buffers[0], torch.float32) if is_engine else {} for _ in range(2)]
     seen = []
     for version in versions:
         full = some_changed(version)
         source = buffers_of(ZERO3, full)[group.rank] if group.rank < 2 else {}
         source = {name: torch.from_numpy(values).float() for name, values in source.items()}
-        destination, before = slots[version % 2], slots[(version - 1) % 2]
-        traffic = transfer.run(version, source, destination, held=before, wants_sums=True)
+        destination, previous = buffers[version % 2], buffers[(version - 1) % 2]
+        traffic = transfer.run(version, source, destination, held=previous, wants_sums=True)
         expected = {
             name: torch.from_numpy(np.where(values == PADDING, 0, values).ravel()).float()
             for name, values in (vllm_rank(full, MODEL, 1, 0) if group.rank >= 2 else {}).items()
@@ -192,7 +193,7 @@ def publish_coded(group: TransferGroup, codec: str, versions: range) -> list[Sto
 
 
 def interrupted_publish(group: TransferGroup, version: int, victim: int, event: Callable[[], None]) -> None:
-    """Something happens to one engine in about the middle."""
+    """Trigger an event in one engine in about the middle of a transfer."""
     plan = plan_to(1)
     source = held(ZERO3, group.rank, version) if group.rank < 2 else {}
     destination = staging_buffers(engine(1).buffers[0], torch.float32) if group.rank >= 2 else {}
@@ -203,7 +204,7 @@ def interrupted_publish(group: TransferGroup, version: int, victim: int, event: 
 
 
 def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Callable[[], None]) -> None:
-    """Two training ranks and one engine over two ranks; then they meet again."""
+    """Two training ranks and one engine over two ranks; then they form a second group."""
     if rank < 2:
         store = distributed.PrefixStore("default", connect_store(*store_at, START_S))
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -230,7 +231,7 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
 
 
 def tell_relayed(rank: int, store_at: tuple[str, int], done: Story, write_down: Callable[[], None]) -> None:
-    """Two training ranks; engines of one rank join, one dies, one hangs; at last a training rank dies."""
+    """Two training ranks; engines of one rank join, one dies, one hangs; finally a training rank dies."""
     if rank < 3:
         group = join(store_at, Members(2, NAMES[:1]), rank, 0)
         done["one"] = publish(group, 1, 1)
@@ -258,7 +259,7 @@ def tell_relayed(rank: int, store_at: tuple[str, int], done: Story, write_down: 
 def one_large_message(
     store_at: tuple[str, int], group: TransferGroup, done: Story, write_down: Callable[[], None]
 ) -> None:
-    """Its sender is killed when the first of its bytes have arrived."""
+    """Kill the sender of a message after its first bytes were received."""
     store = connect_store(*store_at, START_S)
     if group.rank == 0:
         store.set("sender", str(os.getpid()))
@@ -274,7 +275,7 @@ def one_large_message(
         receiving[0].finish(time.monotonic() + 8.0)
     except LostPeerError as lost:
         done["in the middle of a message"] = "late" if lost.is_late else "lost"
-    done["all had arrived"] = bool(large[-1])
+    done["all was received"] = bool(large[-1])
     write_down()
 
 

@@ -1,9 +1,9 @@
-"""What a codec of published weights is: one buffer in, plain tensors out, and back, with explicit states on both sides.
+"""The codec interface of published weights: a buffer is encoded into tensors and decoded, with explicit states.
 
-The sender's state is what every receiver of its stream holds, bit for bit, so a difference is always taken against what
-it will be added to. The receiver keeps one number, the version it holds, which must be the base of what arrives.
+The sender's state is an exact copy of the values that every receiver holds, so a difference is always taken against the
+values it will be added to. A receiver's state is the version it holds, which must be the base of the next message.
 Invariant: after `encode` of v and `decode` of v, `SenderState.values` and the receiver's buffer have the same bits. So
-the checksum to announce beside a lossy codec is that of `SenderState.values`.
+with a lossy codec the checksum to publish is that of `SenderState.values`.
 
 Shape legend: n elements of a buffer, k of them changed.
 """
@@ -21,26 +21,26 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.model_config import DType
 
 Form = Literal["whole", "bitmap", "gaps", "int8"]
-"""What the parts hold: all values, changed values with their positions in one of two codings, or quantised steps."""
+"""Content of the parts: all values, changed values with their positions in one of two encodings, or quantised steps."""
 DTYPE_NAMES: Mapping[torch.dtype, DType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One buffer of one version as it travels: metadata, and flat tensors to be sent one after the other.
+    """One encoded buffer of one version: metadata, and flat tensors to be sent one after the other.
 
     Parts may alias the tensor that was encoded or the sender's state: send them before either changes.
 
     Attributes:
         buffer: Its name.
-        version: What the receiver holds afterwards.
-        base_version: What it must hold before; None for `whole`, which needs nothing.
-        dtype: Of the wire, hence of the buffer on both sides.
+        version: The version that the receiver holds after decoding.
+        base_version: The version that it must hold before; None for `whole`, which needs none.
+        dtype: Of the wire, and of the buffers of sender and receiver.
         num_elements: n.
         form: How to read `parts`.
         parts: Name -> `[...]` tensor.
-        num_changed: Elements whose bits differ from the base version; None where that was not measured.
+        num_changed: Elements whose bits differ from the base version; None if not measured.
     """
 
     buffer: str
@@ -54,18 +54,18 @@ class Encoded:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all parts, bytes. The metadata, some dozen bytes per buffer, is the transport's to count."""
+        """Size of all parts, bytes. The transport counts the metadata, a few dozen bytes per buffer."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
 @dataclass(slots=True, eq=False)
 class SenderState:
-    """What the receivers of one buffer hold.
+    """The values that the receivers of one buffer hold.
 
     Attributes:
         buffer: Its name.
         version: The last one encoded; None before the first.
-        values: `[n]` in the wire dtype, a copy of its own; None where the codec keeps none. Costs n · itemsize bytes.
+        values: `[n]` in the wire dtype, a copy of its own; None if the codec keeps none. Costs n · itemsize bytes.
     """
 
     buffer: str
@@ -73,7 +73,7 @@ class SenderState:
     values: Tensor | None = None
 
     def keep(self, version: int, values: Tensor | None) -> None:
-        """Note what receivers hold from now on."""
+        """Record the version and values that receivers hold from now on."""
         assert self.version is None or version > self.version, f"{self.buffer}: v{version} after v{self.version}"
         self.version = version
         if values is None or self.values is None:
@@ -84,20 +84,21 @@ class SenderState:
 
 @dataclass(slots=True, eq=False)
 class ReceiverState:
-    """Which version of one buffer this receiver holds; None before the first."""
+    """The version of one buffer that this receiver holds; None before the first."""
 
     buffer: str
     version: int | None = None
 
 
 class Codec(Protocol):
-    """Turns versions of a buffer into messages and back. Stateless: everything that lasts is in the two states.
+    """Encodes versions of a buffer into messages and decodes them. Stateless: the state is passed in.
 
-    A receiver decodes `whole` with any codec, so a sender may fall back to it for a buffer, or catch one receiver up.
+    A receiver decodes `whole` with any codec, so a sender may fall back to it for a buffer, or for a receiver that is
+    behind.
     """
 
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
-        """Encode a version and note in `state` what receivers will hold.
+        """Encode a version and record in `state` what receivers will hold.
 
         Args:
             current: `[n]` in the wire dtype, contiguous, of one size for all versions. Not changed.
@@ -107,23 +108,23 @@ class Codec(Protocol):
         ...
 
     def decode(self, encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
-        """Decode a version in place and note in `state` that it is held.
+        """Decode a version in place and record it in `state`.
 
         Args:
-            encoded: As it was sent, its parts on the device of `held`.
+            encoded: The received message, its parts on the device of `held`.
             state: Of this buffer.
-            held: `[n]` in the wire dtype: the version that the receiver holds, then the new one. Anything, if it holds
-                none.
+            held: `[n]` in the wire dtype: the version that the receiver holds, replaced by the new one. Any values if
+                it holds none.
 
         Raises:
-            WeightSyncError: If the receiver holds another version than the base, or if parts are damaged. Nothing has
-                been written then.
+            WeightSyncError: If the receiver holds another version than the base, or if parts are damaged. Nothing is
+                written then.
         """
         ...
 
 
 def whole(values: Tensor, buffer: str, version: int, num_changed: int | None = None) -> Encoded:
-    """Every element as it is. The part aliases `values`."""
+    """All elements, unencoded. The part aliases `values`."""
     parts = {"values": values.detach()}
     return Encoded(buffer, version, None, DTYPE_NAMES[values.dtype], values.numel(), "whole", parts, num_changed)
 
@@ -135,11 +136,11 @@ def words(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FullCodec:
-    """`full`: every element, bit-exact; n · itemsize bytes. Needs no copy on the sender's side."""
+    """`full`: every element, bit-exact; n · itemsize bytes. The sender keeps no copy."""
 
     @torch.no_grad()
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
-        state.keep(version, None)  # nothing is compared later; a codec that compares starts with all elements
+        state.keep(version, None)  # another codec that continues from this state sends all elements first
         return whole(current, state.buffer, version)
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class FullCodec:
 
 
 def decode_whole(encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
-    """As `Codec.decode`, of the form `whole`.
+    """`Codec.decode` for the form `whole`.
 
     Raises:
         WeightSyncError: As `Codec.decode`, and if it has another form.
@@ -156,37 +157,38 @@ def decode_whole(encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
     check_base(encoded, state)
     if encoded.form != "whole":
         raise WeightSyncError(
-            f"publish v{encoded.version}: {encoded.buffer} was sent as {encoded.form}, this receiver's codec does not "
-            "read that. Give both sides the same codec."
+            f"publish v{encoded.version}: {encoded.buffer} was sent as {encoded.form}, which this receiver's codec "
+            "cannot decode. Use the same codec for sender and receiver."
         )
     held.copy_(check_part(encoded, "values", encoded.num_elements))
     state.version = encoded.version
 
 
 def check_base(encoded: Encoded, state: ReceiverState) -> None:
-    """A difference is to the version that the receiver holds.
+    """Check that a difference has the version that the receiver holds as its base.
 
     Raises:
-        WeightSyncError: If it is to another.
+        WeightSyncError: If its base is another version.
     """
     if encoded.base_version is not None and encoded.base_version != state.version:
         holds = "no version" if state.version is None else f"v{state.version}"
         raise WeightSyncError(
-            f"publish v{encoded.version}: {encoded.buffer} is the difference to v{encoded.base_version}, this receiver "
-            f"holds {holds}: together they would be weights of no version. Send it `full`."
+            f"publish v{encoded.version}: {encoded.buffer} is the difference to v{encoded.base_version}, but this "
+            f"receiver holds {holds}: their sum would be weights of no version. Send it `full`."
         )
 
 
 def check_part(encoded: Encoded, name: str, num_elements: int) -> Tensor:
-    """A part of the size that it must have.
+    """A part, checked to be of the expected size.
 
     Raises:
-        WeightSyncError: If it has another.
+        WeightSyncError: If it has another size.
     """
     part = encoded.parts[name]
     if part.shape != (num_elements,):
         raise WeightSyncError(
-            f"publish v{encoded.version}: {encoded.buffer}: part {name!r} arrived with shape {tuple(part.shape)}, "
-            f"expected were {num_elements} elements. It was damaged on the way, or the two codecs are set differently."
+            f"publish v{encoded.version}: {encoded.buffer}: part {name!r} was received with shape {tuple(part.shape)}, "
+            f"but {num_elements} elements were expected. It was damaged in transfer, or the codecs of sender and "
+            "receiver differ."
         )
     return part

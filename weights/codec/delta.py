@@ -1,18 +1,18 @@
 """`delta`: only the elements whose bits have changed since the version before, with their positions. Bit-exact.
 
-Neighbours in bfloat16 are |w| / 256 … |w| / 128 apart, and an element changes only when its float32 master crosses from
-one to the next: the smaller the learning rate, the fewer do. In float32 nearly all change. The values themselves are
+Neighbouring bfloat16 numbers are |w| / 256 … |w| / 128 apart, and an element changes only if its float32 master weight
+rounds to another one: the smaller the learning rate, the fewer do. In float32 nearly all change. The new values are
 sent, not their difference, so nothing is added and nothing can drift. Source: PULSE, arXiv 2602.03839.
 
-Bits are compared: a NaN that stays is no change, and 0.0 to -0.0 is one.
+Bits are compared: an unchanged NaN is no change, and 0.0 to -0.0 is one.
 
-Which k of the n elements, in the smaller of two lossless codings:
+The positions of the k changed among n elements, in the smaller of two lossless encodings:
 
     bitmap  ⌈n / 8⌉ bytes   bit i % 8 of byte i // 8, least significant first
-    gaps    k + e bytes     how many elements lie between neighbours; 255 stands for 255 elements and no position
+    gaps    k + e bytes     the number of elements between neighbours; 255 stands for 255 elements and no position
 
-e counts the escapes, Σ ⌊gap / 255⌋ ≤ n / 255. Above a density of about 1/8 the bitmap is less, below it the gaps. Gaps
-of two bytes and plain positions would save only below 1/200, and there at most 0.2 % of the buffer.
+e counts the escapes, Σ ⌊gap / 255⌋ ≤ n / 255. Above a density of about 1/8 the bitmap is smaller, below it the gaps.
+Gaps of two bytes and plain positions would be smaller only below 1/200, and save at most 0.2 % of the buffer there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ESCAPE = 255
 
 @dataclass(frozen=True)
 class DeltaCodec:
-    """Implements `Codec`; k · itemsize bytes and the positions, or the whole buffer where that is less.
+    """Implements `Codec`; k · itemsize bytes and the positions, or the whole buffer if that is smaller.
 
     Extra memory while encoding: n bytes, and up to about 48 bytes per changed element.
     """
@@ -67,12 +67,12 @@ class DeltaCodec:
 
 
 def _difference(current: Tensor, state: SenderState, version: int) -> Encoded:
-    """Changed elements, or everything if nothing is known of the receiver or if that is smaller."""
+    """Changed elements; all elements if the receiver's values are unknown or if that is smaller."""
     if state.values is None:
         return whole(current, state.buffer, version)
     changes = find_changes(words(current), words(state.values))
     num_elements, num_changed, item_bytes = current.numel(), changes.num_changed, current.element_size()
-    # Where a bitmap is not the smallest coding, seven elements of eight are unchanged: whole is out of the question.
+    # If a bitmap is not the smallest encoding, seven of eight elements are unchanged, and `whole` is larger.
     if (num_elements - num_changed) * item_bytes <= -(-num_elements // 8):
         return whole(current, state.buffer, version, num_changed)
     form, packed = pack_positions(changes)
@@ -82,31 +82,31 @@ def _difference(current: Tensor, state: SenderState, version: int) -> Encoded:
 
 
 def _check_positions(encoded: Encoded, positions: Tensor, values: Tensor) -> None:
-    """An index out of range would end a GPU process without a word.
+    """Check the positions, since an index out of range would end a GPU process without an error message.
 
     Raises:
         WeightSyncError: If the positions cannot be those that were sent.
     """
-    first, last = (int(end) for end in torch.aminmax(positions)) if positions.numel() else (0, -1)
+    first, last = map(int, torch.aminmax(positions)) if positions.numel() else (0, -1)
     if positions.numel() != values.numel() or first < 0 or last >= encoded.num_elements:
         raise WeightSyncError(
-            f"publish v{encoded.version}: {encoded.buffer} arrived with {values.numel()} values for "
-            f"{positions.numel()} positions in {first}..{last} of {encoded.num_elements} elements. It was damaged on "
-            "the way; send it again."
+            f"publish v{encoded.version}: {encoded.buffer} was received with {values.numel()} values for "
+            f"{positions.numel()} positions in {first}..{last} of {encoded.num_elements} elements. It was damaged in "
+            "transfer; send it again."
         )
 
 
 def pack_positions(changes: Changes) -> tuple[PositionForm, Tensor]:
-    """The smaller coding's name, and a flat tensor of bytes."""
+    """Name of the smaller encoding, and a flat tensor of bytes."""
     size = -(-changes.num_elements // 8)
     if changes.num_changed < size:  # gaps have a byte per position, or more
         positions = changes.positions()
         gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
-        ends = (gaps // _ESCAPE + 1).cumsum(0)
-        num_entries = int(ends[-1]) if ends.numel() else 0
-        if num_entries < size:  # each gap's remainder, after as many escapes as it needs
+        stops = (gaps // _ESCAPE + 1).cumsum(0)
+        num_entries = int(stops[-1]) if stops.numel() else 0
+        if num_entries < size:  # each gap is its escapes and then the remainder
             entries = gaps.new_full((num_entries,), _ESCAPE)
-            entries[ends - 1] = gaps % _ESCAPE
+            entries[stops - 1] = gaps % _ESCAPE
             return "gaps", entries.to(torch.uint8)
     return "bitmap", changes.bitmap()
 

@@ -1,15 +1,16 @@
-"""`int8_delta`: the difference in 8 bits, per block of elements, against what the receiver holds.
+"""`int8_delta`: the difference to the receiver's values in 8 bits, quantised per block of elements.
 
-Symbols, per block of B elements: x current, r what the receiver holds, d = x − r, s = max |d| / 127 (float32),
+Symbols, per block of B elements: x current values, r the receiver's values, d = x − r, s = max |d| / 127 (float32),
 q = round(d / s) in −127..127. The receiver sets r ← r + s q, rounded to the wire dtype, and so does the sender.
 
-Error feedback: what rounding has lost is in the next d, because r is what the receiver has and not the version before.
-So after each publish |x − r| ≤ s / 2 + u / 2, with u the spacing of the wire dtype there, however many came before.
-Against the version before (no feedback), errors would add up. Sources: Seide et al., *1-Bit SGD*, Interspeech 2014;
+Error feedback: the next d contains the rounding error, because r is the receiver's value and not the previous version.
+So |x − r| ≤ s / 2 + u / 2, with u the spacing of the wire dtype there, holds after any number of publishes.
+Against the previous version (no feedback), errors would add up. Sources: Seide et al., *1-Bit SGD*, Interspeech 2014;
 error feedback, arXiv 1901.09847.
 
-Both sides run `_moved` on the same operands: a product and a sum as two operations, each rounded once (IEEE 754) and
-never fused, so they agree bit for bit. Flushing denormals to zero (`torch.set_flush_denormal`) on one side breaks that.
+Sender and receiver run `_moved` on the same operands: a product and a sum as two operations, each rounded once
+(IEEE 754) and never fused, so they agree bit for bit. Flushing denormals to zero (`torch.set_flush_denormal`) in only
+one of them breaks that.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SCALE_BYTES = 4
 class Int8DeltaCodec:
     """Implements `Codec`, not bit-exact; n + 4 ⌈n / B⌉ bytes: 0.258 of float32 and 0.516 of bfloat16 at B = 128.
 
-    A buffer goes whole if nothing is known of the receiver, if that is smaller, or if a value is not finite.
+    A buffer is sent whole if the receiver's values are unknown, if that is smaller, or if a value is not finite.
     Extra memory: 9 n bytes while encoding, 8 n while decoding.
 
     Attributes:
@@ -56,7 +57,7 @@ class Int8DeltaCodec:
             return whole(current, state.buffer, version)
         steps, scales = self._quantise(current, held)
         received = _moved(steps, scales, held)
-        if not bool(received.isfinite().all()):  # of any infinity or NaN in x or r, and of an overflow
+        if not bool(received.isfinite().all()):  # an infinity or NaN in x or r, or an overflow
             state.keep(version, current)
             return whole(current, state.buffer, version)
         parts = {"steps": steps.view(-1)[:num_elements], "scales": scales}
@@ -92,7 +93,7 @@ class Int8DeltaCodec:
         least, greatest = torch.aminmax(difference, dim=1)
         peaks = torch.maximum(greatest, -least)
         scales = peaks / _MAX_STEPS
-        # Among denormals the quotient may be rounded down so far that 127 steps do not reach the peak.
+        # For denormals the quotient may be rounded down so far that 127 steps do not reach the peak.
         too_small = scales * _MAX_STEPS < peaks
         scales = torch.where(too_small, scales.nextafter(torch.full_like(scales, torch.inf)), scales)
         divisors = torch.where(scales > 0, scales, torch.ones_like(scales))

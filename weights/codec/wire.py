@@ -1,7 +1,7 @@
 """Codecs by name, and encoded buffers as bytes: a header of fixed size, then the parts, one after the other.
 
-Whoever receives knows from the header how many bytes follow. Header, int64: form, version, base version, changed
-elements, bytes of each of up to two parts; -1 stands for none.
+The header tells the receiver how many bytes follow. Header, int64: form, version, base version, changed elements, bytes
+of each of up to two parts; -1 stands for none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CODECS: Mapping[CodecName, Codec] = {"full": FullCodec(), "delta": DeltaCodec(),
 
 
 def to_wire(encoded: Encoded) -> tuple[Tensor, Tensor]:
-    """Header `[HEADER_WORDS] int64` and payload `[bytes] uint8`, a copy of the parts; both where the parts are."""
+    """Header `[HEADER_WORDS] int64` and payload `[bytes] uint8`, a copy of the parts; both on the parts' device."""
     parts = [_bytes(encoded.parts[name]) for name in _part_dtypes(encoded.form, encoded.dtype)]
     sizes = [part.numel() for part in parts] + [_NONE] * (2 - len(parts))
     header = [
@@ -52,24 +52,24 @@ def from_wire(header: Tensor, payload: Tensor, buffer: str, dtype: torch.dtype, 
     Args:
         header: `[HEADER_WORDS] int64`.
         payload: `[payload_bytes(header)] uint8`.
-        buffer: What the receiver expects to get.
+        buffer: Name of the expected buffer.
         dtype: Of the wire.
-        num_elements: What the receiver expects to get.
+        num_elements: Of the expected buffer.
 
     Raises:
-        WeightSyncError: If no sender makes such a header.
+        WeightSyncError: If the header is invalid.
     """
     form, version, base, changed, *sizes = header.tolist()
     if not 0 <= form < len(_FORMS):
         raise WeightSyncError(
-            f"publish: {buffer} arrived in form {form}, known are 0..{len(_FORMS) - 1}. It was damaged on the way, or "
-            "sender and receiver are not of the same version of Penstock."
+            f"publish: {buffer} was received in form {form}, known are 0..{len(_FORMS) - 1}. It was damaged in "
+            "transfer, or sender and receiver run different versions of Penstock."
         )
     name = DTYPE_NAMES[dtype]
     parts, start = {}, 0
     for (part, kind), size in zip(_part_dtypes(_FORMS[form], name).items(), sizes, strict=False):
         piece = payload[start : start + size]
-        is_aligned = piece.storage_offset() % kind.itemsize == 0  # parts of single bytes may come before this one
+        is_aligned = piece.storage_offset() % kind.itemsize == 0  # a part of single bytes may precede this one
         parts[part] = (piece if is_aligned else piece.clone()).view(kind)
         start += size
     return Encoded(
@@ -89,7 +89,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _part_dtypes(form: Form, dtype: DType) -> dict[str, torch.dtype]:
-    """The parts of a form in the order of the wire."""
+    """The parts of a form, in the order in which they are sent."""
     values = TORCH_DTYPES[dtype]
     if form == "whole":
         return {"values": values}

@@ -2,7 +2,8 @@
 
 Symbols: a *box* is one index range per dimension of a full tensor; a *shard* is a box that one rank holds, with the
 address of each of its elements in one of that rank's buffers: `offset + Σ_d (i_d − start_d) · stride_d`, in elements.
-A *layout* is all shards of all tensors over the ranks of one side. Replicated tensors are equal boxes on several ranks;
+A *layout* is all shards of all tensors over all trainer or engine ranks. Replicated tensors are equal boxes on several
+ranks;
 a flat partition (ZeRO-3) is a row-major interval, which is at most 2·n − 1 boxes of an n-dimensional tensor.
 """
 
@@ -43,7 +44,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where one side of a transfer holds a model.
+    """Where the source or the destination of a transfer holds a model.
 
     Attributes:
         shards: By tensor name.
@@ -59,7 +60,7 @@ class Layout:
 
 
 class TensorSpec(NamedTuple):
-    """A full tensor, by the name it has in the model's Hugging Face form."""
+    """A full tensor, by its Hugging Face name."""
 
     name: str
     shape: Shape
@@ -71,12 +72,12 @@ def whole(shape: Shape) -> Box:
 
 
 def extents(box: Box) -> Shape:
-    """Its size in each dimension."""
+    """Size of a box in each dimension."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Elements in it."""
+    """Number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
@@ -91,7 +92,7 @@ def cut(box: Box, axis: int, start: int, stop: int) -> Box:
 
 
 def intersect(left: Box, right: Box) -> Box | None:
-    """What both hold; None if nothing."""
+    """The common part of two boxes; None if they are disjoint."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -114,7 +115,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """The row-major interval [start, stop) of a tensor as disjoint boxes, in order.
 
-    Example: of shape (4, 3), elements 2 … 9 are row 0 from column 2, rows 1 and 2, and row 3 up to column 1.
+    Example: in shape (4, 3), elements 2 … 9 are row 0 from column 2, rows 1 and 2, and row 3 up to column 1.
     """
     if start >= stop:
         return []

@@ -1,7 +1,7 @@
-"""The tensors of a policy by transformers: without memory, and under the names that a checkpoint has for them.
+"""The tensors of a policy as transformers defines them: without memory, and under the names of a checkpoint.
 
-transformers names tensors by its modules, and some modules stack what a checkpoint has one by one (experts). Its own
-conversion says how to get back.
+transformers names tensors by its modules, and some modules stack tensors that a checkpoint holds one by one (experts).
+Its own conversion turns them back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def config_of_shape(shape: ModelShape) -> Any:
-    """A configuration of transformers for a model of which only the shape is known: the family that has such a one."""
+    """A transformers configuration for a model of which only the shape is known: of the family that has this shape."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -59,15 +59,15 @@ def model_without_memory(hf_config: Any) -> Any:
 
 
 def module_tensors(hf_config: Any) -> list[TensorSpec]:
-    """What a trainer of this model has: names of transformers' modules and full shapes, tied ones once."""
+    """The tensors that a trainer of this model holds: transformers' module names and full shapes, tied ones once."""
     parameters = model_without_memory(hf_config).named_parameters()
     return [TensorSpec(name, tuple(parameter.shape)) for name, parameter in parameters]
 
 
 def checkpoint_tensors(hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same under the names of a checkpoint, cut and joined as it has them.
+    """Tensors under the names of a checkpoint, split and joined as a checkpoint holds them.
 
-    A model that transformers does not know has one form only, and stays as it is.
+    The tensors of a model that transformers does not know are returned unchanged.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

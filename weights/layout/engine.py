@@ -1,4 +1,4 @@
-"""Both sides of a publish: how engines hold the policy, which they tell, and how training ranks do."""
+"""How engines hold the policy (reported by an engine), and how the training ranks do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.weights.layout.training import Splits, training_layout
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSide:
-    """How engines hold a model, as one of them has told.
+class EngineLayout:
+    """How engines hold a model, as reported by one of them.
 
     Attributes:
         type: Of the engine.
@@ -27,21 +27,21 @@ class EngineSide:
         return self.layout.num_ranks
 
     @property
-    def words(self) -> str:
-        """For messages."""
+    def description(self) -> str:
+        """For error messages."""
         return f"{self.type}, tensor-parallel over {self.tp_size}"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSide:
-    """What decides how training ranks hold a model.
+class TrainingSharding:
+    """How the training ranks shard a model.
 
     Attributes:
         tensors: Names and full shapes, tied ones once.
         num_replicas: Ranks that hold the same part of each tensor, or partition it among themselves.
-        is_partitioned: Each part is partitioned over them (ZeRO-3); otherwise every one has all of it.
+        is_partitioned: Each part is partitioned over them (ZeRO-3); otherwise every rank holds all of it.
         tp_size: Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank.
-        splits: Which parts those are.
+        splits: The part of each tensor that a tensor-parallel rank holds.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -51,8 +51,8 @@ class TrainingSide:
     splits: Splits = field(default_factory=dict)
 
     @property
-    def words(self) -> str:
-        """For messages."""
+    def description(self) -> str:
+        """For error messages."""
         held = "partitioned (ZeRO-3)" if self.is_partitioned else "replicated (ZeRO 0 to 2)"
         split = f"AutoTP over {self.tp_size}, " if self.tp_size > 1 else ""
         return f"{split}{held} over {self.num_replicas} ranks"

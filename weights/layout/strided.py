@@ -1,4 +1,4 @@
-"""Boxes of tensors, where a layout says they are."""
+"""Access to a box of a tensor through its strided view."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Layouts that are read from code which copies tensors: it runs on tensors without memory, and every copy is recorded.
+"""Layouts that are traced from a weight loader: it runs on meta tensors, and every copy is recorded.
 
 On the meta device a tensor is a storage, an offset, a shape and strides, and nothing is computed. So a loader runs in
-milliseconds, and of each `copy_` both sides are strided views of two storages: that is the layout, whatever the loader
-does to get there. Views need no rule of their own. What moves elements into a new storage (clone, contiguous, reshape,
-cat, stack, a cast) is followed: a storage knows, box by box, where its elements came from. What computes new elements
-from them (index by a tensor, arithmetic) cannot be a layout, and is an error if it ends in a parameter.
+milliseconds, and source and target of each `copy_` are strided views of two storages, which give the layout. Views need
+no rule of their own. Operations that move elements into a new storage (clone, contiguous, reshape, cat, stack, a cast)
+are followed: a storage records, box by box, where its elements came from. Operations that compute new elements (index
+by a tensor, arithmetic) have no layout; it is an error if their result is copied into a parameter.
 
 Elements that no copy has written are padding; a later copy replaces an earlier one.
 """
@@ -42,7 +42,7 @@ _EMPTY = {
     for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
 }
 MAX_BOXES = 65_536
-"""Of one copy; one that scatters into more pieces than this is no layout that a plan could use."""
+"""Most boxes of one copy; a copy that scatters into more is no layout that a plan could use."""
 
 
 class _Piece(NamedTuple):
@@ -53,11 +53,11 @@ class _Piece(NamedTuple):
 
 
 class _Storage:
-    """What is known of a storage: its dense shape, and where its elements came from.
+    """The dense shape of a storage, and where its elements came from.
 
     Attributes:
-        owner: A tensor of it. Kept, since the address of a storage that is freed may be another's later.
-        computed: The operation that made elements of it which are no copies; empty if there is none.
+        owner: A tensor of this storage. Kept, since the address of a freed storage may be reused.
+        computed: The operation that computed elements of it, which are then no copies; empty if there is none.
     """
 
     def __init__(self, owner: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class _Storage:
         self.computed = ""
 
     def replace(self, box: Box, piece: _Piece | None) -> None:
-        """Forget where the elements of a box came from, and remember it again."""
+        """Replace the recorded origin of the elements of a box."""
         (start, stop), *_ = box or ((0, 1),)
         kept = []
         for old in self.pieces:
@@ -104,7 +104,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors([*args, *kwargs.values()]):
-            self._storage(tensor)  # the whole of it is seen before any view of it
+            self._storage(tensor)  # a whole tensor is recorded before any view of it
         if func is aten.copy_.default:
             self._copy(args[0], args[1])
             return args[0]
@@ -129,7 +129,7 @@ class Trace(TorchDispatchMode):
         for name, parameter in parameters.items():
             storage = self._storage(parameter)
             if storage.computed:
-                raise _untraceable(f"what it writes into {name} is computed by {storage.computed}, not copied")
+                raise _untraceable(f"the values it writes into {name} are computed by {storage.computed}, not copied")
             if not parameter.is_contiguous():
                 raise _untraceable(
                     f"{name} is not contiguous: strides {parameter.stride()} of {tuple(parameter.shape)}"
@@ -143,7 +143,7 @@ class Trace(TorchDispatchMode):
         return {name: _joined(shards) for name, shards in found.items()}
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether elements of a source are in its storage, or others that were computed from them."""
+        """Whether a tensor's storage holds elements of a source, or elements computed from them."""
         storage = self._storages.get(_key(tensor))
         return storage is not None and bool(storage.pieces or storage.computed)
 
@@ -168,7 +168,7 @@ class Trace(TorchDispatchMode):
                 start += part.shape[dim]
 
     def _write(self, into: torch.Tensor, of: torch.Tensor | None) -> None:
-        """Elements of one view are copied into another of the same shape; of None, constants."""
+        """Record a copy of one view into another of the same shape; `of` is None for constants."""
         target = self._storage(into)
         shape, there = tuple(into.shape), _view(into)
         source = None if of is None else self._storage(of)
@@ -189,31 +189,31 @@ class Trace(TorchDispatchMode):
                     target.replace(written, _Piece(written, came_from))
 
     def _compute(self, func: Any, result: Any, arguments: list[Any]) -> None:
-        """Mark what an operation has made from elements of a source, unless it is a view of them."""
+        """Mark the result of an operation on elements of a source as computed, unless it is a view of them."""
         given = {_key(tensor) for tensor in _tensors(arguments)}
         has_moved = any(self.holds(tensor) for tensor in _tensors(arguments))
         for tensor in _tensors([result]):
             storage = self._storage(tensor)
-            is_view = _key(tensor) in given and not func._schema.is_mutable  # noqa: SLF001 - how an operation says it
+            is_view = _key(tensor) in given and not func._schema.is_mutable  # noqa: SLF001 - there is no public name
             if has_moved and not (is_view and tensor.element_size() == storage.owner.element_size()):
                 storage.computed = str(func)
 
 
 def _boxes(base: Shape, shape: Shape, on_base: View, other: View) -> Iterator[tuple[Box, View]]:
-    """The boxes that a strided view has in a dense tensor, and where another view of the same shape has each of them.
+    """Split a strided view of a dense tensor into boxes, each with its view in another buffer.
 
-    Every dimension of the view runs along one axis of the tensor, or on into the next outer one where it has covered
-    an axis. What then is no interval of an axis (every second row; an interval that the other view has in pieces) is
-    cut into as many boxes as it takes.
+    Every dimension of the view runs along one axis of the tensor, and continues on the next outer axis once it has
+    covered the first. A dimension that is no interval of an axis (every second row; an interval that the other view
+    holds in pieces) is cut into several boxes.
 
     Args:
         base: Shape of the tensor, row-major.
         shape: Of both views.
         on_base: The view of the tensor.
-        other: Of another buffer.
+        other: A view of the same shape in another buffer.
 
     Raises:
-        WeightSyncError: If it is not made of boxes, or of too many.
+        WeightSyncError: If the view is not made of boxes, or of too many.
     """
     if 0 in shape:
         return
@@ -264,12 +264,12 @@ def _boxes(base: Shape, shape: Shape, on_base: View, other: View) -> Iterator[tu
 
 
 def _joined(shards: list[Shard]) -> list[Shard]:
-    """The same with neighbours in one box, where the addresses go on: experts one by one are a stack of them."""
+    """Merge adjacent shards with contiguous addresses, as single experts that form a stack."""
     for axis in range(len(shards[0].box) - 1, -1, -1) if shards else ():
         shards = sorted(shards, key=lambda one: (one.view.buffer, *one.box[:axis], *one.box[axis + 1 :], one.box[axis]))
         joined: list[Shard] = []
         for one in shards:
-            both = _together(joined[-1], one, axis) if joined else None
+            both = _merged(joined[-1], one, axis) if joined else None
             if both is None:
                 joined.append(one)
             else:
@@ -278,11 +278,12 @@ def _joined(shards: list[Shard]) -> list[Shard]:
     return [shard._replace(view=_row_major_where_free(shard)) for shard in shards]
 
 
-def _together(left: Shard, right: Shard, axis: int) -> Shard | None:
+def _merged(left: Shard, right: Shard, axis: int) -> Shard | None:
+    """Two shards as one, if they are adjacent along `axis`; else None."""
     (start, stop), (behind, end) = left.box[axis], right.box[axis]
     others = [index for index in range(len(left.box)) if index != axis]
-    is_beside = stop == behind and left.view.buffer == right.view.buffer
-    if not is_beside or any(left.box[index] != right.box[index] for index in others):
+    is_adjacent = stop == behind and left.view.buffer == right.view.buffer
+    if not is_adjacent or any(left.box[index] != right.box[index] for index in others):
         return None
     if any(left.view.strides[index] != right.view.strides[index] for index in others if extents(left.box)[index] > 1):
         return None
@@ -296,7 +297,7 @@ def _together(left: Shard, right: Shard, axis: int) -> Shard | None:
 
 
 def _row_major_where_free(shard: Shard) -> View:
-    """A dimension of one element has no stride; it gets that of a row-major box, so that equal layouts are equal."""
+    """Set the arbitrary strides of dimensions of one element to row-major ones, so that equal layouts compare equal."""
     sizes, strides = extents(shard.box), list(shard.view.strides)
     for axis in range(len(sizes) - 1, -1, -1):
         if sizes[axis] == 1:
@@ -322,6 +323,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _untraceable(why: str) -> WeightSyncError:
     return WeightSyncError(
-        f"weights: the engine's loader cannot be read as a layout: {why}. Set weights.transport=gather: it sends whole "
-        "tensors through that loader, at the price of more bytes."
+        f"weights: the layout of the engine's loader cannot be traced: {why}. Set weights.transport=gather: it sends "
+        "whole tensors through that loader, at the cost of more bytes."
     )

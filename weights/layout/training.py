@@ -1,6 +1,6 @@
-"""Layouts of the training side: replicated, ZeRO-3, AutoTP, both together.
+"""Layouts of the training ranks: replicated, ZeRO-3, AutoTP, or ZeRO-3 with AutoTP.
 
-Ranks are `dp · tp_size + tp`. Every rank's tensors are buffers of their own, named as the tensor.
+Ranks are `dp · tp_size + tp`. Every tensor of a rank is a buffer of its own, with the tensor's name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.weights.layout.algebra import (
 )
 
 Splits = Mapping[str, Sequence[Box]]
-"""Name -> what each tensor-parallel rank has of it; of other tensors every rank has all."""
+"""Name -> the box that each tensor-parallel rank holds; of unnamed tensors every rank holds all."""
 NOTHING_SPLIT: Splits = MappingProxyType({})
 
 
@@ -44,7 +44,7 @@ def training_layout(
         num_replicas: Data-parallel ranks.
         tp_size: Tensor-parallel ranks.
         is_partitioned: Parameters are partitioned over the data-parallel ranks.
-        splits: What AutoTP has made of the tensors, read from the live model.
+        splits: How AutoTP has split the tensors, read from the live model.
     """
     shards: dict[str, tuple[Shard, ...]] = {}
     buffers: list[dict[str, int]] = [{} for _ in range(num_replicas * tp_size)]

@@ -1,8 +1,8 @@
-"""Which owner sends a piece: egress as even as ownership allows, the same node first.
+"""Which owner sends a piece: bytes sent per rank as even as ownership allows, owners on the same node first.
 
-Pieces with one owner are fixed. The others are poured like water: for each set of owners, from the smallest to the
-largest, the level is raised until the set's bytes fit, and pieces are cut at the level, in whole rows where that is
-fine enough. When the sets of owners are nested or disjoint, as replicas and partitions make them, this gives the least
+Pieces with one owner are fixed. The others are assigned by water-filling: for each set of owners, from the smallest to
+the largest, the level is raised until the set's bytes fit, and pieces are cut at the level, in whole rows if that is
+fine enough. If the sets of owners are nested or disjoint, as replicas and partitions make them, this gives the least
 possible maximum (to one part in `GRAINS`).
 """
 
@@ -17,7 +17,7 @@ from penstock.weights.layout.algebra import Box, cut, volume
 from penstock.weights.planner.pieces import Piece
 
 GRAINS = 64
-"""Pieces are cut until loads agree to a part in so many."""
+"""Pieces are cut until the loads agree to one part in this number."""
 
 
 class Assignment(NamedTuple):
@@ -33,9 +33,9 @@ def assign(
     """Choose one sender for every element.
 
     Args:
-        pieces: What is needed, with its owners.
+        pieces: The needed pieces, with their owners.
         item_bytes: Size of an element.
-        resident: Destination rank -> source rank on the same device; what is local loads no sender.
+        resident: Destination rank -> source rank on the same device; local pieces add no load to a sender.
         is_near: `(source rank, destination rank)` -> whether they share a node.
     """
     chosen: list[Assignment] = []
@@ -49,22 +49,22 @@ def assign(
         shared[tuple(sorted(near or piece.sources))].append(piece)
     load: dict[int, int] = defaultdict(int)
     for owners in sorted(shared, key=lambda owners: (len(owners), owners)):
-        chosen += _pour(shared[owners], owners, load, item_bytes)
+        chosen += _fill(shared[owners], owners, load, item_bytes)
     return chosen
 
 
-def _pour(pieces: list[Piece], owners: tuple[int, ...], load: dict[int, int], item_bytes: int) -> Iterator[Assignment]:
-    """Give a set of owners its pieces, and count them in `load`."""
+def _fill(pieces: list[Piece], owners: tuple[int, ...], load: dict[int, int], item_bytes: int) -> Iterator[Assignment]:
+    """Assign pieces to a set of owners, and count them in `load`."""
     level = _level([load[rank] for rank in owners], sum(volume(piece.box) for piece in pieces) * item_bytes)
     grain = level / item_bytes / GRAINS
     waiting = sorted(owners, key=lambda rank: -load[rank])
     todo = pieces[::-1]
     while todo:
         piece, rank = todo.pop(), waiting[-1]
-        room = (level - load[rank]) / item_bytes
-        if len(waiting) > 1 and volume(piece.box) > room + grain:
-            parts = _split(piece, room, grain)
-            if room >= grain and parts:
+        space = (level - load[rank]) / item_bytes
+        if len(waiting) > 1 and volume(piece.box) > space + grain:
+            parts = _split(piece, space, grain)
+            if space >= grain and parts:
                 todo += parts[::-1]
             else:
                 todo.append(piece)
@@ -75,7 +75,7 @@ def _pour(pieces: list[Piece], owners: tuple[int, ...], load: dict[int, int], it
 
 
 def _level(loads: list[int], num_bytes: int) -> float:
-    """Height of the water when `num_bytes` are poured over `loads`."""
+    """Water level after `num_bytes` are added to `loads`."""
     loads = sorted(loads)
     for count in range(1, len(loads) + 1):
         level = (num_bytes + sum(loads[:count])) / count
@@ -84,17 +84,17 @@ def _level(loads: list[int], num_bytes: int) -> float:
     raise AssertionError("no owner")
 
 
-def _split(piece: Piece, room: float, grain: float) -> list[Piece]:
-    """The rows of a piece that fit into `room` elements, and the rest. If none fits, its first row, and the rest.
+def _split(piece: Piece, space: float, grain: float) -> list[Piece]:
+    """The rows of a piece that fit into `space` elements, and the rest. If none fits, its first row, and the rest.
 
-    Returns nothing if the piece is one row that is not worth cutting: at most a `grain`.
+    Returns an empty list if the piece is a single row of at most `grain` elements, which is not worth cutting.
     """
     for axis, (start, stop) in enumerate(piece.box):
         row = volume(piece.box) // (stop - start)
         if stop - start > 1:
-            middle = start + max(int(room / row), 1 if row > grain else 0)
+            middle = start + max(int(space / row), 1 if row > grain else 0)
             borders = sorted({start, min(middle, stop), stop})
-            parts = [part_of(piece, cut(piece.box, axis, *ends)) for ends in pairwise(borders)]
+            parts = [part_of(piece, cut(piece.box, axis, *range_)) for range_ in pairwise(borders)]
             return parts if len(parts) > 1 else []
     return []
 

@@ -1,4 +1,4 @@
-"""What a destination lacks, piece by piece, and who has it.
+"""The pieces of tensors that each destination rank needs, with the source ranks that own them.
 
 Every element of a destination shard is in exactly one piece. A piece that the destination's own device holds already
 (colocated training and generation) is local: it costs no transfer.
@@ -33,18 +33,18 @@ def missing_pieces(source: Layout, destination: Layout, resident: Mapping[int, i
     """Cut every destination shard along the borders of the source shards.
 
     Args:
-        source: Who has what.
-        destination: Who needs what.
-        resident: Destination rank -> source rank on the same device, where there is one.
+        source: Where the source ranks hold the tensors.
+        destination: Where the destination ranks need them.
+        resident: Destination rank -> source rank on the same device, if there is one.
 
     Raises:
-        WeightSyncError: If a tensor is missing on the source side, wholly or in part.
+        WeightSyncError: If a tensor is missing from the source ranks, wholly or in part.
     """
     for tensor, wanted in destination.shards.items():
         owned = source.shards.get(tensor)
         if owned is None:
-            raise WeightSyncError(f"weights: the training side has no {tensor}, which the engine needs.")
-        by_box: dict[Box, dict[int, View]] = defaultdict(dict)  # replicas together: each box once, with all its owners
+            raise WeightSyncError(f"weights: the training ranks have no {tensor}, which the engine needs.")
+        by_box: dict[Box, dict[int, View]] = defaultdict(dict)  # each box once, with all replicas as its owners
         for shard in owned:
             by_box[shard.box][shard.rank] = shard.view
         for shard in wanted:
@@ -55,7 +55,7 @@ def _cover(
     tensor: str, shard: Shard, by_box: Iterable[tuple[Box, Mapping[int, View]]], resident: int | None
 ) -> Iterator[Piece]:
     missing = [shard.box]
-    for box, owners in sorted(by_box, key=lambda item: resident not in item[1]):  # what is here already comes first
+    for box, owners in sorted(by_box, key=lambda item: resident not in item[1]):  # boxes on the own device come first
         rest: list[Box] = []
         for wanted in missing:
             common = intersect(wanted, box)
@@ -70,6 +70,6 @@ def _cover(
         if not missing:
             return
     raise WeightSyncError(
-        f"weights: of {tensor}, {sum(map(volume, missing))} elements that engine rank {shard.rank} needs are on no "
-        "training rank. The two layouts were made from different models."
+        f"weights: {tensor}: no training rank holds {sum(map(volume, missing))} elements that engine rank "
+        f"{shard.rank} needs. The two layouts were made from different models."
     )

@@ -1,7 +1,7 @@
 """The plan of a transfer: every copy from a training rank to an engine rank, in buckets, at the fewest bytes possible.
 
-Symbols: N_d = elements that destination rank d needs, O_d = those that its own device holds already. Bytes over the
-wire = Σ_d |N_d \\ O_d| · size: no plan can send fewer, and this one sends exactly so many (docs/concepts/weights.md).
+Symbols: N_d = elements that destination rank d needs, O_d = elements that its own device holds already. Bytes over the
+wire = Σ_d |N_d \\ O_d| · size: no plan can send fewer, and this one sends exactly that (docs/concepts/weights.md).
 Pure: made once per (model, layouts) and reused for every version.
 """
 
@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         item_bytes: Size of an element on the wire.
-        bucket_bytes: What any rank sends or receives within one bucket, at most.
+        bucket_bytes: Most bytes that any rank sends or receives within one bucket.
         resident: Destination rank -> source rank on the same device; copies between them are local.
         buckets: Copies in the order of transfer.
     """
@@ -54,11 +54,11 @@ class Plan:
 
     @property
     def copies(self) -> Iterable[Copy]:
-        """Of all buckets."""
+        """The copies of all buckets."""
         return (copy for bucket in self.buckets for copy in bucket)
 
     def is_local(self, copy: Copy) -> bool:
-        """Whether it stays on one device."""
+        """Whether a copy stays on one device."""
         return self.resident.get(copy.dst_rank) == copy.src_rank
 
     @cached_property
@@ -97,16 +97,16 @@ def make_plan(
     """Plan a transfer between any two layouts of one model, in either direction.
 
     Args:
-        source: Who has what.
-        destination: Who needs what.
+        source: Where the source ranks hold the tensors.
+        destination: Where the destination ranks need them.
         item_bytes: Size of an element in the wire dtype.
-        bucket_bytes: Extra memory that a rank may use, for what it sends or receives at a time.
-        resident: Destination rank -> source rank on the same device, where training and generation share devices.
+        bucket_bytes: Extra memory that a rank may use for the data it sends or receives at a time.
+        resident: Destination rank -> source rank on the same device, if training and generation share devices.
         source_nodes: Node of each source rank: among owners, those on the destination's node send.
         destination_nodes: Node of each destination rank.
 
     Raises:
-        WeightSyncError: If the source side lacks something.
+        WeightSyncError: If no source rank holds an element that is needed.
     """
     resident = dict(resident or {})
     here, there = source_nodes or {}, destination_nodes or {}
@@ -129,7 +129,7 @@ def make_plan(
 def lower_bound_bytes(
     source: Layout, destination: Layout, item_bytes: int, resident: Mapping[int, int] | None = None
 ) -> int:
-    """Σ |needed − owned| · size: what must cross between devices whatever the plan."""
+    """Σ |needed − owned| · size: the bytes that any plan must move between devices."""
     resident = resident or {}
     total = 0
     for tensor, wanted in destination.shards.items():
@@ -156,16 +156,16 @@ def _at_most(one: Assignment, largest: int) -> Iterable[Assignment]:
 
 
 def _buckets(copies: list[Copy], largest: int) -> Iterable[tuple[Copy, ...]]:
-    """Fill buckets in order; one is closed before any rank would send or receive more than it holds."""
+    """Fill buckets in order; a bucket is closed before any rank would send or receive more than its size."""
     bucket: list[Copy] = []
     filled: dict[tuple[str, int], int] = defaultdict(int)
     for copy in copies:
-        ends = (("from", copy.src_rank), ("to", copy.dst_rank))
-        if bucket and any(filled[end] + copy.num_elements > largest for end in ends):
+        ranks = (("from", copy.src_rank), ("to", copy.dst_rank))
+        if bucket and any(filled[rank] + copy.num_elements > largest for rank in ranks):
             yield tuple(bucket)
             bucket, filled = [], defaultdict(int)
         bucket.append(copy)
-        for end in ends:
-            filled[end] += copy.num_elements
+        for rank in ranks:
+            filled[rank] += copy.num_elements
     if bucket:
         yield tuple(bucket)

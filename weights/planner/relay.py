@@ -1,8 +1,8 @@
-"""How replicas of an engine pass weights on, so that what the training side sends does not grow with their number.
+"""How replicas of an engine relay weights, so that the bytes the training ranks send do not grow with their number.
 
-The training side sends to the first replica only. Nodes form a tree in which each hands every bucket on to at most
-`fanout` others as it arrives; on a node, the first replica hands it to its neighbours. Replicas hold equal shards, so
-rank r of a replica passes its whole shard to rank r of the next.
+The training ranks send to the first replica only. Nodes form a tree in which each forwards every received bucket to at
+most `fanout` others; on a node, the first replica forwards it to the other replicas. Replicas hold equal shards, so
+rank r of a replica forwards its whole shard to rank r of the next.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Hop(NamedTuple):
-    """Replica `parent` passes every bucket on to replica `child`."""
+    """Replica `parent` forwards every bucket to replica `child`."""
 
     parent: int
     child: int
@@ -22,7 +22,7 @@ def relay_tree(nodes: Sequence[str], fanout: int = 2) -> tuple[Hop, ...]:
     """Hops that reach every replica once, parents before children.
 
     Args:
-        nodes: Node of each replica; replica 0 gets the weights from the training side.
+        nodes: Node of each replica; replica 0 gets the weights from the training ranks.
         fanout: Nodes that one node sends to.
     """
     first_on: dict[str, int] = {}
@@ -40,7 +40,7 @@ def relay_tree(nodes: Sequence[str], fanout: int = 2) -> tuple[Hop, ...]:
 
 
 def depth(hops: Sequence[Hop]) -> int:
-    """Longest chain of hops: a bucket reaches the last replica so many hops after the first."""
+    """Longest chain of hops from the first replica to the last."""
     level = {0: 0}
     for hop in hops:
         level[hop.child] = level[hop.parent] + 1

@@ -1,12 +1,12 @@
-"""Versions as adapters: engines keep the weights they were loaded with, the base, and add to them what has arrived.
+"""Versions as adapters: engines keep the weights they were loaded with, the base, and add received adapters to them.
 
     live = base + B·A, in float32, rounded once to the parameter's dtype
 
-For every version again, from the base: nothing is subtracted, so nothing drifts, and a missed version does no harm.
-B has the scale (alpha / rank) in it. A tensor-parallel rank multiplies its rows of B and its columns of A only.
+Every version is computed from the base: nothing is subtracted, so nothing drifts, and a missed version does no harm.
+B includes the scale (alpha / rank). A tensor-parallel rank multiplies only its rows of B and its columns of A.
 
-That the result is right is proven in three steps: the base has the checksums of the trainer's own, the adapters have
-those they were sent with, and the live parameters, read back, have those of the sums computed here.
+Checksums verify the result in three steps: the base against the trainer's base weights, the adapters against the
+manifest, and the live parameters, read back, against the sums computed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
-from penstock.weights.checksum import check_arrived, combine_checksums, entry_key, tensor_checksum
+from penstock.weights.checksum import check_received, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, View
 from penstock.weights.layout.strided import strided_box
@@ -29,17 +29,17 @@ _DOWN, _UP = ".lora_A", ".lora_B"
 
 
 def adapter_tensors(name: str, down: torch.Tensor, up: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What travels of one adapted weight: A `[rank, in]`, and B `[out, rank]` with its scale, under their names."""
+    """The published tensors of one adapted weight: A `[rank, in]`, and B `[out, rank]` with its scale, by name."""
     return [(f"{name}{_DOWN}", down), (f"{name}{_UP}", up)]
 
 
 def adapter_manifest(
     sent: WeightManifest, base: tuple[TensorEntry, ...], layout: Layout, num_shards: int
 ) -> WeightManifest:
-    """What engines are told of a version.
+    """The manifest of a version of adapters.
 
     Args:
-        sent: Of the file with the adapters.
+        sent: Manifest of the file with the adapters.
         base: The engines' parameters, with the checksums of the trainer's weights without adapters.
         layout: Where the engines hold the weights.
         num_shards: Tensor-parallel ranks of an engine.
@@ -56,7 +56,7 @@ def adapter_manifest(
 
 
 class BaseWeights:
-    """What one rank of an engine was loaded with, of the parameters that have adapters; a copy in main memory."""
+    """The weights that one engine rank was loaded with, of the parameters that have adapters; a copy in main memory."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -71,7 +71,7 @@ class BaseWeights:
         Args:
             manifest: With adapters.
             live: Parameters by name; before the first version they are the base. Not changed.
-            device: Where to compute, and where the results are.
+            device: Device of the computation and of the results.
 
         Returns:
             Flat values of every parameter that has an adapter.
@@ -79,7 +79,7 @@ class BaseWeights:
         Raises:
             WeightSyncError: If the engine was loaded with other weights than the trainer, or the adapters are damaged.
         """
-        assert manifest.adapters is not None, "a version as weights needs no base"
+        assert manifest.adapters is not None, "a version without adapters needs no base"
         boxes: dict[str, list[AdaptedBox]] = defaultdict(list)
         for box in manifest.adapters.boxes:
             if box.rank == self._rank:
@@ -89,7 +89,7 @@ class BaseWeights:
             self._kept = {name: live[name].detach().to("cpu", copy=True).view(-1) for name in boxes}
         sent = manifest.adapters.entries
         adapters = dict(read_version(replace(manifest, entries=sent)))
-        check_arrived(adapters, sent, manifest.version)
+        check_received(adapters, sent, manifest.version)
         return {name: _sum(self._kept[name], boxes[name], adapters, device) for name in boxes}
 
     def _check_base(self, manifest: WeightManifest, live: Mapping[str, torch.Tensor]) -> None:
@@ -99,13 +99,13 @@ class BaseWeights:
             if tensor_checksum(live[entry.name].detach().to(TORCH_DTYPES[entry.dtype])) != entry.checksum:
                 raise WeightSyncError(
                     f"publish v{manifest.version}: {entry.name} of rank {self._rank} was loaded with other values than "
-                    "the trainer has under its adapters, so they cannot be added to it. Start both from one "
-                    "model.path and model.dtype, or use weights.transport=gather."
+                    "the trainer's base weights, so the adapters do not apply to it. Start trainer and engines from "
+                    "the same model.path and model.dtype, or use weights.transport=gather."
                 )
 
 
 def entries_of(manifest: WeightManifest, rank: int, merged: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
-    """What a rank's live parameters must be once `merged` is in them."""
+    """Expected entries of a rank's live parameters after `merged` is applied."""
     return tuple(
         replace(entry, checksum=tensor_checksum(merged[entry.name])) if entry.name in merged else entry
         for entry in manifest.entries

@@ -1,4 +1,4 @@
-"""Whether torch takes GPU memory in a way that other processes can open. No torch here: asked before the start too."""
+"""Whether torch allocates GPU memory that other processes can open. Imports no torch: also checked before the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
         fields = (field.partition(":") for field in environment.get(name, "").split(","))
         if {key.strip(): value.strip().lower() for key, _, value in fields}.get("expandable_segments") == "true":
             return (
-                f"weights: {name}={environment[name]}, and versions are written into memory of the engines' devices: "
-                "torch shares expandable segments by file descriptors that it takes out of the other process "
-                "(pidfd_getfd), which containers forbid. Take expandable_segments:True out of it, or set "
-                "weights.transport=shared_memory."
+                f"weights: {name}={environment[name]}, but versions are written into memory of the engines' devices: "
+                "torch shares expandable segments through file descriptors of the other process (pidfd_getfd), which "
+                "containers forbid. Remove expandable_segments:True from it, or set weights.transport=shared_memory."
             )
     return ""

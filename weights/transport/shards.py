@@ -1,13 +1,13 @@
-"""Weights within one node, without gathering: training ranks write into slots in the engines' own layout.
+"""Weights within one node, without gathering: training ranks write version buffers in the engines' own layout.
 
-A slot is a file in shared memory, one per tensor-parallel rank of an engine, or memory of its device
-(device_memory.py). Each training rank copies what the plan gives it from its own memory to its final address there, so
-a version is copied twice in all: into the slot while generation goes on, and from the slot into live parameters under
-the freeze. Of files two alternate, so a version stays readable while the next one is written, and engines of the node
-share them. Padding is zero, as in the engines.
+A version buffer is a file in shared memory, one per tensor-parallel rank of an engine, or memory of its device
+(device_memory.py). Each training rank copies its part of the plan from its own memory to the final addresses there, so
+a version is copied twice in total: into the buffer during generation, and from the buffer into live parameters under
+the freeze. Two files alternate, so a version stays readable while the next one is written; the engines of a node share
+them. Padding is zero, as in the engines.
 
-Checksums are sums over addresses (weights/checksum.py): each training rank sums what it reads at the addresses where
-the engine must hold it, and the engine sums its live parameters. So they prove content and place, end to end.
+Checksums are sums over addresses (weights/checksum.py): each training rank sums the values it reads at the addresses
+where the engine must hold them, and the engine sums its live parameters. So they verify content and place, end to end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, strided_sum
-from penstock.weights.config import NUM_SLOTS
+from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.layout.strided import strided_box
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
-from penstock.weights.transport.device_memory import DeviceSlot, OpenedSlots
-from penstock.weights.transport.shared_memory import cut_slot, reserve, slot_size
+from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBuffer
+from penstock.weights.transport.shared_memory import reserve, split_version_buffer, version_buffer_size
 
 IN_DEVICE_MEMORY = "device"
-"""`WeightManifest.location` of a version that is in the slots of the engine's own devices."""
+"""`WeightManifest.location` of a version in the buffers of the engine's own devices."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,25 @@ class ShardTransfer:
     """Everything a training rank needs to write its part of each version. Made once, by the driver.
 
     Attributes:
-        plan: Who copies what.
+        plan: The copies of each training rank.
         buffers: By engine rank: name -> size in elements.
         dtype: Of the wire, and of the engine's parameters.
-        directory: Where the files are, in shared memory; None: the slots are in device memory.
-        num_slots: Versions that the files hold. With one, no engine may read a version when the next is written.
+        directory: Folder of the files, in shared memory; None: the version buffers are in device memory.
+        num_buffers: Version buffers per engine rank. With one, no engine may still read a version when the next is
+            written.
     """
 
     plan: Plan
     buffers: tuple[Mapping[str, int], ...]
     dtype: DType
     directory: str | None
-    num_slots: int = NUM_SLOTS
+    num_buffers: int = NUM_BUFFERS
 
     @classmethod
     def between(
         cls,
-        training: TrainingSide,
-        engine: EngineSide,
+        training: TrainingSharding,
+        engine: EngineLayout,
         dtype: DType,
         directory: str | None,
         training_at: Sequence[str] = (),
@@ -71,13 +72,13 @@ class ShardTransfer:
             training: How the trainer holds the model.
             engine: How an engine does.
             dtype: Of the wire.
-            directory: Where the files are to be, if there are any.
+            directory: Folder of the files, if there are any.
             training_at: Node of each training rank; its device, if there is no directory.
-            engine_at: Of each rank of the engine: what several training ranks have is sent from where it is nearest,
-                and what the only one on its device has stays there.
+            engine_at: The same of each engine rank. Of several training ranks that hold an element, the nearest one
+                sends it; the only training rank on an engine rank's device sends it nothing, since it copies locally.
 
         Raises:
-            WeightSyncError: If the training side lacks something that the engine needs.
+            WeightSyncError: If the training ranks lack a tensor that the engine needs.
         """
         resident = resident_ranks(training_at, engine_at) if directory is None else {}
         try:
@@ -90,17 +91,17 @@ class ShardTransfer:
                 destination_nodes=dict(enumerate(engine_at)),
             )
         except WeightSyncError as error:
-            layouts = f"Training layout: {training.words}. Engine layout: {engine.words}."
+            layouts = f"Training layout: {training.description}. Engine layout: {engine.description}."
             raise WeightSyncError(f"{error} {layouts}") from error
         return cls(plan, engine.layout.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
-        """Where a version's files are."""
-        assert self.directory is not None, "slots in device memory have no files"
-        return Path(self.directory) / f"slot{version % self.num_slots}"
+        """Folder of a version's files."""
+        assert self.directory is not None, "version buffers in device memory have no files"
+        return Path(self.directory) / f"buffer{version % self.num_buffers}"
 
     def manifest(self, version: int, parts: list[PartialSum]) -> WeightManifest:
-        """What the engines are told, once every training rank has written its part."""
+        """The manifest for the engines, from the checksums of all training ranks."""
         sums: Counter[tuple[int, str]] = Counter()
         for engine_rank, buffer, checksum in parts:
             sums[engine_rank, buffer] += checksum
@@ -120,15 +121,15 @@ class ShardTransfer:
 
 
 def resident_ranks(training_at: Sequence[str], engine_at: Sequence[str]) -> dict[int, int]:
-    """Engine rank -> the only training rank on its device: what that one holds need not be sent."""
+    """Engine rank -> the only training rank on its device, whose elements need not be sent."""
     return {rank: training_at.index(device) for rank, device in enumerate(engine_at) if training_at.count(device) == 1}
 
 
 class ShardFiles:
-    """Slots as files, mapped as they are needed; the engines of a node share them."""
+    """Version buffers as files, mapped on first use; the engines of a node share them."""
 
     def __init__(self, transfer: ShardTransfer) -> None:
-        """Make the files, if no other process has.
+        """Create the files, unless another process has.
 
         Raises:
             WeightSyncError: If shared memory is too small for them.
@@ -136,21 +137,21 @@ class ShardFiles:
         self._transfer = transfer
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._mapped: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
-        for slot in range(transfer.num_slots):
+        for version in range(transfer.num_buffers):
             for engine_rank, sizes in enumerate(transfer.buffers):
-                _reserve(transfer, slot, engine_rank, slot_size(sizes, self._dtype) * self._dtype.itemsize)
+                _reserve(transfer, version, engine_rank, version_buffer_size(sizes, self._dtype) * self._dtype.itemsize)
 
-    def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
-        """Name -> flat tensor: what an engine rank needs of a version; it replaces the version before the last one."""
+    def tensors(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
+        """Name -> flat tensor: an engine rank's shard of a version, in the buffer of `version - num_buffers`."""
         folder = self._transfer.folder(version)
-        buffers = self._mapped.get((folder, engine_rank))
-        if buffers is None:
+        tensors = self._mapped.get((folder, engine_rank))
+        if tensors is None:
             sizes = self._transfer.buffers[engine_rank]
-            buffers = self._mapped[folder, engine_rank] = _map(folder, engine_rank, sizes, self._dtype)
-        return buffers
+            tensors = self._mapped[folder, engine_rank] = _map(folder, engine_rank, sizes, self._dtype)
+        return tensors
 
     def complete(self) -> None:
-        """A copy into main memory is there when the call that makes it returns."""
+        """Does nothing: a copy into main memory is complete when its call returns."""
 
 
 class ShardWriter:
@@ -160,45 +161,45 @@ class ShardWriter:
         progress: How far it is, for messages; may be read by another thread.
     """
 
-    def __init__(self, transfer: ShardTransfer, rank: int, slots: ShardFiles | OpenedSlots) -> None:
+    def __init__(self, transfer: ShardTransfer, rank: int, version_buffers: ShardFiles | OpenedVersionBuffers) -> None:
         self.progress = "not begun"
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._copies = copies_of(transfer, rank)
         self._buckets = [[copy for copy in bucket if copy.src_rank == rank] for bucket in transfer.plan.buckets]
-        self._slots = slots
+        self._version_buffers = version_buffers
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's elements into the slots of `version`; they are there when it returns.
+        """Copy this rank's elements into the buffers of `version`; other processes can read them when it returns.
 
         Args:
-            version: Replaces the version before the last one; in device memory the last one.
-            tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
+            version: Overwrites the version before the last one; in device memory the last one.
+            tensors: Name -> this rank's part of it, flat; cast to the wire dtype here.
         """
         for number, bucket in enumerate(self._buckets, start=1):
             self.progress = f"v{version}, bucket {number} of {len(self._buckets)}"
             for copy in bucket:
-                buffer = self._slots.buffers(version, copy.dst_rank)[copy.destination.buffer]
-                target = strided_box(buffer, copy.shape, copy.destination)
+                shard = self._version_buffers.tensors(version, copy.dst_rank)
+                target = strided_box(shard[copy.destination.buffer], copy.shape, copy.destination)
                 copy_values(target, strided_box(tensors[copy.tensor], copy.shape, copy.source))
         self.progress = f"v{version}, all buckets begun"
-        self._slots.complete()
+        self._version_buffers.complete()
         self.progress = f"v{version}, checksums"
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
-        """What this rank's elements add to the checksums, read where they come from."""
+        """This rank's contributions to the checksums, computed from its own tensors."""
         return shard_sums(self._copies, self._dtype, tensors)
 
 
 def copies_of(transfer: ShardTransfer, rank: int) -> list[Copy]:
-    """What one training rank sends."""
+    """The copies that one training rank sends."""
     return [copy for copy in transfer.plan.copies if copy.src_rank == rank]
 
 
 @torch.no_grad()
 def shard_sums(copies: Iterable[Copy], dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
-    """What the elements of these copies add to the checksums of the engines' parameters, in the wire dtype."""
+    """Contributions of these copies to the checksums of the engines' parameters, in the wire dtype."""
     parts = []
     for copy in copies:
         sent = strided_box(tensors[copy.tensor], copy.shape, copy.source).to(dtype)
@@ -207,33 +208,38 @@ def shard_sums(copies: Iterable[Copy], dtype: torch.dtype, tensors: Mapping[str,
     return parts
 
 
-def read_shard(manifest: WeightManifest, rank: int, slot: DeviceSlot | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """What one engine rank needs of a version, where it is: buffer name and flat tensor. Nothing is copied.
+def read_shard(
+    manifest: WeightManifest, rank: int, device_buffer: VersionBuffer | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One engine rank's shard of a version: buffer name and flat tensor, a view of the version buffer.
 
     Args:
         manifest: Of the version.
         rank: Of the engine.
-        slot: Of this rank in device memory, if it has one.
+        device_buffer: This rank's buffer in device memory, if it has one.
 
     Raises:
-        WeightSyncError: If the slot is gone, or is for other buffers.
+        WeightSyncError: If the version buffer does not exist, or was made for other tensors.
     """
     entries = [entry for entry in manifest.entries if entry.rank == rank]
     where = f"publish v{manifest.version}"
     if manifest.location == IN_DEVICE_MEMORY:
-        if slot is None:
+        if device_buffer is None:
             raise WeightSyncError(
-                f"{where}: it was written into device memory for rank {rank}, which has none: its process began later."
+                f"{where}: it was written into device memory, but rank {rank} has no version buffer: its process "
+                "started after that."
             )
         for entry in entries:
-            if entry.name not in slot.buffers:
-                raise WeightSyncError(f"{where}: the slot of rank {rank} has no buffer {entry.name}. Other model?")
-            yield entry.name, slot.buffers[entry.name]
+            if entry.name not in device_buffer.tensors:
+                raise WeightSyncError(
+                    f"{where}: the version buffer of rank {rank} has no tensor {entry.name}. Is it of another model?"
+                )
+            yield entry.name, device_buffer.tensors[entry.name]
         return
     folder = Path(manifest.location)
     if not _file(folder, rank).exists():
         raise WeightSyncError(
-            f"{where}: {_file(folder, rank)} is not there. The engine is on another node than the trainer. Set "
+            f"{where}: {_file(folder, rank)} does not exist. The engine is on another node than the trainer. Set "
             "weights.transport=auto."
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
@@ -245,20 +251,20 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _map(folder: Path, rank: int, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Map a file and cut it into its buffers."""
-    size = slot_size(sizes, dtype)
-    return cut_slot(torch.from_file(str(_file(folder, rank)), shared=True, size=size, dtype=dtype), sizes)
+    """Map a file and split it into its tensors."""
+    size = version_buffer_size(sizes, dtype)
+    return split_version_buffer(torch.from_file(str(_file(folder, rank)), shared=True, size=size, dtype=dtype), sizes)
 
 
-def _reserve(transfer: ShardTransfer, slot: int, engine_rank: int, num_bytes: int) -> None:
-    file = _file(transfer.folder(slot), engine_rank)
+def _reserve(transfer: ShardTransfer, version: int, engine_rank: int, num_bytes: int) -> None:
+    file = _file(transfer.folder(version), engine_rank)
     try:
         reserve(file, num_bytes)
     except OSError as error:
         free = os.statvfs(file.parent)
         raise WeightSyncError(
-            f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, one shard of the policy "
-            f"needs {num_bytes >> 20} MiB, {transfer.num_slots} of every shard are kept ({error.strerror}). Give "
-            "the machine or container more of it (docker: --shm-size)"
-            + (", or set weights.staging=bucket, which takes half." if transfer.num_slots > 1 else ".")
+            f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, but one shard of the policy "
+            f"needs {num_bytes >> 20} MiB, and {transfer.num_buffers} versions of every shard are kept "
+            f"({error.strerror}). Give the machine or container more shared memory (docker: --shm-size)"
+            + (", or set weights.staging=bucket, which needs half." if transfer.num_buffers > 1 else ".")
         ) from error

@@ -1,11 +1,11 @@
-"""Memory that processes of one node share: folders, slots, and whole versions as one safetensors file.
+"""Memory that processes of one node share: folders, version buffers, and whole versions as one safetensors file.
 
-A slot is where one version of an engine rank's shard is, all its buffers one after the other in one piece of memory.
-There are two kinds: files that a node shares (shards.py) and memory of the engine's device (device_memory.py). How they
-are made and opened differs; who writes what and when, and how it is checked, does not.
+A version buffer holds one version of an engine rank's shard: its flat tensors one after the other in one piece of
+memory. There are two kinds: files that a node shares (shards.py) and memory of the engine's device (device_memory.py).
+They differ only in how they are created and opened; writing and verifying are the same.
 
-A gathered version is a file of HF-named tensors that every engine maps. It lives until the publisher has every
-acknowledgement of a newer one, or gives up on it.
+A gathered version is a file of HF-named tensors that every engine maps. It exists until all engines have acknowledged a
+newer version or were fenced.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 << 10
 _PAGE_BYTES = 4096
 _LARGE_START_BYTES = _PAGE_BYTES // 2
-"""In a page. Memory that torch allocates for a large tensor begins shortly behind a page's start: where a slot's
-buffers begin there too, or at a page's start, memcpy is slow into one of the two (weights/copies.py)."""
+"""Offset in a page. Memory that torch allocates for a large tensor starts shortly after a page boundary. If the tensors
+of a version buffer started there too, or at a page boundary, memcpy would be slow into one of the two (copies.py)."""
 
 
 def default_directory() -> Path:
-    """`/dev/shm` where it exists (Linux), else the temporary folder."""
+    """`/dev/shm` if it exists (Linux), else the temporary folder."""
     shm = Path("/dev/shm")  # noqa: S108 - this is the shared-memory file system, files get unguessable names
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -82,7 +82,7 @@ def _machine() -> str:
 def _start_ticks(pid: int) -> int:
     """Start of a process, in clock ticks since the boot of the machine; -1 if it does not run (any more)."""
     try:
-        # The name of the program, in brackets, may hold spaces. After it come the state and, 19 places later, the start.
+        # The name of the program, in brackets, may hold spaces. The state follows it and, 19 places later, the start.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return -1
@@ -90,7 +90,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> None:
-    """Remove what processes that were killed have left in shared memory, or in `parent`."""
+    """Remove the folders that killed processes have left in shared memory, or in `parent`."""
     for pid in pids:
         for directory in {default_directory(), Path(parent or default_directory())}:
             for folder in directory.glob(f"{_PREFIX}{pid}-*"):
@@ -98,7 +98,7 @@ def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> Non
 
 
 def reserve(file: Path, num_bytes: int) -> None:
-    """Make a file and take its memory now: a page that is missing later would end the process without a word.
+    """Create a file and allocate its memory now: a page that is missing later would kill the process (SIGBUS).
 
     Raises:
         OSError: If there is too little.
@@ -111,7 +111,7 @@ def reserve(file: Path, num_bytes: int) -> None:
 def write_version(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: str, directory: Path
 ) -> WeightManifest:
-    """Write one version for every engine on this node to map.
+    """Write one version as a file that every engine on this node can map.
 
     Args:
         tensors: HF name and full tensor, each once; cast to `dtype` (the wire dtype) here.
@@ -143,12 +143,12 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
     """Map a version and yield its tensors in manifest order; nothing is copied until a tensor is used.
 
     Raises:
-        WeightSyncError: If the file is gone or holds other tensors than the manifest says.
+        WeightSyncError: If the file does not exist or lacks tensors of the manifest.
     """
     path = Path(manifest.location)
     if not path.exists():
         raise WeightSyncError(
-            f"publish v{manifest.version}: {path} is not there. The engine is on another node than trainer rank 0, "
+            f"publish v{manifest.version}: {path} does not exist. The engine is on another node than trainer rank 0, "
             "or the version was already replaced. Set weights.transport=auto."
         )
     with safe_open(path, framework="pt", device=str(device)) as file:
@@ -161,19 +161,19 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
             yield entry.name, file.get_tensor(entry.name)
 
 
-def slot_size(sizes: Mapping[str, int], dtype: torch.dtype) -> int:
-    """Elements of a slot, from those of its buffers."""
+def version_buffer_size(sizes: Mapping[str, int], dtype: torch.dtype) -> int:
+    """Elements of a version buffer for tensors of these sizes, padding included."""
     return _starts(sizes, dtype)[-1]
 
 
-def cut_slot(flat: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Cut a slot, which begins on a page, into its buffers: each on its own cache line, large ones half a page in."""
+def split_version_buffer(flat: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Split a version buffer, which starts on a page, into its tensors, each on a cache line; large ones mid-page."""
     starts = _starts(sizes, flat.dtype)
     return {name: flat[start : start + size] for (name, size), start in zip(sizes.items(), starts, strict=False)}
 
 
 def _starts(sizes: Mapping[str, int], dtype: torch.dtype) -> list[int]:
-    """Where each buffer begins, and the slot ends; in elements."""
+    """Offset of each tensor, and the total size, in elements."""
     starts, end = [], 0
     for size in sizes.values():
         num_bytes = size * dtype.itemsize

@@ -1,12 +1,10 @@
-"""A version on its way into one rank of an engine, while that rank goes on decoding.
+"""Staging: a version is fetched and verified for one engine rank while that rank continues decoding.
 
-Consumes: the shard in its slot, the whole tensors of a file, or the adapters that make it
-(weights/transport/adapters.py). Waits
-for: nothing; in a thread (weights/transport/background.py) they are compared with the manifest and, if the device is a
-GPU, what is in shared memory is first copied there, on a stream of its own. What training ranks have written into
-device memory stays where it is. Unblocked by: the thread's end, which the engine polls. Only then are running requests
-frozen, so a damaged version harms nothing and the freeze lasts for one copy within the device, or for the loading of
-the file.
+Consumes: the shard in a version buffer, the whole tensors of a file, or adapters (weights/transport/adapters.py).
+Waits for: nothing; a thread (weights/transport/background.py) copies data in shared memory to the device first if that
+is a GPU, on a separate CUDA stream, and compares it with the manifest. Data that training ranks have written into
+device memory is not copied. Unblocked by: the end of the thread, which the engine polls. Only then are running requests
+frozen: a damaged version harms nothing, and the freeze lasts for one copy within the device, or for loading the file.
 """
 
 from __future__ import annotations
@@ -18,24 +16,24 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError, boundary
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.weights.checksum import check_arrived
+from penstock.weights.checksum import check_received
 from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.background import on_own_stream
-from penstock.weights.transport.device_memory import DeviceSlot
+from penstock.weights.transport.device_memory import VersionBuffer
+from penstock.weights.transport.in_place import ShardChunks
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
-from penstock.weights.transport.streaming import Pieces
 
 
 class Staged(NamedTuple):
     """One version for one tensor-parallel rank.
 
     Attributes:
-        values: Buffer name -> flat values, where the version waits for its swap; or what streams.
-        entries: What the live parameters of this rank must be after the swap.
+        values: Buffer name -> flat values, held until the swap; or chunks that are applied in place.
+        entries: Expected live parameters of this rank after the swap.
     """
 
-    values: dict[str, torch.Tensor] | Pieces
+    values: dict[str, torch.Tensor] | ShardChunks
     entries: tuple[TensorEntry, ...]
 
 
@@ -45,7 +43,7 @@ def stage(
     device: torch.device,
     base: BaseWeights,
     live: Mapping[str, torch.Tensor],
-    slot: DeviceSlot | None,
+    device_buffer: VersionBuffer | None,
     bucket_bytes: int | None = None,
 ) -> Staged:
     """Fetch a version and compare it with its manifest.
@@ -53,25 +51,25 @@ def stage(
     Args:
         manifest: The version.
         rank: Of the engine.
-        device: Where it waits for its swap: the engine's, or the CPU to spare its memory.
-        base: What adapters are added to.
+        device: Holds the version until the swap: the engine's device, or the CPU to save device memory.
+        base: Weights that adapters are added to.
         live: Parameters by name; only read.
-        slot: Of this rank in device memory, if it has one.
-        bucket_bytes: Hold no more than this of a shard, which then streams through it under the freeze
-            (streaming.py); None: hold all of it.
+        device_buffer: This rank's version buffer in device memory, if it has one.
+        bucket_bytes: Hold at most this much of a shard, which is then applied in place under the freeze (in_place.py);
+            None: hold all of it.
 
     Raises:
-        WeightSyncError: If the bytes that arrived are not those of the manifest.
+        WeightSyncError: If the received bytes differ from the manifest.
     """
     with boundary(WeightSyncError, f"publish v{manifest.version}: staging"), on_own_stream(device):
         if manifest.adapters is not None:
             merged = base.merge(manifest, live, device)
             return Staged(merged, entries_of(manifest, rank, merged))
         entries = tuple(entry for entry in manifest.entries if entry.rank == rank)
-        arrived = dict(read_shard(manifest, rank, slot) if manifest.num_shards else read_version(manifest))
+        received = dict(read_shard(manifest, rank, device_buffer) if manifest.num_shards else read_version(manifest))
         if manifest.num_shards and bucket_bytes is not None:
-            return Staged(Pieces(arrived, entries, manifest.version, bucket_bytes, device), entries)
+            return Staged(ShardChunks(received, entries, manifest.version, bucket_bytes, device), entries)
         if device.type == "cuda":
-            arrived = {name: values.to(device) for name, values in arrived.items()}
-        check_arrived(arrived, entries, manifest.version, f" for rank {rank}")
-        return Staged(arrived, entries)
+            received = {name: values.to(device) for name, values in received.items()}
+        check_received(received, entries, manifest.version, f" for rank {rank}")
+        return Staged(received, entries)

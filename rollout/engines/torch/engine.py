@@ -7,10 +7,10 @@ decode step, with all deltas that became due.
 
 There is no prefix cache, so there is nothing to salt by version.
 
-That a version has arrived is checked twice. `_stage` compares the bytes that arrived with the manifest while the old
-weights still serve, so a damaged version harms nothing; `swap` reads the live parameters back after copying, so an
-update that went elsewhere (a copy, an untied head) cannot pass for one that worked. What is still on its way then is
-compared bucket by bucket in `swap` (weights/transport/streaming.py).
+A version is verified twice. `_stage` compares the received bytes with the manifest while the old weights still serve,
+so a damaged version harms nothing; `swap` reads the live parameters back after copying, so an update that changed other
+memory (a copy, an untied head) is detected. In-place updates are compared bucket by bucket in `swap`
+(weights/transport/in_place.py).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights, entries_of
-from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
+from penstock.weights.transport.device_memory import VersionBuffer, VersionBufferHandle, version_buffer_for
+from penstock.weights.transport.in_place import IN_PLACE, ShardChunks
 from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
-from penstock.weights.transport.streaming import IN_PLACE, Pieces
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 Told = TypeVar("Told")
 StagedTensors = dict[str, torch.Tensor]
 Incoming = Callable[[Mapping[str, torch.Tensor]], None]
-"""Lets a version go into live parameters bucket by bucket: name -> flat tensor (weights/transport/streaming.py)."""
+"""Writes a version into live parameters bucket by bucket: name -> flat tensor (weights/transport/in_place.py)."""
 
 
 class TorchEngine:
@@ -74,7 +74,7 @@ class TorchEngine:
         self._config = spec.engine
         self.version = UNPUBLISHED
         self._base = BaseWeights(rank=0)
-        self._slot: DeviceSlot | None = None
+        self._version_buffer: VersionBuffer | None = None
         self._device_receiver: DeviceReceiver | None = None
         self._busy = BusyClock()
         self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
@@ -154,27 +154,29 @@ class TorchEngine:
             stage_s = time.monotonic() - started
             checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, sums))
             if manifest.adapters is not None:
-                checksum = manifest.checksum  # base, adapters and their sums: each was compared
+                checksum = manifest.checksum  # base, adapters and merged weights were each compared
             return WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
 
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Whole, under the trainer's own names. See `LocalEngine`."""
         return training_layout(tensors)
 
-    async def make_slots(
+    async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> list[list[SlotHandle]]:
-        """Take device memory for versions to be written into. See `LocalEngine`."""
+    ) -> list[list[VersionBufferHandle]]:
+        """Allocate a version buffer in device memory. See `LocalEngine`."""
         (sizes,) = buffers
-        device = torch.device(self._spec.device)
-        self._slot = await asyncio.to_thread(slot_for, self._slot, sizes, TORCH_DTYPES[dtype], device)
-        return [self._slot.handles(num_writers)]
+        device, known = torch.device(self._spec.device), self._version_buffer
+        buffer = await asyncio.to_thread(version_buffer_for, known, sizes, TORCH_DTYPES[dtype], device)
+        self._version_buffer = buffer
+        return [buffer.handles(num_writers)]
 
     async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
-        async with self._updating:  # one that was given up may still be streaming
-            self._device_receiver = self._device_receiver or DeviceReceiver(0, torch.device(self._spec.device))
-            self._slot = await asyncio.to_thread(self._device_receiver.join, group_spec, replica, self._slot)
+        async with self._updating:  # an abandoned in-place update may still be running
+            receiver = self._device_receiver or DeviceReceiver(0, torch.device(self._spec.device))
+            self._device_receiver = receiver
+            self._version_buffer = await asyncio.to_thread(receiver.join, group_spec, replica, self._version_buffer)
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
@@ -238,11 +240,11 @@ class TorchEngine:
         """Read a version and check names, shapes and bytes. The model is not touched.
 
         Returns:
-            HF name -> tensor in the wire dtype, in its slot or on the CPU, or what streams into the parameters; and
-            what these must be afterwards.
+            HF name -> tensor in the wire dtype, in its version buffer or on the CPU, or a function that writes the
+            version in place; and the manifest of the expected parameters.
 
         Raises:
-            WeightSyncError: If a tensor is unknown, absent, of another shape, or not the bytes of the manifest.
+            WeightSyncError: If a tensor is unknown, absent, of another shape, or differs from the manifest.
         """
         where = f"publish v{manifest.version} on {self.engine_id}"
         live = _parameters(self._open().batch.model)
@@ -257,7 +259,7 @@ class TorchEngine:
         unknown = sorted(names - live.keys())
         if unknown:
             raise WeightSyncError(
-                f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Other model?"
+                f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Is it of another model?"
             )
         covered = {id(live[name]) for name in names}
         absent = [name for name, parameter in live.items() if id(parameter) not in covered]
@@ -268,23 +270,24 @@ class TorchEngine:
             )
         if manifest.location == IN_PLACE:
             if self._device_receiver is None:
-                raise WeightSyncError(f"{where}: it is streamed, and this engine has joined no crossing.")
-            return partial(self._device_receiver.stream, manifest.version, manifest.bucket_sums), manifest
-        staged = dict(read_shard(manifest, 0, self._slot) if manifest.num_shards else read_version(manifest))
+                raise WeightSyncError(f"{where}: it is sent in place, but this engine has joined no transfer group.")
+            return partial(self._device_receiver.receive_in_place, manifest.version, manifest.bucket_sums), manifest
+        shard = read_shard(manifest, 0, self._version_buffer) if manifest.num_shards else read_version(manifest)
+        staged = dict(shard)
         if self._spec.bucket_bytes is not None and manifest.num_shards:
             device = next(iter(live.values())).device
-            pieces = Pieces(staged, manifest.entries, manifest.version, self._spec.bucket_bytes, device)
-            return pieces.apply, manifest
+            chunks = ShardChunks(staged, manifest.entries, manifest.version, self._spec.bucket_bytes, device)
+            return chunks.apply, manifest
         for name, tensor in staged.items():
             staged[name] = tensor.view(live[name].shape)
-        _compare(staged, manifest, f"{where}: what arrived of")
+        _compare(staged, manifest, f"{where}: received")
         return staged, manifest
 
     def _swap(
         self, batch: DecodeBatch, staged: StagedTensors | Incoming, manifest: WeightManifest
     ) -> tuple[int, float]:
-        """Runs in the decode thread. Weights that fail the read-back, or come in part, freeze decoding until a good
-        update (I8).
+        """Runs in the decode thread. If the read-back fails, or the version was applied only in part, decoding stays
+        frozen until a later update succeeds (I8).
         """
         started = time.monotonic()
         if manifest.version < batch.version and batch.has_requests:
@@ -380,14 +383,14 @@ def _check_entries(live: Mapping[str, nn.Parameter], manifest: WeightManifest, w
 
 @torch.no_grad()
 def swap(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightManifest, engine_id: EngineId) -> int:
-    """Copy staged tensors into the live parameters, or let a version stream into them, and read them back.
+    """Copy staged tensors into the live parameters, or apply a version in place, and read the parameters back.
 
     Returns:
         The combined checksum of the live parameters.
 
     Raises:
-        WeightSyncError: If a live parameter differs from the manifest, or a bucket is damaged or does not come. The
-            model then holds weights of no version.
+        WeightSyncError: If a live parameter differs from the manifest, or a bucket is damaged or missing. The model
+            then holds weights of no version.
     """
     live = _parameters(model)
     if isinstance(staged, dict):
@@ -399,7 +402,7 @@ def swap(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightMan
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every name of every parameter: a tied `lm_head.weight` is there beside the embedding it shares."""
+    """Parameters by every name: a tied `lm_head.weight` is listed as well as the embedding it shares."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 

@@ -1,8 +1,8 @@
-"""vLLM as a rollout engine: token-in token-out, versions stamped by the engine, weights swapped in flight.
+"""vLLM as a rollout engine: token-in token-out, versions recorded by the engine, weights swapped in flight.
 
-Consumes generate requests and weight manifests. A weight update pauses the scheduler with its
-requests kept, swaps, reads the weights back, and resumes: a request in flight goes on with its tokens.
-Nothing is served before the first acknowledged version (I8).
+Consumes generate requests and weight manifests. A weight update pauses the scheduler and keeps its requests, swaps the
+weights, reads them back, and resumes: a request in flight continues from its tokens. The engine serves nothing before
+the first acknowledged version (I8).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from penstock.rollout.engines.vllm.worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.device_memory import VersionBufferHandle
+from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
-from penstock.weights.transport.streaming import IN_PLACE
 
 UNPUBLISHED = -1
 POLL_S = 0.002
@@ -142,7 +142,7 @@ class VllmEngine:
             TrajectoryError: kind `engine`, if vLLM refuses this request or fails over it, and serves the others.
         """
         if self._updating.locked():
-            async with self._updating:  # a request that arrives during an update is one of the new version
+            async with self._updating:  # a request that arrives during an update waits for the new version
                 pass
         if self.version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
@@ -164,7 +164,7 @@ class VllmEngine:
             self._busy.leave()
 
     def _classified(self, error: Exception, request: GenerateRequest) -> EngineLostError | TrajectoryError:
-        """Whether vLLM is dead, or only this request has failed; what it refuses, it would refuse again."""
+        """Classify an error of vLLM: it is dead, or only this request has failed. A refused request is final."""
         if isinstance(error, EngineDeadError) or self._llm is None or self._llm.errored:
             return EngineLostError.final(f"{self.engine_id}: the vLLM engine core died; see its log")
         cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
@@ -205,10 +205,10 @@ class VllmEngine:
             return self._ack
 
     async def _stage(self, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
-        """Let workers fetch and check their part while requests go on; returns what their parameters must be.
+        """Let the workers fetch and check their shards while requests run; returns the expected parameters.
 
         Raises:
-            WeightSyncError: If the engine cannot take it, or what arrived is not what was sent.
+            WeightSyncError: If the engine cannot take the version, or received other bytes than were sent.
         """
         arguments = pickle.dumps(manifest), self._spec.bucket_bytes
         refusals = await self._open().collective_rpc("penstock_stage", args=arguments)
@@ -218,15 +218,16 @@ class VllmEngine:
         if manifest.location == IN_PLACE:
             return manifest.entries
         answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged")
-        return tuple(entry for *_, told in answers for entry in pickle.loads(told))  # noqa: S301 - from our own workers
+        # S301: the pickles come from our own workers.
+        return tuple(entry for *_, packed in answers for entry in pickle.loads(packed))  # noqa: S301
 
     async def _until_done(self, what: str, method: str) -> list[Any]:
-        """Answers of all workers, once each has ended what it does beside decoding.
+        """Wait until every worker has finished its background work; returns the answers of all.
 
-        They are asked again and again, because a call that waits in them would hold up decoding.
+        This polls, because a call that waits in a worker would block decoding.
 
         Raises:
-            WeightSyncError: If it failed in one, or has not ended within `stage_timeout_s`.
+            WeightSyncError: If the work failed in a worker, or has not finished within `stage_timeout_s`.
         """
         started = time.monotonic()
         while True:
@@ -238,25 +239,26 @@ class VllmEngine:
             if time.monotonic() - started > self._spec.stage_timeout_s:
                 late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
                 limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
-                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not ended it after {limit}.")
+                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not finished after {limit}.")
             await asyncio.sleep(POLL_S)
 
     async def _swap(self, manifest: WeightManifest) -> int:
         """Freeze, take the new weights, read them back, resume; returns their checksum."""
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
-        self.version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
+        self.version, self._ack = UNPUBLISHED, None  # after a failure from here on the engine stays paused
         if manifest.location == IN_PLACE:
-            await llm.collective_rpc("penstock_stream")
-            await self._until_done(f"publish v{manifest.version}: streaming", "penstock_beside")
+            await llm.collective_rpc("penstock_receive_in_place")
+            await self._until_done(f"publish v{manifest.version}: receiving in place", "penstock_transfer_status")
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": manifest.version}))
         answers = await llm.collective_rpc("penstock_live_checksums")
         live: dict[tuple[int, str], int] = {}
-        for told, _ in answers:
-            live |= pickle.loads(told)  # noqa: S301 - from our own workers
-        await llm.finish_weight_update(weight_version=str(manifest.version))  # also of a bad one: another may follow
-        if wrong := [words for _, words in answers if words]:
+        for packed, _ in answers:
+            live |= pickle.loads(packed)  # noqa: S301 - from our own workers
+        # Finish a bad update too, so that another one may follow.
+        await llm.finish_weight_update(weight_version=str(manifest.version))
+        if wrong := [problem for _, problem in answers if problem]:
             raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self.version = manifest.version
@@ -264,31 +266,33 @@ class VllmEngine:
         return checksum
 
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
-        """Each worker runs its loader without memory. See `LocalEngine`."""
+        """Trace each worker's loader on the meta device. See `LocalEngine`."""
         rows = [(name, list(shape)) for name, shape in tensors]
         answers = await self._open().collective_rpc("penstock_layout", args=(rows, self._spec.model.dtype))
         if refusals := [refusal for _, refusal, _ in answers if refusal]:
             raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
-        return joined([pickle.loads(told) for _, _, told in sorted(answers)])  # noqa: S301 - from our own workers
+        return joined([pickle.loads(packed) for _, _, packed in sorted(answers)])  # noqa: S301 - from our own workers
 
-    async def make_slots(
+    async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> list[list[SlotHandle]]:
-        """Take memory of the workers' devices for versions to be written into. See `LocalEngine`."""
-        answers = await self._open().collective_rpc("penstock_make_slot", args=(list(buffers), dtype, num_writers))
+    ) -> list[list[VersionBufferHandle]]:
+        """Allocate memory on the workers' devices, into which versions are written. See `LocalEngine`."""
+        answers = await self._open().collective_rpc(
+            "penstock_make_version_buffer", args=(list(buffers), dtype, num_writers)
+        )
         if refusals := [refusal for _, refusal, _ in answers if refusal]:
             raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
-        return [[SlotHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
+        return [[VersionBufferHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
 
     async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_join", args=(pickle.dumps(group_spec), replica))
-        await self._until_done("weights: meeting", "penstock_beside")
+        await self._until_done("weights: joining the transfer group", "penstock_transfer_status")
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_receive", args=(version,))
-        await self._until_done(f"publish v{version}: receiving", "penstock_beside")
+        await self._until_done(f"publish v{version}: receiving", "penstock_transfer_status")
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
@@ -331,8 +335,8 @@ class VllmEngine:
     def _stamps(self, request_id: RequestId, output: RequestOutput, start: int, end: int) -> Spans:
         """Versions of output tokens start..end, from vLLM's own label of each engine step.
 
-        vLLM hands the labels out with the final output only; for deltas before it we read the same
-        record where its output processor keeps it (private API of the pinned version).
+        vLLM returns the labels with the final output only. For earlier deltas, the same record is read from its output
+        processor (private API of the pinned version).
         """
         if start == end:
             return ()
@@ -351,7 +355,7 @@ class VllmEngine:
         return join_spans(spans)
 
     def _verify(self, manifest: WeightManifest, live: dict[tuple[int, str], int]) -> int:
-        """Compare every entry; returns the checksum of all."""
+        """Compare every entry with the live parameters; returns the checksum of all."""
         for entry in manifest.entries:
             if live[entry.rank, entry.name] != entry.checksum:
                 raise WeightSyncError(
@@ -360,7 +364,7 @@ class VllmEngine:
                     "nothing."
                 )
         if manifest.adapters is not None:
-            return manifest.checksum  # base, adapters and their sums: each was compared
+            return manifest.checksum  # the base, the adapters and their sums were each compared
         return combine_checksums((entry_key(rank, name), checksum) for (rank, name), checksum in live.items())
 
 

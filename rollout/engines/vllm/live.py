@@ -1,10 +1,10 @@
-"""Where a live vLLM model holds what was published, and proof that it holds it.
+"""Where a live vLLM model holds published whole tensors, and verification of their values.
 
-Whole tensors (`weights=gather`) go through the model's own loader, which may fuse, stack, rename, transpose and
-pad. A tensor whose place is known is compared by itself, with its position-sensitive checksum. Of all others together
-the loader keeps the elements, wherever it puts them: so two sums over words, Σ w and Σ w², which no order changes, must
-be those of the parameters that no known tensor accounts for. That proves content; their places are the loader's word,
-and `weights.probe_every` compares what both sides compute with them.
+Whole tensors (`weights.transport=gather`) go through the model's own loader, which may fuse, stack, rename, transpose
+and pad. A tensor whose place is known is compared on its own, with its position-sensitive checksum. All others are
+compared together: the loader keeps their elements in some order, so two order-independent sums over words, Σ w and
+Σ w², must equal those of the parameters that hold none of the known tensors. That verifies the values but not their
+places; `weights.probe_every` verifies those, by comparing logprobs of engines and trainer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.weights.dtypes import TORCH_DTYPES
 
 
 class LiveTensors:
-    """Finds what a live vLLM model holds of a version.
+    """Finds the tensors of a version in a live vLLM model.
 
     vLLM fuses q/k/v and gate/up by stacking rows in the order of the model's `packed_modules_mapping`,
     pads the vocabulary with rows at the end, and shares tied embeddings.
 
     Attributes:
         unplaced: Entries whose place in the model is not known.
-        unaccounted: Parameters that hold none of the others.
+        unaccounted: Parameters that hold no entry with a known place.
     """
 
     def __init__(self, model: torch.nn.Module, manifest: WeightManifest) -> None:
@@ -47,18 +47,22 @@ class LiveTensors:
         wire = {TORCH_DTYPES[entry.dtype] for entry in self.unplaced}
         for name, parameter in self.unaccounted.items():
             if not self.unplaced:
-                return f"parameter {name} of this engine is not in the version and would keep old weights. Other model?"
+                return (
+                    f"parameter {name} of this engine is not in the version and would keep old weights. Is the "
+                    "version of another model?"
+                )
             if parameter.dtype not in wire:
-                return _not_this_way(self.unplaced[0], f"{name} is {parameter.dtype} in the engine, sent is {wire}")
+                what = f"{name} is {parameter.dtype} in the engine, but {wire} is sent"
+                return _cannot_verify(self.unplaced[0], what)
         needed = sum(torch.Size(entry.shape).numel() for entry in self.unplaced)
-        room = sum(parameter.numel() for parameter in self.unaccounted.values())
-        if needed > room:
-            what = f"{len(self.unplaced)} such tensors have {needed} elements, this engine has room for {room}"
-            return _not_this_way(self.unplaced[0], what)
+        space = sum(parameter.numel() for parameter in self.unaccounted.values())
+        if needed > space:
+            what = f"{len(self.unplaced)} such tensors have {needed} elements, this engine has space for {space}"
+            return _cannot_verify(self.unplaced[0], what)
         return ""
 
     def checksums(self, sent: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], str]:
-        """Checksum of every entry as the model holds it, and what is wrong with those that have no known place.
+        """Checksum of every entry as the model holds it, and an error if those without a known place differ.
 
         Args:
             sent: The tensors without a known place, as they were given to the loader; their checksums are of these.
@@ -69,13 +73,13 @@ class LiveTensors:
         if given == unordered_sums(self.unaccounted.values()):
             return found, ""
         return found, (
-            f"vLLM's loader took {self.unplaced[0].name} ({len(self.unplaced)} such tensors), but "
+            f"vLLM's loader accepted {self.unplaced[0].name} ({len(self.unplaced)} such tensors), but "
             f"{next(iter(self.unaccounted))} ({len(self.unaccounted)} such parameters) do not hold their elements: it "
-            "changes them or leaves some out. The engine stays paused. Use rollout/engine=torch for this model."
+            "changes them or omits some. The engine stays paused. Use rollout/engine=torch for this model."
         )
 
     def _checksum(self, entry: TensorEntry) -> int:
-        """Of the live tensor; of a square one as it was sent, if the loader has transposed it."""
+        """Checksum of the live tensor; of a square one that the loader has transposed, of its transpose."""
         parameter, start, stop = self._places[entry.name]
         held = self._parameters[parameter]
         if not held.ndim:
@@ -103,7 +107,7 @@ class LiveTensors:
         return self._fitting(entry, f"{owner}.{fused}.{leaf}", start, start + rows)
 
     def _fitting(self, entry: TensorEntry, name: str, start: int, stop: int) -> tuple[str, int, int] | None:
-        """The place, unless what is there has another form: the loader transposes it."""
+        """The place, or None if shape or dtype there differ, because the loader transposes the tensor."""
         held = self._parameters[name]
         fits = tuple(held.shape[1:]) == tuple(entry.shape[1:]) and held.ndim == len(entry.shape)
         if not fits or (held.ndim and held.shape[0] < stop) or held.dtype != TORCH_DTYPES[entry.dtype]:
@@ -111,8 +115,8 @@ class LiveTensors:
         return name, start, stop
 
 
-def _not_this_way(entry: TensorEntry, why: str) -> str:
+def _cannot_verify(entry: TensorEntry, why: str) -> str:
     return (
-        f"{entry.name} has no place in this engine's model under any name that we know, and cannot be compared as a "
-        f"whole either: {why}. Use rollout/engine=torch for this model."
+        f"{entry.name} has no place in this engine's model under any known name, and the tensors without a place "
+        f"cannot be compared together either: {why}. Use rollout/engine=torch for this model."
     )

@@ -1,8 +1,8 @@
 """What Penstock adds inside every vLLM worker process; vLLM imports it through `worker_extension_cls`.
 
-Importing this module registers our weight-transfer engine at vLLM's own plug-in point, before the
-worker builds it. On CPU it also keeps Linear weights as live parameters: the CPU build packs them
-away after loading, and a later reload would silently leave a tied lm_head with the old weights.
+Importing this module registers Penstock's weight-transfer engine at vLLM's plug-in point, before the worker builds it.
+On CPU it also keeps Linear weights as live parameters: vLLM's CPU build packs them after loading, and a later reload
+would silently leave a tied lm_head with the old weights.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.background import BackgroundJob
-from penstock.weights.transport.device_memory import DeviceSlot, slot_for
+from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
+from penstock.weights.transport.in_place import IN_PLACE, ShardChunks
 from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
 from penstock.weights.transport.shared_memory import read_version
 from penstock.weights.transport.staging import Staged, stage
-from penstock.weights.transport.streaming import IN_PLACE, Pieces
 
 BACKEND = "penstock_shared_memory"
 
 
 @dataclass(eq=False)
 class Update:
-    """A version that this worker is about to take.
+    """A version that this worker is about to apply.
 
     Attributes:
-        staging: What fetches it, beside decoding.
-        staged: What that has fetched.
-        broken: Why it has come into the parameters in part only.
+        staging: The job that fetches it during decoding.
+        staged: The fetched version.
+        broken: Why it was applied only in part; empty if it was not.
     """
 
     manifest: WeightManifest
@@ -59,27 +59,27 @@ class Update:
 
 @dataclass(eq=False)
 class ModelState:
-    """What this worker keeps of the versions of its model, from call to call.
+    """State of this worker's model between calls.
 
     Attributes:
-        base: What the model was loaded with, where versions come as adapters.
-        arrival: Where versions arrive from other processes.
-        crossing: What runs for that, beside decoding.
-        has_joined: It has begun to meet them.
-        slot: Where versions are written, or arrive, if that is in device memory.
-        update: The newest.
+        base: The weights the model was loaded with, for versions of adapters.
+        device_receiver: Receives versions from other processes.
+        transfer: The job that runs the receiver during decoding.
+        has_joined: It has started to join a transfer group.
+        version_buffer: Holds a version in device memory, if versions are written or received there.
+        update: The newest one.
     """
 
     base: BaseWeights
     device_receiver: DeviceReceiver
-    group_spec: BackgroundJob = field(default_factory=BackgroundJob)
+    transfer: BackgroundJob = field(default_factory=BackgroundJob)
     has_joined: bool = False
-    slot: DeviceSlot | None = None
+    version_buffer: VersionBuffer | None = None
     update: Update | None = None
 
 
 _states: WeakKeyDictionary[torch.nn.Module, ModelState] = WeakKeyDictionary()
-"""vLLM makes our transfer engine and our extension of its worker apart; the model is what they share."""
+"""vLLM creates our transfer engine and our worker extension separately; they share only the model."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -92,7 +92,7 @@ if current_platform.is_cpu():
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Nothing to connect: the manifest of each update says where the bytes are."""
+    """Empty, since nothing is connected: the manifest of each update has the location of the bytes."""
 
 
 @dataclass
@@ -103,8 +103,8 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Takes what was published. In the engine's layout it is copied parameter by parameter; whole tensors go through
-    the model's own loaders, which fuse, slice and pad.
+    """Applies a published version. Shards in the engine's layout are copied parameter by parameter; whole tensors go
+    through the model's own loaders, which fuse, slice and pad.
     """
 
     init_info_cls = SharedMemoryInit
@@ -121,13 +121,13 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         assert update is not None, "penstock_stage comes first"
         assert update.manifest.version == update_info.version, f"{update.manifest.version} was staged"
         if update.manifest.location == IN_PLACE:
-            return  # it has arrived in the parameters themselves (penstock_stream)
-        assert update.staged is not None, "penstock_staged says when"
+            return  # it was received into the parameters (penstock_receive_in_place)
+        assert update.staged is not None, "penstock_staged comes first"
         values = update.staged.values
-        if isinstance(values, Pieces):
+        if isinstance(values, ShardChunks):
             try:
                 values.apply(flat_parameters(self.model))
-            except WeightSyncError as error:  # an error out of here would leave answers of other workers unread
+            except WeightSyncError as error:  # raising here would leave answers of other workers unread
                 update.broken = str(error)
         elif update.manifest.num_shards:
             with torch.no_grad():
@@ -148,13 +148,13 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
-def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
-    """Why a version cannot get into the live parameters; empty if it can."""
+def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
+    """Why a version cannot be applied to the live parameters; empty if it can."""
     live = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
     if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
         return (
-            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not reach, and the old "
-            "experts would go on serving. Use rollout/engine=torch, or a GPU."
+            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not change: the engine "
+            "would keep serving the old experts. Use rollout/engine=torch, or a GPU."
         )
     if not manifest.num_shards:
         return LiveTensors(model, manifest).refusal()
@@ -163,13 +163,14 @@ def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -
     for name in sorted(live.keys() | planned.keys()):
         if live.get(name) != planned.get(name):
             return (
-                f"{name} is {_words(live.get(name))} in rank {rank} of this engine and {_words(planned.get(name))} in "
-                "the plan: vLLM lays this model out otherwise than we know. Set weights.transport=gather."
+                f"{name} is {_describe(live.get(name))} in rank {rank} of this engine and "
+                f"{_describe(planned.get(name))} in the plan: vLLM's layout of this model differs from the traced one. "
+                "Set weights.transport=gather."
             )
     return ""
 
 
-def _words(held: tuple[int, torch.dtype] | None) -> str:
+def _describe(held: tuple[int, torch.dtype] | None) -> str:
     return "absent" if held is None else f"{held[0]} elements of {held[1]}"
 
 
@@ -179,13 +180,13 @@ def flat_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; its methods are reachable through `collective_rpc`."""
+    """Mixed into vLLM's worker; its methods are called through `collective_rpc`."""
 
     model_runner: Any
     device: torch.device
 
     def penstock_layout(self, tensors: Sequence[tuple[str, Sequence[int]]], dtype: DType) -> tuple[int, str, bytes]:
-        """This worker's rank, why its layout cannot be told, and where it holds each tensor (pickled `RankLayout`)."""
+        """This worker's rank, why its layout is not known, and where it holds each tensor (pickled `RankLayout`)."""
         rank = get_tensor_model_parallel_rank()
         specs = [TensorSpec(name, tuple(shape)) for name, shape in tensors]
         try:
@@ -197,61 +198,63 @@ class WorkerExtension:
 
     @property
     def penstock_state(self) -> ModelState:
-        """Of this worker's model."""
+        """State of this worker's model."""
         model = self.model_runner.get_model()
         if model not in _states:
             rank = get_tensor_model_parallel_rank()
             _states[model] = ModelState(BaseWeights(rank), DeviceReceiver(rank, self.device))
         return _states[model]
 
-    def penstock_make_slot(
+    def penstock_make_version_buffer(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
     ) -> tuple[int, str, list[tuple[str, bytes, int]]]:
-        """Take memory of this worker's device for versions; its rank, why it cannot, or a handle for each writer.
+        """Allocate a version buffer on this worker's device; returns its rank, why it cannot, or a handle per writer.
 
-        It is none of the memory that vLLM gives back when it sleeps: that is what is loaded and cached, in a pool.
+        vLLM's sleep does not free it: that frees only weights and KV cache, which are in memory pools.
         """
         state, rank = self.penstock_state, get_tensor_model_parallel_rank()
         try:
-            state.slot = slot_for(state.slot, buffers[rank], TORCH_DTYPES[dtype], self.device)
+            buffer = version_buffer_for(state.version_buffer, buffers[rank], TORCH_DTYPES[dtype], self.device)
         except WeightSyncError as refusal:
             return rank, str(refusal), []
-        handles = state.slot.handles(num_writers)
+        state.version_buffer = buffer
+        handles = buffer.handles(num_writers)
         return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
 
     def penstock_join(self, group_spec: bytes, replica: int) -> None:
-        """Begin to meet everyone of a crossing (pickled), beside decoding."""
+        """Start to join a transfer group (pickled specification), during decoding."""
         state = self.penstock_state
         state.has_joined = True
 
         def join() -> None:
-            met: TransferGroupSpec = pickle.loads(group_spec)  # noqa: S301 - from the driver of this run
-            state.slot = state.device_receiver.join(met, replica, state.slot) or state.slot
+            spec: TransferGroupSpec = pickle.loads(group_spec)  # noqa: S301 - from the driver of this run
+            known = state.version_buffer
+            state.version_buffer = state.device_receiver.join(spec, replica, known) or known
 
-        state.group_spec.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
+        state.transfer.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
 
     def penstock_receive(self, version: int) -> None:
-        """Begin to receive a version, beside decoding."""
+        """Start to receive a version, during decoding."""
         state = self.penstock_state
-        state.group_spec.begin(f"receive v{version}", partial(state.device_receiver.receive, version))
+        state.transfer.begin(f"receive v{version}", partial(state.device_receiver.receive, version))
 
-    def penstock_stream(self) -> None:
-        """Begin to receive the version of `penstock_stage` into the live parameters; generation is paused."""
+    def penstock_receive_in_place(self) -> None:
+        """Start to receive the version of `penstock_stage` into the live parameters; generation is paused."""
         state = self.penstock_state
         assert state.update is not None, "penstock_stage comes first"
         manifest, live = state.update.manifest, flat_parameters(self.model_runner.get_model())
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what still reads them was started on another stream
-        stream = partial(state.device_receiver.stream, manifest.version, manifest.bucket_sums, live)
-        state.group_spec.begin(f"stream v{manifest.version}", stream)
+            torch.cuda.synchronize(self.device)  # kernels on another stream may still read them
+        receive = partial(state.device_receiver.receive_in_place, manifest.version, manifest.bucket_sums, live)
+        state.transfer.begin(f"receive v{manifest.version} in place", receive)
 
-    def penstock_beside(self) -> tuple[bool, str]:
-        """Whether that has ended, and why it failed, if it has."""
-        group_spec = self.penstock_state.group_spec
-        return group_spec.is_done, group_spec.error()
+    def penstock_transfer_status(self) -> tuple[bool, str]:
+        """Whether the join or receive has ended, and why it failed; empty if it has not."""
+        transfer = self.penstock_state.transfer
+        return transfer.is_done, transfer.error()
 
     def penstock_stage(self, manifest: bytes, bucket_bytes: int | None) -> str:
-        """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot.
+        """Start to fetch and verify this worker's shard of a version, during decoding; returns why it cannot.
 
         Args:
             manifest: Pickled `WeightManifest`.
@@ -260,27 +263,24 @@ class WorkerExtension:
         state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
         announced: WeightManifest = pickle.loads(manifest)  # noqa: S301 - from the engine of this worker
         update = state.update = Update(announced)
-        if wrong := what_is_wrong(model, announced, rank):
+        if wrong := update_refusal(model, announced, rank):
             return wrong
         if announced.location == IN_PLACE:
-            return "" if state.has_joined else f"it is streamed, and rank {rank} has joined no crossing."
+            return "" if state.has_joined else f"it is sent in place, but rank {rank} has joined no transfer group."
         # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
-        # added up elsewhere where no more than a bucket may be staged.
+        # merged in main memory if no more than a bucket may be staged.
         in_main_memory = not announced.num_shards or (announced.adapters is not None and bucket_bytes is not None)
         device = torch.device("cpu") if in_main_memory else self.device
-        live, slot = dict(model.named_parameters()), state.slot
+        live, buffer = dict(model.named_parameters()), state.version_buffer
 
         def fetch() -> None:
-            update.staged = stage(announced, rank, device, state.base, live, slot, bucket_bytes)
+            update.staged = stage(announced, rank, device, state.base, live, buffer, bucket_bytes)
 
         update.staging.begin(f"stage v{announced.version}", fetch)
         return ""
 
     def penstock_staged(self) -> tuple[bool, str, bytes]:
-        """Whether that has ended, what is wrong with the version, if anything, and what its parameters must be.
-
-        The last is a pickled tuple of `TensorEntry`.
-        """
+        """Whether staging has ended, why it failed, and the expected parameters (a pickled tuple of `TensorEntry`)."""
         update = self.penstock_state.update
         assert update is not None, "penstock_stage comes first"
         is_done = update.staging.is_done
@@ -288,7 +288,7 @@ class WorkerExtension:
         return is_done, update.staging.error(), pickle.dumps(entries)
 
     def penstock_live_checksums(self) -> tuple[bytes, str]:
-        """Read live parameters back: pickled (rank, name) -> checksum of this worker's entries, and what is wrong."""
+        """Read live parameters back: pickled (rank, name) -> checksum of this worker's entries, and an error or ""."""
         update, rank = self.penstock_state.update, get_tensor_model_parallel_rank()
         assert update is not None, "penstock_stage comes first"
         manifest, model, wrong = update.manifest, self.model_runner.get_model(), update.broken

@@ -1,4 +1,4 @@
-"""Publishing into device memory over fakes: who gets slots, when, and what happens to an engine without."""
+"""Publishing into device memory over fakes: which engines get version buffers, and when, and engines without one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.shards import IN_DEVICE_MEMORY
 from tests.layouts import torch_side
 
@@ -27,7 +27,7 @@ NORM = TensorSpec("model.norm.weight", (640,))
 
 @dataclass
 class FakeTrainer:
-    """Two ranks that hold everything, on devices of their own."""
+    """Two ranks that hold all tensors, on devices of their own."""
 
     cannot_open: str | None = None
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -35,13 +35,13 @@ class FakeTrainer:
     version: int = 0
     step_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def training_side(self) -> tuple[TrainingSide, str]:
-        return TrainingSide((NORM,), num_replicas=2), "unused"
+    async def training_sharding(self) -> tuple[TrainingSharding, str]:
+        return TrainingSharding((NORM,), num_replicas=2), "unused"
 
-    async def ask(self, method: str, *arguments: Any) -> list[Any]:
+    async def call_transfer(self, method: str, *arguments: Any) -> list[Any]:
         if method == "device":
             return ["GPU-a", "GPU-b"]
-        if method == "open_slots":
+        if method == "open_version_buffers":
             engine_id, transfer, handles = arguments
             self.calls.append(("open", engine_id, {copy.src_rank for copy in transfer.plan.copies}, handles))
             return ["", "trainer rank 1: no peer access" if engine_id == self.cannot_open else ""]
@@ -51,7 +51,7 @@ class FakeTrainer:
 
     async def call_ranks(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
         assert timeout_s == WeightsConfig().timeout_s
-        return await self.ask(method, *arguments)
+        return await self.call_transfer(method, *arguments)
 
 
 @dataclass(eq=False)
@@ -62,11 +62,11 @@ class FakeEngine:
     node_id: str = "node-a"
     version: int = -1
 
-    async def make_slots(self, buffers: Any, dtype: str, num_writers: int) -> list[list[SlotHandle]]:
+    async def make_version_buffers(self, buffers: Any, dtype: str, num_writers: int) -> list[list[VersionBufferHandle]]:
         assert (buffers, dtype, num_writers) == (({NORM.name: 640},), "float32", 2)
         if self.failure is not None:
             raise self.failure
-        return [[SlotHandle(self.device, bytes([rank]), 0) for rank in range(num_writers)]]
+        return [[VersionBufferHandle(self.device, bytes([rank]), 0) for rank in range(num_writers)]]
 
 
 def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceMemoryTransport, EnginePool]:
@@ -75,13 +75,13 @@ def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceMemoryT
     return DeviceMemoryTransport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
 
 
-async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_device():
+async def test_version_buffers_are_opened_once_and_written_from_the_rank_on_the_engines_device():
     trainer = FakeTrainer()
     transport, pool = export_to(trainer, FakeEngine(EngineId("e0"), "GPU-a"), FakeEngine(EngineId("e1"), "GPU-b"))
     for version in (0, 1):
         manifest = (await (await transport.send(version))).manifest
         assert (manifest.version, manifest.location, manifest.num_shards) == (version, IN_DEVICE_MEMORY, 1)
-        assert [entry.checksum for entry in manifest.entries] == [7], "of one engine's plan: they have equal sums"
+        assert [entry.checksum for entry in manifest.entries] == [7], "of one engine's plan: all have equal checksums"
     opened = {call[1]: call[2] for call in trainer.calls if call[0] == "open"}
     assert opened == {"e0": {0}, "e1": {1}}
     assert [call[0] for call in trainer.calls] == ["open", "open", "write", "write"]
@@ -93,7 +93,7 @@ async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_de
 
 
 @pytest.mark.parametrize("failure", [EngineLostError("it died"), WeightSyncError("expandable segments")])
-async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failure: Exception):
+async def test_an_engine_without_version_buffers_is_fenced_and_the_others_continue(failure: Exception):
     trainer = FakeTrainer(cannot_open="e1")
     engines = [FakeEngine(EngineId(f"e{index}"), "GPU-a") for index in range(3)]
     engines[0].failure = failure
@@ -108,23 +108,23 @@ async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failur
 
 @dataclass(eq=False)
 class WrittenInto(FakeEngine):
-    """Takes what was written into its own slots, which a version that was written before them is not."""
+    """Accepts only a version that was written into its own version buffers, after they were allocated."""
 
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
-    has_slots: bool = False
+    has_buffers: bool = False
 
-    async def make_slots(self, buffers: Any, dtype: str, num_writers: int) -> list[list[SlotHandle]]:
-        self.has_slots = True
-        return await super().make_slots(buffers, dtype, num_writers)
+    async def make_version_buffers(self, buffers: Any, dtype: str, num_writers: int) -> list[list[VersionBufferHandle]]:
+        self.has_buffers = True
+        return await super().make_version_buffers(buffers, dtype, num_writers)
 
     async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
-        if not self.has_slots or self.trainer.calls[-1] != ("write", manifest.version, [self.engine_id]):
-            raise WeightSyncError(f"{self.engine_id}: its slot has no version")
+        if not self.has_buffers or self.trainer.calls[-1] != ("write", manifest.version, [self.engine_id]):
+            raise WeightSyncError(f"{self.engine_id}: its buffer has no version")
         self.version = manifest.version
         return WeightAck(self.engine_id, manifest.version, manifest.checksum, 0.0, 0.0)
 
 
-async def test_the_only_engine_that_comes_back_has_its_slots_written_at_the_version_in_service():
+async def test_the_only_engine_that_restarts_gets_the_served_version_written_into_its_buffers():
     trainer = FakeTrainer()
     transport, pool = export_to(trainer, WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer))
     publisher = ActorWeightPublisher(pool, WeightsConfig(), transport, trainer)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The actor around an engine: which failures are of one request, and aborts that come before the engine knows it."""
+"""The actor around an engine: failures of single requests, and aborts before the engine knows the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_TOKENS = 200
 
 
 class Registering:
-    """Knows a request some ticks after it was asked for, as vLLM does; to abort an unknown one does nothing."""
+    """Knows a request some ticks after its submission, like vLLM; aborting an unknown request does nothing."""
 
     def __init__(self, ticks: int) -> None:
         self.num_sampled = 0
@@ -102,7 +102,7 @@ async def test_an_abort_before_the_engine_knows_the_request_stops_it_at_its_firs
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-async def test_only_what_concerns_the_whole_engine_is_the_loss_of_it(
+async def test_only_errors_of_the_whole_engine_lose_it(
     raised: Exception, expected: type[Exception], tmp_path: Path
 ) -> None:
     actor = actor_over(Raising(raised), tmp_path)

@@ -1,4 +1,4 @@
-"""The driver's side of an engine: however its process dies or hangs, that is a lost engine, not the end of the run."""
+"""The client of an engine: if its process dies or hangs, the engine is lost, but the run continues."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ async def refuses(*_: object) -> None:
 def engine_with(**methods: Any) -> RemoteEngine:
     """An engine whose process answers so; polls wait forever."""
 
-    async def ask(method: str, *arguments: Any) -> Any:
+    async def call(method: str, *arguments: Any) -> Any:
         return await methods[method](*arguments)
 
-    answers = {"collect": never, "ask": ask, **methods}
+    answers = {"collect": never, "call": call, **methods}
     handles = {name: SimpleNamespace(remote=method) for name, method in answers.items()}
     return RemoteEngine(EngineId("e"), SimpleNamespace(**handles), "node-a")  # type: ignore[arg-type]
 
@@ -51,10 +51,10 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return actors
 
 
-@pytest.mark.parametrize("method", ["update_weights", "make_slots", "load", "sleep", "wake"])
+@pytest.mark.parametrize("method", ["update_weights", "make_version_buffers", "load", "sleep", "wake"])
 async def test_an_engine_that_is_killed_for_memory_is_lost(method: str) -> None:
     engine = engine_with(**{method: killed_for_memory})
-    arguments = {"update_weights": (MANIFEST,), "make_slots": ([], "float32", 1)}
+    arguments = {"update_weights": (MANIFEST,), "make_version_buffers": ([], "float32", 1)}
     with pytest.raises(EngineLostError, match=r"^e:? .*low on memory"):
         await getattr(engine, method)(*arguments.get(method, ()))
 
@@ -67,7 +67,7 @@ async def test_an_engine_that_refuses_a_version_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("method", ["sleep", "wake"])
-async def test_an_engine_that_does_not_give_its_memory_back_in_time_is_named_and_ended(
+async def test_an_engine_that_does_not_free_its_memory_in_time_is_named_and_ended(
     method: str, monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
     monkeypatch.setattr(engine_client, "SWITCH_S", 0.05)
@@ -80,7 +80,7 @@ async def test_an_engine_that_does_not_give_its_memory_back_in_time_is_named_and
         await anext(engine.generate(GenerateRequest(RequestId("r"), (1,), SamplingParams(1))))
 
 
-async def test_a_driver_that_stood_still_takes_no_living_engine_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_stall_of_the_driver_no_living_engine_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "POLL_S", 0.3)
     monkeypatch.setattr(engine_client, "SILENCE_S", 0.7)
     elsewhere = asyncio.new_event_loop()
@@ -102,7 +102,7 @@ async def test_a_driver_that_stood_still_takes_no_living_engine_for_lost(monkeyp
     elsewhere.call_soon_threadsafe(elsewhere.call_later, 0.05, elsewhere.stop)
 
 
-async def test_an_engine_that_is_silent_in_a_loop_that_runs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_is_silent_while_the_event_loop_runs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "POLL_S", 0.05)
     monkeypatch.setattr(engine_client, "SILENCE_S", 0.05)
     engine = engine_with()

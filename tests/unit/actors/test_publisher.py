@@ -1,4 +1,4 @@
-"""Publishing over fakes: engines acknowledge, a slow or refusing one gets a second try and is then fenced."""
+"""Publishing over fakes: engines acknowledge; a slow or refusing one gets a second attempt and is then fenced."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_refusal_is_tried_again(mode: str) -> None:
 
 
 class CountedTransport(GatherTransport):
-    """Keeps the versions that the trainer was asked to write."""
+    """Records the versions that the trainer writes."""
 
     def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
         super().__init__(trainer, pool)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ class CountedTransport(GatherTransport):
 
 @dataclass
 class Shared(Receiver):
-    """Refuses a version for as long as it was written once."""
+    """Refuses a version until it has been written twice."""
 
     written: list[int] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class Shared(Receiver):
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain", "multi_version"])
-async def test_a_version_that_is_damaged_where_all_read_it_is_written_once_more_and_nobody_is_fenced(mode: str) -> None:
+async def test_a_version_damaged_in_the_copy_for_all_engines_is_written_once_more_and_none_is_fenced(mode: str) -> None:
     engines = [Shared(EngineId(name)) for name in "abc"]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     config = WeightsConfig(timeout_s=5.0, update_mode=mode)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ async def test_a_version_that_is_damaged_where_all_read_it_is_written_once_more_
     await publish.close()
 
 
-async def test_what_stays_damaged_is_written_twice_and_fences_off_who_cannot_take_it() -> None:
+async def test_a_version_that_stays_damaged_is_written_twice_and_the_engines_that_refuse_it_are_fenced() -> None:
     broken = Receiver(EngineId("broken"), refuse=9)
     publish, pool, _ = publisher(Receiver(EngineId("a")), broken)
     report = await publish.publish(1)
@@ -141,8 +141,8 @@ async def test_what_stays_damaged_is_written_twice_and_fences_off_who_cannot_tak
     assert (await publish.publish(2)).rewrites == 0
 
 
-async def test_overlapped_a_version_is_not_written_again_from_weights_that_have_gone_on() -> None:
-    publish, pool, engine = await on_the_way()
+async def test_overlapped_a_version_is_not_written_again_from_changed_weights() -> None:
+    publish, pool, engine = await overlapped()
     engine.refuse = len(engine.received) + 1
     engine.may_take.set()
     assert (await publish.delivered()).rewrites == 0
@@ -150,7 +150,7 @@ async def test_overlapped_a_version_is_not_written_again_from_weights_that_have_
     await publish.close()
 
 
-async def test_a_hanging_engine_is_fenced_off_and_the_rest_go_on() -> None:
+async def test_a_hanging_engine_is_fenced_and_the_rest_continue() -> None:
     slow = Receiver(EngineId("slow"), hang=True)
     publish, pool, _ = publisher(Receiver(EngineId("a")), slow)
     assert [ack.engine_id for ack in (await publish.publish(1)).acks] == ["a"]
@@ -186,7 +186,7 @@ async def test_other_nodes_get_the_bytes_through_the_object_store() -> None:
 
 @dataclass
 class Slow(Receiver):
-    """Takes a version when it is told to."""
+    """Takes a version when the test allows it."""
 
     may_take: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -195,8 +195,8 @@ class Slow(Receiver):
         return await super().update_weights(manifest, payload)
 
 
-async def on_the_way() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
-    """Overlapped: an engine at version 0 that holds back version 1, which has left the trainer."""
+async def overlapped() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
+    """An overlapped publish of version 1: it has left the trainer, and the engine is still at version 0."""
     engine = Slow(EngineId("a"))
     engine.may_take.set()
     pool = EnginePool([engine], 4)  # type: ignore[list-item]
@@ -204,12 +204,12 @@ async def on_the_way() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
     publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool))  # type: ignore[arg-type]
     assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
     engine.may_take.clear()
-    assert (await publish.publish(1)).version == 0, "the newest that is over"
+    assert (await publish.publish(1)).version == 0, "the newest complete one"
     return publish, pool, engine
 
 
-async def test_overlapped_the_trainer_goes_on_while_the_engine_takes_the_version() -> None:
-    publish, _, engine = await on_the_way()
+async def test_overlapped_the_trainer_continues_while_the_engine_takes_the_version() -> None:
+    publish, _, engine = await overlapped()
     assert engine.version == 0
     engine.may_take.set()
     assert (await publish.publish(2)).version == 1, "one at a time: the delivery before was waited for"
@@ -219,7 +219,7 @@ async def test_overlapped_the_trainer_goes_on_while_the_engine_takes_the_version
 
 
 async def test_overlapped_no_request_starts_below_the_version_that_has_left() -> None:
-    publish, pool, engine = await on_the_way()
+    publish, pool, engine = await overlapped()
     lease = pool.lease()
     started = asyncio.ensure_future(lease.acquire())
     await asyncio.sleep(0.01)
@@ -233,14 +233,14 @@ async def test_overlapped_no_request_starts_below_the_version_that_has_left() ->
     await publish.close()
 
 
-async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next() -> None:
-    publish, _, _ = await on_the_way()
+async def test_overlapped_a_version_that_no_engine_takes_stops_the_run_at_the_next() -> None:
+    publish, _, _ = await overlapped()
     with pytest.raises(WeightSyncError, match="publish v1: no engine acknowledged it"):
         await publish.publish(2)
     await publish.close()
 
 
-async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_to_know_why() -> None:
+async def test_overlapped_requests_that_wait_for_a_failed_version_get_its_error() -> None:
     class Broken(GatherTransport):
         async def send(self, version: int) -> PublishHandle:
             return await super().send(version) if version == 0 else self.fails()
@@ -262,8 +262,8 @@ async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_
     await publish.close()
 
 
-async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_next() -> None:
-    publish, _, engine = await on_the_way()
+async def test_overlapped_the_wait_for_the_previous_version_does_not_count_for_the_next() -> None:
+    publish, _, engine = await overlapped()
     asyncio.get_running_loop().call_later(0.15, engine.may_take.set)
     await publish.publish(2)
     assert (await publish.delivered()).send_s < 0.15
@@ -280,7 +280,7 @@ class FailingTransport(GatherTransport):
         raise WeightSendError(f"publish v{version}: write_shards on the training ranks: a process died")
 
 
-async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is_coming_back() -> None:
+async def test_a_failed_send_ends_the_publish_at_once_although_an_engine_is_restarting() -> None:
     pool = EnginePool([Receiver(EngineId("a")), Receiver(EngineId("b"))], 4)  # type: ignore[list-item]
     pool.set_restart_hook(lambda _engine_id: True)
     pool.fence(EngineId("b"), "it is started again")
@@ -291,7 +291,7 @@ async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is
     assert transport.num_tries == 1
 
 
-async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_is_not_tried_before() -> None:
+async def test_a_version_that_the_last_engine_refuses_is_not_tried_again_before_another_engine_has_restarted() -> None:
     pool = EnginePool([Receiver(EngineId("a"), refuse=9)], 4)  # type: ignore[list-item]
     pool.set_restart_hook(lambda _engine_id: True)
     config = WeightsConfig(timeout_s=5.0)
@@ -306,7 +306,7 @@ async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_
 
 
 class FailsOnce(GatherTransport):
-    """Its first meeting of ranks and engines fails."""
+    """The first rendezvous of ranks and engines fails."""
 
     num_tries = 0
 
@@ -317,7 +317,7 @@ class FailsOnce(GatherTransport):
         raise WeightSyncError("weights: meeting: an engine died")
 
 
-async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_back() -> None:
+async def test_a_publish_that_fails_for_an_engine_is_not_tried_again_before_an_engine_has_restarted() -> None:
     engines = [Receiver(EngineId("a")), Receiver(EngineId("b"))]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     pool.set_restart_hook(lambda _engine_id: True)

@@ -1,34 +1,43 @@
-"""Ray's exceptions at the door."""
+"""Conversion of Ray's exceptions."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from penstock.actors.ray_errors import ray_boundary
-from penstock.dataflow.errors import TrainingError
+from penstock.actors.ray_errors import answer_of, gather_answers, late_calls, ray_boundary
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.publisher import attempt
+from penstock.actors.weights.transports import PublishedVersion
+from penstock.dataflow.errors import TrainingError, WeightSyncError
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import WeightAck, WeightManifest
 
 
 def step() -> AbstractContextManager[None]:
     return ray_boundary(TrainingError, "trainer: step")
 
 
-def test_a_remote_exception_is_told_by_its_type_and_message() -> None:
+def test_a_remote_exception_is_reported_by_its_type_and_message() -> None:
     remote = RayTaskError("step", "a long remote traceback", ValueError("odd shape")).as_instanceof_cause()
     with pytest.raises(TrainingError, match=r"^trainer: step failed: ValueError: odd shape$"), step():
         raise remote
 
 
-def test_a_remote_time_out_is_not_taken_for_ours() -> None:
+def test_a_remote_time_out_is_not_taken_for_a_local_one() -> None:
     remote = RayTaskError("start", "traceback", TimeoutError("peer")).as_instanceof_cause()
     with pytest.raises(TrainingError, match="trainer: step failed: TimeoutError: peer"), step():
         raise remote
 
 
-def test_a_dead_process_is_told_in_one_line() -> None:
+def test_a_dead_process_is_reported_in_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^trainer: step: a process died: [^\n]+$"), step():
         raise ActorDiedError
 
@@ -37,3 +46,56 @@ async def test_a_local_time_out_passes_through() -> None:
     with pytest.raises(TimeoutError), ray_boundary(TrainingError, "trainer: step"):
         async with asyncio.timeout(0):
             await asyncio.Event().wait()
+
+
+LIMIT_S = 0.2
+Answering = Callable[[], Awaitable[str]]
+
+
+async def call_ranks(answer: Answering) -> Any:
+    rank = SimpleNamespace(write=SimpleNamespace(remote=answer))
+    client = TrainerClient([rank], LIMIT_S)  # type: ignore[list-item]
+    return (await client.call_ranks("publish v1", LIMIT_S, "write"))[0]
+
+
+async def update_an_engine(answer: Answering) -> Any:
+    async def update_weights(manifest: WeightManifest, payload: object) -> WeightAck:
+        assert await answer() == "answer"
+        return WeightAck(EngineId("e"), manifest.version, 0, 0.0, 0.0)
+
+    engine = SimpleNamespace(engine_id="e", update_weights=update_weights)
+    ack = await attempt(engine, PublishedVersion(WeightManifest(1, "", (), 0, 0), None), LIMIT_S)  # type: ignore[arg-type]
+    return "answer" if isinstance(ack, WeightAck) else str(ack)
+
+
+async def one_call(answer: Answering) -> Any:
+    return await answer_of(answer(), LIMIT_S, TrainingError, "rank 0: step")
+
+
+async def calls_together(answer: Answering) -> Any:
+    return (await gather_answers("publish v1", LIMIT_S, answer()))[0]
+
+
+WAYS = {"one call": one_call, "together": calls_together, "ranks": call_ranks, "engine": update_an_engine}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_an_answer_that_arrived_while_the_driver_stood_still_is_in_time(way: str) -> None:
+    async def answer() -> str:
+        for _ in range(5):  # what arrived is read in the turns of the loop after the standstill
+            await asyncio.sleep(0.01)
+        return "answer"
+
+    asyncio.get_running_loop().call_later(0.02, time.sleep, 1.3)
+    assert await WAYS[way](answer) == "answer"
+
+
+async def test_calls_that_do_not_end_are_late_and_the_others_are_not() -> None:
+    calls = [asyncio.ensure_future(asyncio.sleep(delay_s)) for delay_s in (0.0, 60.0)]
+    assert await late_calls(calls, LIMIT_S) == {calls[1]}
+    calls[1].cancel()
+
+
+async def test_calls_that_need_each_other_name_what_they_were_for() -> None:
+    with pytest.raises(WeightSyncError, match=r"publish v1: 1 of 2 did not answer within 0\.2 s"):
+        await gather_answers("publish v1", LIMIT_S, asyncio.sleep(0.0), asyncio.sleep(60.0))

@@ -1,4 +1,4 @@
-"""The driver's side of reference and teacher: a burst of groups waits here, and the time limit is that of one group."""
+"""The client of reference and teacher: a burst of groups waits here, and the time limit is that of one group."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ async def test_a_burst_of_groups_waits_for_the_workers_and_none_is_late() -> Non
 
 async def test_one_group_that_takes_longer_than_the_limit_is_an_error_that_names_the_worker() -> None:
     client = ReferenceClient("teacher", [Worker(60.0)], timeout_s=0.05)  # type: ignore[list-item]
-    with pytest.raises(PenstockError, match=r"teacher: logprobs: no answer within 0\.05 s\..*teacher\.timeout_s"):
+    with pytest.raises(PenstockError, match=r"teacher: logprobs: no answer within 0\.05 s\..*teacher\.pool"):
         await asyncio.wait_for(client.logprobs(0), 5.0)  # type: ignore[arg-type]
 
 
-async def test_a_worker_whose_group_was_given_up_is_busy_until_it_has_answered() -> None:
+async def test_a_worker_whose_group_was_cancelled_is_busy_until_it_has_answered() -> None:
     worker = Worker(0.1)
     client = ReferenceClient("reference", [worker], timeout_s=5.0)  # type: ignore[list-item]
     given_up = asyncio.create_task(client.logprobs(0))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The driver's side of the reward workers: every trajectory is scored or fails, and lost workers are started again."""
+"""The client of the reward workers: every trajectory is scored or fails, and lost workers are restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ threading.Thread(target=ELSEWHERE.run_forever, daemon=True).start()
 
 
 class Call:
-    """What a Ray actor's call gives: awaitable, and a `concurrent.futures.Future` on request."""
+    """Like the result of a Ray actor call: awaitable, with a `concurrent.futures.Future` on request."""
 
     def __init__(self, answer: Awaitable[Any]) -> None:
         async def wait() -> Any:
@@ -47,7 +47,7 @@ class Call:
 
 
 def method(answer: Callable[..., Awaitable[Any]]) -> Any:
-    """As a method of an actor's handle: called by `.remote(...)`."""
+    """Like a method of an actor handle: called with `.remote(...)`."""
     return SimpleNamespace(remote=lambda *arguments: Call(answer(*arguments)))
 
 
@@ -62,7 +62,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Process:
-    """A reward worker's process: scores all with 1. `actor` is what the client would have from Ray."""
+    """A reward worker's process: scores all with 1. `actor` is like the handle from Ray."""
 
     def __init__(self) -> None:
         self.actor: Any = SimpleNamespace(score=method(self.count), is_alive=method(self.is_alive))
@@ -83,7 +83,7 @@ class Process:
 
 
 class Mortal(Process):
-    """Dies of its first calls, unscored."""
+    """Dies during its first calls, before it has scored them."""
 
     async def score(self, label: str, body: bytes) -> Any:
         await asyncio.sleep(0.05)  # all calls of a tick come before it
@@ -92,7 +92,7 @@ class Mortal(Process):
 
 
 class Hanging(Process):
-    """Answers nothing any more from its first call on."""
+    """Stops answering with its first call."""
 
     async def is_alive(self) -> None:
         if self.labels:
@@ -129,7 +129,7 @@ async def all_up(client: RewardClient) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_task_that_cannot_be_sent_fails_alone() -> None:
+async def test_a_task_that_cannot_be_pickled_fails_alone() -> None:
     place = Place(Process)
     with client_of(place) as client:
         task, trajectory = pair("!")
@@ -140,7 +140,7 @@ async def test_a_task_that_cannot_be_sent_fails_alone() -> None:
         )  # fmt: skip
     assert [getattr(result, "reward", None) for result in results] == [1.0, None, 1.0]
     assert isinstance(results[1], TrajectoryError)
-    assert "the task cannot be sent" in results[1].detail
+    assert "the task cannot be pickled" in results[1].detail
 
 
 class SlowOfOne(Process):
@@ -175,7 +175,7 @@ class Unreadable:
         return not_there, ()
 
 
-async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs_no_worker(
+async def test_a_task_that_the_worker_cannot_unpickle_fails_with_the_cause_and_costs_no_worker(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
     async def score(*_: object) -> Score:
@@ -189,7 +189,7 @@ async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs
     odd = replace(task, fields={"answer": Unreadable()})
     good = asyncio.ensure_future(client.score(task, trajectory))
     with pytest.raises(
-        TrajectoryError, match=r"cannot be read in the .*: ModuleNotFoundError: No module named 'my_rows"
+        TrajectoryError, match=r"cannot be unpickled in the .*: ModuleNotFoundError: No module named 'my_rows"
     ):
         await asyncio.wait_for(client.score(odd, trajectory), 10.0)
     assert isinstance(await good, Score)
@@ -198,7 +198,7 @@ async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs
     await actor.shutdown()
 
 
-async def test_the_only_worker_dies_and_the_next_process_scores_what_it_had(killed: list[Any]) -> None:
+async def test_the_only_worker_dies_and_the_next_process_scores_its_trajectories(killed: list[Any]) -> None:
     place = Place(Mortal, Process)
     with client_of(place) as client:
         scores = await asyncio.wait_for(asyncio.gather(*(client.score(*pair("!")) for _ in range(5))), 10.0)
@@ -209,7 +209,7 @@ async def test_the_only_worker_dies_and_the_next_process_scores_what_it_had(kill
     assert killed == [first.actor], "nothing of it is left"
 
 
-async def test_another_worker_scores_what_a_dead_one_had_and_it_comes_back() -> None:
+async def test_another_worker_scores_the_trajectories_of_a_dead_one_which_is_restarted() -> None:
     dying, living = Place(Mortal, Process), Place(Process)
     with client_of(dying, living) as client:
         await all_up(client)
@@ -222,10 +222,10 @@ async def test_another_worker_scores_what_a_dead_one_had_and_it_comes_back() -> 
     assert len(living.processes[0].labels) == before + 2, "every other one is for the new process"
 
 
-async def test_a_trajectory_that_two_workers_died_of_fails_and_says_so() -> None:
+async def test_a_trajectory_that_two_workers_died_of_fails_with_the_cause() -> None:
     place = Place(Mortal, Mortal, Process)
     with client_of(place) as client:
-        with pytest.raises(TrajectoryError, match=r"0/0 \(t/0\): reward workers were lost while they scored it, 2 t"):
+        with pytest.raises(TrajectoryError, match=r"0/0 \(t/0\): 2 reward workers were lost while scoring it"):
             await asyncio.wait_for(client.score(*pair("!")), 10.0)
         assert (await client.score(*pair("!"))).reward == 1.0, "the next one is served"
 
@@ -236,13 +236,13 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_
         while client._workers[0].given_up is None:
             with pytest.raises(TrajectoryError, match="reward worker"):
                 await asyncio.wait_for(client.score(*pair("!")), 10.0)
-        with pytest.raises(TrajectoryError, match=r"no reward worker is left\. .*not started again; .*actor died"):
+        with pytest.raises(TrajectoryError, match=r"no reward worker is left\. .*not restarted; .*actor died"):
             await client.score(*pair("!"))
     assert len(place.processes) == 1 + reward_client.LOSSES_PER_HOUR
 
 
 class Garbled(Process):
-    """Its scores of the task `odd` cannot be read."""
+    """Its scores of the task `odd` cannot be unpickled."""
 
     async def score(self, label: str, body: bytes) -> Any:
         if "(odd)" in label:
@@ -250,18 +250,18 @@ class Garbled(Process):
         return Score(1.0)
 
 
-async def test_a_score_that_cannot_be_read_fails_alone_and_costs_no_worker(killed: list[Any]) -> None:
+async def test_a_score_that_cannot_be_unpickled_fails_alone_and_costs_no_worker(killed: list[Any]) -> None:
     place = Place(Garbled)
     task, trajectory = pair("!")
     with client_of(place) as client:
         good = asyncio.ensure_future(client.score(task, trajectory))
-        with pytest.raises(TrajectoryError, match=r"\(odd\): its score cannot be read: RaySystemError: .*Oddity"):
+        with pytest.raises(TrajectoryError, match=r"\(odd\): its score cannot be unpickled: RaySystemError: .*Oddity"):
             await asyncio.wait_for(client.score(replace(task, task_id="odd"), trajectory), 10.0)
         assert (await good).reward == 1.0
     assert (len(place.processes), killed) == (1, [])
 
 
-async def test_a_worker_that_hangs_is_replaced_and_what_it_had_is_scored(
+async def test_a_worker_that_hangs_is_replaced_and_its_trajectories_are_scored(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)
@@ -274,7 +274,7 @@ async def test_a_worker_that_hangs_is_replaced_and_what_it_had_is_scored(
     assert "reward worker 0 with 3 trajectories is lost: it did not answer for 0 s" in caplog.text
 
 
-async def test_a_trajectory_that_is_cancelled_disturbs_nobody_when_its_worker_dies() -> None:
+async def test_a_cancelled_trajectory_affects_no_other_when_its_worker_dies() -> None:
     place = Place(Mortal, Process)
     with client_of(place) as client:
         given_up, kept = (asyncio.ensure_future(client.score(*pair("!"))) for _ in range(2))
@@ -286,7 +286,7 @@ async def test_a_trajectory_that_is_cancelled_disturbs_nobody_when_its_worker_di
     assert len(place.processes[1].labels) == 1
 
 
-async def test_a_driver_that_stood_still_takes_no_living_worker_for_dead(
+async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
     monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)

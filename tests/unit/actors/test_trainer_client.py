@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from penstock.actors.trainer.client import TrainerClient
-from penstock.dataflow.errors import PenstockError, TrainingError, WeightSendError, WeightSyncError
+from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ports import StepReport
+from penstock.dataflow.ports import StepReport, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
 from penstock.dataflow.versions import Span
 
@@ -48,13 +48,13 @@ async def batch(tokens: list[int], pause: asyncio.Event | None = None) -> AsyncI
         await pause.wait()
 
 
-async def test_without_streaming_a_batch_is_one_call() -> None:
+async def test_without_a_limit_on_the_parts_a_batch_is_one_call() -> None:
     rank = FakeRank()
     await TrainerClient([rank], 10.0, math.inf).step(batch([5, 5, 5]))
     assert rank.calls == [("step", ["handle 0", "handle 1", "handle 2"])]
 
 
-async def test_a_step_waits_for_whoever_needs_the_weights_as_they_are() -> None:
+async def test_a_step_waits_for_a_holder_of_the_step_lock() -> None:
     rank = FakeRank()
     client = TrainerClient([rank], 10.0, tokens_per_part=5)
     async with client.step_lock:
@@ -82,7 +82,7 @@ async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> Non
     assert ranks[0].versions == [0, 0, 0, 0], "staleness of every part is counted from the version before the step"
 
 
-async def test_a_group_that_is_forwarded_before_its_batch_goes_to_every_rank_before_the_step() -> None:
+async def test_early_logprobs_of_a_group_are_computed_on_every_rank_before_the_step() -> None:
     ranks = [FakeRank(), FakeRank()]
     client = TrainerClient(ranks, 10.0)
     client.version = 3
@@ -94,14 +94,14 @@ async def test_a_group_that_is_forwarded_before_its_batch_goes_to_every_rank_bef
         assert rank.versions == [3, 3], "what is forwarded is for the step that comes next"
 
 
-async def test_a_rank_that_fails_is_noticed_while_groups_are_waited_for() -> None:
+async def test_a_failing_rank_ends_the_wait_for_groups() -> None:
     client = TrainerClient([FakeRank(fails=True)], 10.0, tokens_per_part=10)
     async with asyncio.timeout(5):
         with pytest.raises((TrainingError, RuntimeError), match="planted"):
             await client.step(batch([8, 8], pause=asyncio.Event()))
 
 
-async def test_what_the_dataflow_raises_comes_out_as_it_is() -> None:
+async def test_errors_of_the_dataflow_are_raised_unchanged() -> None:
     async def broken() -> AsyncIterator[GroupRef]:
         raise PenstockError("no batch within 3 s")
         yield
@@ -110,7 +110,7 @@ async def test_what_the_dataflow_raises_comes_out_as_it_is() -> None:
         await TrainerClient([FakeRank()], 10.0).step(broken())
 
 
-async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_far_they_are() -> None:
+async def test_ranks_that_are_late_with_a_step_of_a_publish_are_named_with_their_progress() -> None:
     class Late(FakeRank):
         """Writes forever."""
 
@@ -130,7 +130,7 @@ async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_fa
     assert await quick.call_ranks("publish v7", 5.0, "write_shards", 7) == [["write_shards", 7]] * 2
     client = TrainerClient([Quick(), Late(), Late()], 10.0)
     late = r"training rank 1 \(v7, bucket 3 of 17\), training rank 2 \(v7, bucket 3 of 17\)"
-    with pytest.raises(WeightSyncError, match=rf"publish v7: write_shards is not over after 0.05 s .*Missing: {late}"):
+    with pytest.raises(WeightSyncError, match=rf"publish v7: write_shards is not complete after 0.05 s .*: {late}"):
         await client.call_ranks("publish v7", 0.05, "write_shards", 7)
 
 
@@ -148,16 +148,45 @@ class Dead(FakeRank):
         return answer
 
 
-async def test_a_first_rank_that_never_gets_its_place_ends_the_start_in_time() -> None:
+async def test_if_the_first_rank_is_never_placed_the_start_ends_in_time() -> None:
     with pytest.raises(TrainingError, match=r"trainer: rendezvous: no answer within 0\.05 s\. One of 1 ranks hangs\."):
         await asyncio.wait_for(TrainerClient([Stopped(), Stopped()], 10.0).start(0.05), 5.0)
 
 
 async def test_a_dead_rank_is_an_error_of_the_export_and_a_slow_one_may_wait_for_an_engine() -> None:
     with pytest.raises(WeightSendError, match=r"trainer: send_weights: a process died: .*low on memory"):
-        await TrainerClient([Dead()], 10.0).ask("send_weights", 1, timeout_s=5.0)
+        await TrainerClient([Dead()], 10.0).call_transfer("send_weights", 1, timeout_s=5.0)
     with pytest.raises(WeightSendError, match="publish v1: write_shards on the training ranks: a process died"):
         await TrainerClient([Dead()], 10.0).call_ranks("publish v1", 5.0, "write_shards", 1)
     with pytest.raises(WeightSyncError, match="trainer: send_weights: no answer within") as late:
-        await TrainerClient([Stopped()], 10.0).ask("send_weights", 1, timeout_s=0.05)
+        await TrainerClient([Stopped()], 10.0).call_transfer("send_weights", 1, timeout_s=0.05)
     assert not isinstance(late.value, WeightSendError)
+
+
+class Saves(FakeRank):
+    """Was restored to version 7."""
+
+    def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        self.calls.append((method, list(arguments)))
+        answers = {"rendezvous": ("host", 1), "start": ("node", 7), "write_checkpoint": WrittenFile("file", 3, 4)}
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_result(answers.get(method))
+        return answer
+
+
+async def test_a_checkpoint_is_a_snapshot_of_the_version_and_a_file_of_each_rank() -> None:
+    ranks = [Saves(), Saves()]
+    client = TrainerClient(ranks, 10.0)
+    await client.start(5.0)
+    assert (client.version, client.nodes) == (7, ["node", "node"])
+    assert 0 <= await client.snapshot() < 5
+    assert await client.write_checkpoint("/folder") == [WrittenFile("file", 3, 4)] * 2
+    assert ranks[1].calls[1:] == [("snapshot", [7]), ("write_checkpoint", ["/folder"])]
+
+
+async def test_a_checkpoint_that_is_not_written_says_why_and_names_its_limit() -> None:
+    limit = r"trainer: checkpoint /folder: no answer within 0\.2 s\. The limit is 4 x trainer\.step_timeout_s\."
+    with pytest.raises(CheckpointError, match=limit):
+        await TrainerClient([Stopped()], 0.05).write_checkpoint("/folder")
+    with pytest.raises(CheckpointError, match=r"trainer: checkpoint /folder: a process died: .*low on memory"):
+        await TrainerClient([Dead()], 10.0).write_checkpoint("/folder")

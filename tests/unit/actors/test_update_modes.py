@@ -1,4 +1,4 @@
-"""The update modes over fakes that run requests: who serves what during a publish, and where new work goes."""
+"""The update modes over fakes that run requests: which engines serve during a publish, and where new requests go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.weights.config import WeightsConfig
 
 @dataclass
 class Rack:
-    """Engines with a shared record of who was frozen when."""
+    """Engines with a shared record of which were frozen when."""
 
     engines: list[Swapping] = field(default_factory=list)
     most_frozen: int = 0
@@ -31,7 +31,7 @@ class Rack:
 
 @dataclass
 class Swapping:
-    """Takes several ticks to swap. `held` at a swap is what was frozen inside it."""
+    """Takes several ticks to swap. `held`: number of requests frozen in it, for each swap."""
 
     engine_id: EngineId
     rack: Rack
@@ -80,7 +80,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Request:
-    """A request that runs until it is told to end."""
+    """A request that runs until the test ends it."""
 
     def __init__(self, pool: EnginePool) -> None:
         self.lease: Lease | None = None
@@ -112,7 +112,7 @@ async def requests(pool: EnginePool, number: int) -> AsyncIterator[list[Request]
         await asyncio.gather(*(request.end() for request in running))
 
 
-async def test_drain_swaps_nothing_under_a_request_and_routes_nothing_meanwhile() -> None:
+async def test_drain_swaps_no_engine_with_requests_and_routes_none_during_the_swap() -> None:
     rack, pool, updater = setting("drain")
     async with requests(pool, 6) as running:
         update = asyncio.create_task(updater.update(published(1)))
@@ -161,7 +161,7 @@ async def test_during_a_roll_new_work_goes_to_the_newest_only_once_there_is_one(
         update = asyncio.create_task(updater.update(published(1)))
         await asyncio.sleep(0)
         async with requests(pool, 2) as before:
-            assert {request.started_at for request in before} == {0}, "there is no newest yet: the others serve"
+            assert {request.started_at for request in before} == {0}, "no engine has the newest yet: the others serve"
             assert {request.engine for request in before} <= {e.engine_id for e in rack.engines if e.version == 0}
             first = next(view for view in pool.views() if view.is_paused)
             for request in [request for request in old if request.engine == first.engine_id]:
@@ -173,7 +173,7 @@ async def test_during_a_roll_new_work_goes_to_the_newest_only_once_there_is_one(
                 assert {request.started_at for request in after} == {1}
                 waiting = Request(pool)
                 await asyncio.sleep(0)
-                assert waiting.engine is None, "old engines have room, but it is full of new work"
+                assert waiting.engine is None, "old engines have free slots, but the updated one is full"
         for request in old:
             await request.end()
         await until(lambda: waiting.engine is not None)
@@ -183,7 +183,7 @@ async def test_during_a_roll_new_work_goes_to_the_newest_only_once_there_is_one(
     await updater.settle()
 
 
-async def test_a_publish_takes_over_from_the_one_before_and_skips_its_version() -> None:
+async def test_a_publish_takes_over_from_the_previous_one_and_skips_its_version() -> None:
     rack, pool, updater = setting("multi_version")
     async with requests(pool, 9) as old:
         update = asyncio.create_task(updater.update(published(1)))
@@ -201,7 +201,7 @@ async def test_a_publish_takes_over_from_the_one_before_and_skips_its_version() 
     assert sorted(len(engine.held) for engine in rack.engines) == [1, 1, 2]
 
 
-async def test_a_roll_that_cannot_drain_an_engine_freezes_it_and_goes_on() -> None:
+async def test_a_roll_that_cannot_drain_an_engine_freezes_it_and_continues() -> None:
     rack, pool, updater = setting("multi_version", drain_timeout_s=0.02)
     async with requests(pool, 3):
         await updater.update(published(1))
@@ -211,7 +211,7 @@ async def test_a_roll_that_cannot_drain_an_engine_freezes_it_and_goes_on() -> No
     assert rack.most_frozen == 1
 
 
-async def test_an_engine_that_refuses_is_fenced_off_and_the_roll_goes_on() -> None:
+async def test_an_engine_that_refuses_is_fenced_and_the_roll_continues() -> None:
     rack, pool, updater = setting("multi_version")
     rack.engines[0].refuses = True
     await updater.update(published(1))
@@ -220,7 +220,7 @@ async def test_an_engine_that_refuses_is_fenced_off_and_the_roll_goes_on() -> No
     assert "planted refusal" in pool.fenced[EngineId("e0")]
 
 
-async def test_a_roll_in_which_nobody_acknowledges_says_so() -> None:
+async def test_a_roll_without_any_acknowledgement_is_an_error() -> None:
     rack, pool, updater = setting("multi_version", 2)
     for engine in rack.engines:
         engine.refuses = True

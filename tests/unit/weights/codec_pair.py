@@ -1,4 +1,4 @@
-"""A sender and a receiver in one process, and weights to send: what the tests of the codecs share."""
+"""A sender and a receiver in one process, and weights to send; shared by the tests of the codecs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def travelled(encoded: Encoded, dtype: torch.dtype) -> Encoded:
-    """As it arrives: through bytes, at an odd address."""
+    """The message as received: through bytes, at an odd address."""
     header, payload = to_wire(encoded)
     assert payload_bytes(header) == payload.numel() == encoded.num_bytes
-    arrived = torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:]
-    return from_wire(header, arrived, encoded.buffer, dtype, encoded.num_elements)
+    received = torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:]
+    return from_wire(header, received, encoded.buffer, dtype, encoded.num_elements)
 
 
 class Pair:
@@ -42,8 +42,8 @@ class Pair:
     def publish(self, current: torch.Tensor) -> Encoded:
         self.version += 1
         encoded = self.codec.encode(current, self.sender, self.version)
-        arrived = travelled(encoded, current.dtype)
-        self.codec.decode(arrived, self.receiver, self.live)
+        received = travelled(encoded, current.dtype)
+        self.codec.decode(received, self.receiver, self.live)
         assert self.sender.version == self.receiver.version == encoded.version == self.version
         if self.sender.values is not None:
             assert same_bits(self.sender.values, self.live), "the sender does not know what the receiver has"
@@ -51,7 +51,7 @@ class Pair:
 
 
 def walk(dtype: torch.dtype, num_steps: int) -> list[torch.Tensor]:
-    """Weights under updates as of Adam: many small ones, some elements a hundred times faster."""
+    """Weights under updates like Adam's: many small ones, some elements a hundred times faster."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(5000, generator=generator) * 0.05
     speeds = torch.where(torch.rand(5000, generator=generator) < 0.01, 1e-2, 1e-4)

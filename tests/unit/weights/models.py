@@ -54,7 +54,7 @@ def tensors_of(name: str) -> tuple[ModelShape, list[TensorSpec]]:
 
 
 def engine_layout(name: str, tp: int) -> Layout:
-    """Where a vLLM engine holds it, over so many ranks."""
+    """Layout of a vLLM engine over `tp` ranks."""
     return read(name).layouts[tp]
 
 
@@ -75,7 +75,7 @@ def strided(buffer: NDArray[np.int32], shape: Shape, view: View) -> NDArray[np.i
 
 
 def buffers_of(layout: Layout, full: Tensors | None = None) -> list[Tensors]:
-    """Every rank's buffers, filled with what its shards say it holds; padding everywhere else."""
+    """Every rank's buffers, filled from its shards; padding everywhere else."""
     ranks = [{name: np.full(size, PADDING, np.int32) for name, size in sizes.items()} for sizes in layout.buffers]
     for name, shards in layout.shards.items() if full is not None else ():
         for shard in shards:
@@ -85,7 +85,7 @@ def buffers_of(layout: Layout, full: Tensors | None = None) -> list[Tensors]:
 
 
 def vllm_rank(full: Tensors, model: ModelShape, tp: int, rank: int) -> Tensors:
-    """What rank `rank` of `tp` of a vLLM engine holds: the slicing of its weight loaders, written with plain slices."""
+    """Parameters of rank `rank` of `tp` of a vLLM engine: its weight loaders, written as plain slices."""
     held: Tensors = {}
     stacked: dict[str, dict[str, NDArray[np.int32]]] = {}
     for name, tensor in full.items():
@@ -129,5 +129,5 @@ def vllm_rank(full: Tensors, model: ModelShape, tp: int, rank: int) -> Tensors:
 def staging_buffers(
     sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """What a version arrives in: one flat tensor per buffer of a rank's layout, padding zero as in the engines."""
+    """Memory to receive a version: one flat tensor per buffer of a rank's layout, padding zero as in the engines."""
     return {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""Checksums see every changed, moved or lost element; golden value by independent integer arithmetic."""
+"""Checksums detect every changed, moved or lost element; golden value by independent integer arithmetic."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_a_version_survives_the_trip_through_shared_memory(tmp_path: Path) -> No
 def test_a_version_that_is_gone_is_named(tmp_path: Path) -> None:
     manifest = write_version([("x", torch.zeros(2))], 3, "float32", tmp_path)
     Path(manifest.location).unlink()
-    with pytest.raises(WeightSyncError, match=r"publish v3: .* is not there"):
+    with pytest.raises(WeightSyncError, match=r"publish v3: .* does not exist"):
         list(read_version(manifest))

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, bit for bit; sizes are counted independently, element by element."""
+"""Decoded values equal the encoded ones, bit for bit; sizes are counted independently, element by element."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def two_versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("codec", EXACT)
 @settings(max_examples=examples(40), deadline=None)
 @given(versions=two_versions())
-def test_any_bits_arrive_as_they_were_sent(codec: str, versions: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_any_bits_are_received_as_they_were_sent(codec: str, versions: tuple[torch.Tensor, torch.Tensor]) -> None:
     before, after = versions
     pair = Pair(codec, before)
     assert same_bits(pair.live, before)
@@ -64,7 +64,7 @@ def test_any_bits_arrive_as_they_were_sent(codec: str, versions: tuple[torch.Ten
 def test_special_values_survive_every_codec(codec: str, dtype: torch.dtype) -> None:
     special = from_bits(SPECIAL[dtype], dtype).repeat(20)
     pair = Pair(codec, torch.zeros_like(special))
-    for current in (special, special.flip(0), special):  # int8_delta goes whole where something is not finite
+    for current in (special, special.flip(0), special):  # int8_delta sends whole if a value is not finite
         pair.publish(current)
         assert same_bits(pair.live, current)
 
@@ -82,7 +82,7 @@ def test_a_zero_that_turns_negative_is_sent_and_a_nan_that_stays_is_not() -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", [0, 1, 2, 127, 128, 129])
-def test_every_size_arrives(codec: str, size: int, dtype: torch.dtype) -> None:
+def test_every_size_is_received(codec: str, size: int, dtype: torch.dtype) -> None:
     before = torch.linspace(-1, 1, size).to(dtype)
     pair = Pair(codec, before)
     for current in (before, before + 1, before * 3):
@@ -181,13 +181,13 @@ def test_a_receiver_that_missed_a_version_says_so_and_catches_up(codec: str) -> 
     CODECS[codec].decode(everything, pair.receiver, pair.live)
     assert pair.receiver.version == 3
     pair.version = 3
-    pair.publish(values * 1.001)  # follows the stream of the others again
+    pair.publish(values * 1.001)  # continues with the versions of the others
 
 
 def test_a_version_is_not_applied_twice() -> None:
     pair = Pair("int8_delta", torch.zeros(1000))
     encoded = pair.publish(torch.ones(1000))
-    with pytest.raises(WeightSyncError, match="difference to v1, this receiver holds v2"):
+    with pytest.raises(WeightSyncError, match="difference to v1, but this receiver holds v2"):
         pair.codec.decode(encoded, pair.receiver, pair.live)
 
 
@@ -201,7 +201,7 @@ def test_after_full_the_next_delta_is_whole() -> None:
     assert pair.publish(torch.ones(100)).num_bytes == 0
 
 
-def test_a_form_that_a_codec_does_not_read_is_named() -> None:
+def test_a_form_that_a_codec_cannot_decode_is_named() -> None:
     pair = Pair("delta", torch.zeros(100))
     encoded = pair.codec.encode(torch.eye(100)[0], pair.sender, 2)
     with pytest.raises(WeightSyncError, match=r"was sent as gaps, .* same codec"):
@@ -212,7 +212,7 @@ def test_a_truncated_part_is_refused() -> None:
     pair = Pair("full", torch.zeros(1000))
     encoded = pair.codec.encode(torch.ones(1000), pair.sender, 2)
     damaged = dataclasses.replace(encoded, parts={"values": torch.ones(1)})
-    with pytest.raises(WeightSyncError, match=r"'values' arrived with shape \(1,\), expected were 1000"):
+    with pytest.raises(WeightSyncError, match=r"'values' was received with shape \(1,\), but 1000"):
         pair.codec.decode(damaged, pair.receiver, pair.live)
     assert not pair.live.any()
 
@@ -257,8 +257,8 @@ def test_delta_counts_no_base_as_not_measured() -> None:
     assert DeltaCodec().encode(torch.zeros(3), SenderState("w"), 1).num_changed is None
 
 
-def test_a_header_that_no_sender_makes_is_refused() -> None:
+def test_an_invalid_header_is_refused() -> None:
     header, payload = to_wire(CODECS["full"].encode(torch.ones(4), SenderState("w"), 1))
     header[0] = 99
-    with pytest.raises(WeightSyncError, match="w arrived in form 99"):
+    with pytest.raises(WeightSyncError, match="w was received in form 99"):
         from_wire(header, payload, "w", torch.float32, 4)

@@ -20,7 +20,7 @@ def test_copies_are_those_of_torch(into, dtype, shape, is_strided):
 
 
 @pytest.mark.parametrize(("behind", "is_slow"), [(0, False), (64, True), (448, True), (512, False), (4032, False)])
-def test_copies_between_any_two_places_in_a_page_are_right(behind: int, is_slow: bool) -> None:
+def test_copies_between_any_two_offsets_in_a_page_are_correct(behind: int, is_slow: bool) -> None:
     source, held = torch.randn(5000), torch.zeros(5000 + 1024)
     start = (behind - (held.data_ptr() - source.data_ptr())) % 4096 // 4
     target = held[start : start + 5000]
@@ -38,7 +38,7 @@ def test_parameters_that_need_a_gradient_are_overwritten_where_they_are():
     assert parameter.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
+def test_a_variable_that_the_user_has_set_is_kept(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert copy_environment() == {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x400000"}
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")

@@ -26,7 +26,7 @@ def test_int8_delta_takes_a_quarter_of_float32(num_elements: int) -> None:
         assert encoded.num_bytes <= 0.27 * 4 * num_elements
 
 
-def test_int8_delta_goes_whole_where_that_is_smaller() -> None:
+def test_int8_delta_sends_whole_if_that_is_smaller() -> None:
     forms = {}
     for size in (1, 4, 5):
         pair = Pair("int8_delta", torch.zeros(size, dtype=torch.bfloat16))
@@ -57,7 +57,7 @@ def half_steps(encoded: Encoded, num_elements: int) -> torch.Tensor:
 
 
 def error_and_bound(pair: Pair, encoded: Encoded, current: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|x − r|, and s / 2 + u / 2 with what float32 loses in computing it; float64."""
+    """|x − r|, and s / 2 + u / 2 with the rounding error of computing it in float32; float64."""
     error = (pair.live.double() - current.double()).abs()
     greater = torch.maximum(current.abs(), pair.live.abs())
     spacing = (words(greater) + 1).view(greater.dtype).double() - greater.double()  # to the next number
@@ -120,13 +120,13 @@ def test_two_block_sizes_do_not_mix() -> None:
     pair = Pair("int8_delta", torch.zeros(1000))
     encoded = Int8DeltaCodec(block_elements=64).encode(torch.ones(1000), pair.sender, 2)
     with pytest.raises(
-        WeightSyncError, match=r"publish v2: w: part 'scales' .* \(16,\), expected were 8 .* differently"
+        WeightSyncError, match=r"publish v2: w: part 'scales' .* \(16,\), but 8 elements were expected.* differ"
     ):
         pair.codec.decode(encoded, pair.receiver, pair.live)
     assert pair.receiver.version == 1
 
 
-def test_what_stops_changing_is_exact_after_few_publishes() -> None:
+def test_weights_that_stop_changing_are_exact_after_few_publishes() -> None:
     pair = Pair("int8_delta", torch.zeros(1000))
     current = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     num_publishes = next(count for count in range(1, 10) if pair.publish(current) and torch.equal(pair.live, current))

@@ -1,6 +1,6 @@
-"""Weights over NCCL without a GPU: calls that torch's bindings refuse, and messages of main memory, fail here too.
+"""Weights over NCCL without a GPU: invalid calls of torch's bindings, and messages from main memory, fail here too.
 
-Every rank is a thread with a group membership of its own, connected by `tests.fake_gpu.FakeNccl`.
+Every rank is a thread with its own group membership, connected by `tests.fake_gpu.FakeNccl`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.weights.checksum import check_arrived
+from penstock.weights.checksum import check_received
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
@@ -57,7 +57,7 @@ Flat = dict[str, torch.Tensor]
 
 @pytest.fixture
 def backends() -> Iterator[list[FakeNccl]]:
-    """The NCCL backends that the test makes; in the end, every group of messages must have been waited for."""
+    """The NCCL backends that the test creates; checks that every group of messages was waited for."""
     with a_machine_with_nccl() as made:
         yield made
         assert made
@@ -65,7 +65,7 @@ def backends() -> Iterator[list[FakeNccl]]:
 
 
 def on_every_rank(num_ranks: int, act: Callable[[int], object]) -> list[object]:
-    """What `act(rank)` gives on each of so many ranks that run beside each other."""
+    """Results of `act(rank)`, run concurrently on each rank."""
 
     def run(rank: int) -> object:
         with on_a_gpu():
@@ -76,7 +76,7 @@ def on_every_rank(num_ranks: int, act: Callable[[int], object]) -> list[object]:
 
 
 def version_of(version: int) -> dict[str, np.ndarray]:
-    """Even numbers, of which a fiftieth moves by one per version."""
+    """Even numbers, of which a fiftieth changes by one per version."""
     return {name: 2 * values + (values % 50 < version) for name, values in FULL.items()}
 
 
@@ -84,15 +84,15 @@ def on_device(layout: Layout, rank: int, full: dict[str, np.ndarray]) -> Flat:
     return {name: torch.from_numpy(values).float().to(GPU) for name, values in buffers_of(layout, full)[rank].items()}
 
 
-def check_equals(arrived: Flat, full: dict[str, np.ndarray], *, within: float) -> None:
-    """Against vLLM's slices, which models.py cuts by hand; padding is zero."""
+def check_equals(received: Flat, full: dict[str, np.ndarray], *, within: float) -> None:
+    """Compare with vLLM's slices, which models.py writes out by hand; padding is zero."""
     for name, values in vllm_rank(full, MODEL, 1, 0).items():
         expected = np.where(values == PADDING, 0, values).ravel()
-        assert isinstance(arrived[name], GpuTensor)
-        assert np.abs(in_main_memory(arrived[name]).numpy() - expected).max() <= within, name
+        assert isinstance(received[name], GpuTensor)
+        assert np.abs(in_main_memory(received[name]).numpy() - expected).max() <= within, name
 
 
-def test_messages_go_out_as_one_group_with_the_arguments_that_torch_takes(backends: list[FakeNccl]) -> None:
+def test_messages_are_sent_as_one_group_with_arguments_that_torch_accepts(backends: list[FakeNccl]) -> None:
     store = serve_store(HOST)
 
     def swap(rank: int) -> list[float]:
@@ -143,9 +143,9 @@ def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec:
 
 
 def make_group_spec(
-    port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool
+    port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_in_place: bool
 ) -> TransferGroupSpec:
-    training = TrainingSide(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
+    training = TrainingSharding(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
     return TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=NUM_TRAINING,
@@ -155,7 +155,7 @@ def make_group_spec(
         generation=1,
         timeout_s=TIMEOUT_S,
         codec=codec,
-        is_streamed=is_streamed,
+        is_in_place=is_in_place,
     )
 
 
@@ -168,7 +168,7 @@ def drawn(version: int) -> Flat:
 
 
 def part_of(version: int, rank: int) -> Flat:
-    """What a training rank holds under ZeRO-3: its share of each flat tensor, padded to equal shares."""
+    """A training rank's part under ZeRO-3: its share of each flat tensor, padded to equal shares."""
     shares = {}
     for name, tensor in drawn(version).items():
         size = -(-tensor.numel() // NUM_TRAINING)
@@ -178,11 +178,11 @@ def part_of(version: int, rank: int) -> Flat:
 
 
 @pytest.mark.parametrize("codec", ["full", "delta", "int8_delta"])
-def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
+def test_snapshots_of_the_ranks_are_sent_to_the_version_buffers_of_the_engines(
     backends: list[FakeNccl], codec: CodecName
 ) -> None:
     store = serve_store(HOST)
-    group_spec = make_group_spec(store.port, SMALL, codec=codec, is_streamed=False)
+    group_spec = make_group_spec(store.port, SMALL, codec=codec, is_in_place=False)
 
     def publish(rank: int) -> object:
         if rank < NUM_TRAINING:
@@ -191,40 +191,40 @@ def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
             sums = []
             for version in range(2):
                 held = part_of(version, rank)
-                sender.hold(held, copies=True)
+                sender.snapshot(held, copies=True)
                 for values in held.values():
-                    values.zero_()  # training goes on
+                    values.zero_()  # training continues
                 sums.append(sender.send(version).sums)
             sender.close()
             return sums
         device_receiver = DeviceReceiver(0, GPU)
-        slot = device_receiver.join(group_spec, rank - NUM_TRAINING, None)
-        assert slot is not None
-        arrived = []
+        buffer = device_receiver.join(group_spec, rank - NUM_TRAINING, None)
+        assert buffer is not None
+        received = []
         for version in range(2):
             device_receiver.receive(version)
-            arrived.append({name: in_main_memory(values).clone() for name, values in slot.buffers.items()})
+            received.append({name: in_main_memory(values).clone() for name, values in buffer.tensors.items()})
         device_receiver.close()
-        return arrived
+        return received
 
     *sent, first, second = on_every_rank(NUM_TRAINING + 2, publish)
     for version in range(2):
         manifest = group_spec.transfer.manifest(version, [part for sums in sent for part in sums[version]])
-        for arrived in (first[version], second[version]):
-            check_arrived(arrived, manifest.entries, version)
+        for received in (first[version], second[version]):
+            check_received(received, manifest.entries, version)
             for name, tensor in drawn(version).items():
                 expected = tensor.flatten().bfloat16()
                 if codec == "int8_delta" and version:
-                    torch.testing.assert_close(arrived[name], expected, atol=0.05, rtol=0)
+                    torch.testing.assert_close(received[name], expected, atol=0.05, rtol=0)
                 else:
-                    assert torch.equal(arrived[name], expected), name
+                    assert torch.equal(received[name], expected), name
 
 
-def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announced(
+def test_versions_are_received_in_place_and_compared_with_the_bucket_checksums_of_the_ranks(
     backends: list[FakeNccl],
 ) -> None:
     store = serve_store(HOST)
-    group_spec = make_group_spec(store.port, SMALL, codec="full", is_streamed=True)
+    group_spec = make_group_spec(store.port, SMALL, codec="full", is_in_place=True)
     senders = [WeightSender(rank, GPU) for rank in range(NUM_TRAINING)]
     device_receivers = [DeviceReceiver(0, GPU) for _ in group_spec.receivers]
     live = [
@@ -237,11 +237,11 @@ def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announ
             assert device_receivers[rank - NUM_TRAINING].join(group_spec, rank - NUM_TRAINING, None) is None
             return None
         senders[rank].join(group_spec)
-        senders[rank].hold(part_of(3, rank), copies=True)
-        return senders[rank].sums()
+        senders[rank].snapshot(part_of(3, rank), copies=True)
+        return senders[rank].bucket_checksums()
 
-    announced = on_every_rank(NUM_TRAINING + 2, join)
-    sums = [one for announcement in announced if announcement is not None for one in announcement.sums]
+    checksums = on_every_rank(NUM_TRAINING + 2, join)
+    sums = [one for of_rank in checksums if of_rank is not None for one in of_rank.sums]
 
     def publish(rank: int) -> None:
         if rank < NUM_TRAINING:
@@ -250,7 +250,7 @@ def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announ
             return
         place = rank - NUM_TRAINING
         live[place] = {name: values.to(GPU) for name, values in live[place].items()}
-        device_receivers[place].stream(3, sums, live[place])
+        device_receivers[place].receive_in_place(3, sums, live[place])
         device_receivers[place].close()
 
     on_every_rank(NUM_TRAINING + 2, publish)

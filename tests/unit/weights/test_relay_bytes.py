@@ -1,4 +1,4 @@
-"""Bytes of 64 engines, counted from what each process would send and receive in every bucket."""
+"""Bytes of 64 engines, counted from the messages of each process in every bucket."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.dataflow.errors import WeightSyncError
 from penstock.trainer.backends.tensor_parallel import expected_splits
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
 from penstock.weights.planner.relay import depth, relay_tree
@@ -58,7 +58,7 @@ def carried_out(
 
 
 def least_egress(source: Layout, destination: Layout, item_bytes: int) -> float:
-    """Least possible maximum over source ranks: for each set of ranks, what only they have, shared evenly."""
+    """Least possible maximum over source ranks: for each set of ranks, the elements only they own, shared evenly."""
     by_owners: dict[frozenset[int], int] = defaultdict(int)
     for tensor, wanted in destination.shards.items():
         owners: dict[tuple, set[int]] = defaultdict(set)
@@ -133,7 +133,7 @@ def test_every_engine_layout_reaches_every_training_layout(pair: tuple[str, int]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_on_the_same_devices_only_what_a_device_lacks_is_sent(name: str) -> None:
+def test_on_the_same_devices_only_missing_elements_are_sent(name: str) -> None:
     _, tensors = tensors_of(name)
     destination = engine_layout(name, 4)
     whole_everywhere = training_layout(tensors, num_replicas=4)
@@ -164,13 +164,13 @@ def test_among_owners_those_on_the_same_node_send() -> None:
     assert max(plan.egress.values()) <= 1.1 * plan.wire_bytes / 4
 
 
-def test_what_the_training_side_lacks_is_named() -> None:
+def test_a_tensor_that_the_training_ranks_lack_is_named() -> None:
     _, tensors = tensors_of("qwen2")
     destination = engine_layout("qwen2", 2)
-    with pytest.raises(WeightSyncError, match=r"has no model\.norm\.weight"):
+    with pytest.raises(WeightSyncError, match=r"training ranks have no model\.norm\.weight"):
         make_plan(training_layout([t for t in tensors if t.name != "model.norm.weight"]), destination, 4)
     shorter = [t._replace(shape=(7,)) if t.name == "model.norm.weight" else t for t in tensors]
-    with pytest.raises(WeightSyncError, match=r"of model.norm.weight, 17 elements .* rank 0"):
+    with pytest.raises(WeightSyncError, match=r"model.norm.weight: no training rank holds 17 elements .* rank 0"):
         make_plan(training_layout(shorter), destination, 4)
 
 
@@ -182,13 +182,13 @@ def test_what_the_training_side_lacks_is_named() -> None:
         ({"tp_size": 2}, r"AutoTP over 2, replicated .* over 1 ranks.* over 2"),
     ],
 )
-def test_what_cannot_be_planned_names_the_tensor_and_both_layouts(training: dict[str, Any], told: str) -> None:
+def test_an_impossible_plan_names_the_tensor_and_both_layouts(training: dict[str, Any], told: str) -> None:
     _, tensors = tensors_of("qwen2")
-    side = TrainingSide(tuple(tensors[:-1]), **training)
+    side = TrainingSharding(tuple(tensors[:-1]), **training)
     with pytest.raises(
         WeightSyncError, match=rf"no {tensors[-1].name}, which the engine needs.*Training layout: {told}"
     ):
-        ShardTransfer.between(side, EngineSide("vllm", engine_layout("qwen2", 2)), "float32", None)
+        ShardTransfer.between(side, EngineLayout("vllm", engine_layout("qwen2", 2)), "float32", None)
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 3), (3, 4, 5)])

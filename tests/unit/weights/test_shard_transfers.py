@@ -1,23 +1,23 @@
-"""What is on an engine's device already stays there, and ranks that have the same share the work."""
+"""Elements already on an engine's device are not sent, and ranks that hold the same elements share the work."""
 
 from __future__ import annotations
 
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.planner.plan import lower_bound_bytes
 from penstock.weights.transport.shards import ShardTransfer
 from tests.unit.weights.models import engine_layout, tensors_of
 
 _, TENSORS = tensors_of("llama")
-WHOLE = TrainingSide(tuple(TENSORS), num_replicas=4)
-ZERO3 = TrainingSide(tuple(TENSORS), num_replicas=4, is_partitioned=True)
-ENGINE = EngineSide("vllm", engine_layout("llama", 2))
+WHOLE = TrainingSharding(tuple(TENSORS), num_replicas=4)
+ZERO3 = TrainingSharding(tuple(TENSORS), num_replicas=4, is_partitioned=True)
+ENGINE = EngineLayout("vllm", engine_layout("llama", 2))
 
 
-def on_devices(*engine_at: str, training: TrainingSide = WHOLE) -> ShardTransfer:
+def on_devices(*engine_at: str, training: TrainingSharding = WHOLE) -> ShardTransfer:
     return ShardTransfer.between(training, ENGINE, "bfloat16", None, ("a", "b", "c", "d"), engine_at)
 
 
-def test_what_the_only_rank_on_an_engines_device_has_stays_there() -> None:
+def test_elements_of_the_only_rank_on_an_engines_device_are_not_sent() -> None:
     assert on_devices("b", "c").plan.resident == {0: 1, 1: 2}
     assert on_devices("x", "c").plan.resident == {1: 2}, "where no training rank is, everything comes from elsewhere"
     assert on_devices("b", "c").plan.wire_bytes == 0, "every rank has everything"
@@ -31,7 +31,7 @@ def test_engines_on_other_devices_have_equal_plans() -> None:
 
 
 def test_ranks_that_share_a_device_share_the_work() -> None:
-    """As on a CPU pool, where nobody is alone on a device: then what several have is sent by all of them."""
+    """As on a CPU pool, where all ranks share one device: then all owners of an element share sending it."""
     transfer = ShardTransfer.between(WHOLE, ENGINE, "bfloat16", None, ("cpu",) * 4, ("cpu", "cpu"))
     egress = transfer.plan.egress
     assert transfer.plan.resident == {}

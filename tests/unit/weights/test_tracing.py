@@ -1,4 +1,4 @@
-"""What a trace says of code that copies tensors is what the code does to real tensors."""
+"""The traced layout of code that copies tensors equals what the code does to real tensors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TENSORS = [TensorSpec("a", (6, 4)), TensorSpec("b", (3, 4)), TensorSpec("c", (2,
 
 
 def permuted(given: Given, into: torch.Tensor) -> None:
-    """As of stacked experts that are transposed, and copied before."""
+    """As for stacked experts that are copied and transposed."""
     into.view(-1)[:24].view(2, 4, 3).copy_(given["c"])
     into.view(-1)[24:48].view(2, 3, 4).copy_(given["c"].permute(0, 2, 1).contiguous())
 
 
 def regrouped(given: Given, into: torch.Tensor) -> None:
-    """As of heads whose query, key and value lie together."""
+    """As for heads whose query, key and value are adjacent."""
     into.view(-1)[:24].copy_(given["a"].view(2, 3, 4).transpose(0, 1).reshape(6, 4).view(-1))
 
 
@@ -85,7 +85,7 @@ def test_what_is_traced_is_what_is_loaded(load: Load, shape: tuple[int, ...]) ->
 
 
 def is_constant(load: Load, copied: np.ndarray) -> np.ndarray:
-    """Elements that the code has set to 0, which is also the number of one element."""
+    """Elements that the code has set to 0; one source element is also numbered 0."""
     numbers = np.arange(copied.size)
     if load is overwritten:
         return (numbers >= 2) & (numbers < 6)
@@ -117,11 +117,11 @@ def changed_in_place(given: Given, into: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("load", [computed, gathered_by_index, changed_in_place])
-def test_what_is_computed_is_refused_with_the_operation(load: Load) -> None:
+def test_computed_elements_are_refused_with_the_operation(load: Load) -> None:
     parameter = torch.empty((6, 4), device="meta")
     with Trace(TENSORS, torch.float32) as trace:
         load(trace.sources, parameter)
-    with pytest.raises(WeightSyncError, match=r"writes into w is computed by aten\.\w+.*weights\.transport=gather"):
+    with pytest.raises(WeightSyncError, match=r"writes into w are computed by aten\.\w+.*weights\.transport=gather"):
         trace.shards(0, {"w": parameter})
 
 

@@ -1,13 +1,13 @@
-"""Weights from the nodes of the trainer to those of the engines: who takes part, and the ends.
+"""Weights from the nodes of the trainer to those of the engines: the transfer group, its senders and receivers.
 
-A version arrives in one of two ways. Through main memory, over gloo: on every node with engines there is a weight
-receiver, a process that receives shards into files in the node's shared memory, in the engines' own layout; engines
-find them there as if the trainer were on their node (transport/shards.py). Or from device to device, over NCCL on GPUs:
-every rank of every engine receives into a slot of its own (transport/device_memory.py), beside decoding. Either way the
-trainer sends each version once, to the first end; the ends hand it on (planner/relay.py).
+A version is received in one of two ways. Through main memory, over gloo: every node with engines has a weight receiver,
+a process that receives shards into files in the node's shared memory, in the engines' own layout; engines read them as
+if the trainer were on their node (transport/shards.py). Or from device to device, over NCCL on GPUs: every engine rank
+receives into its own version buffer (transport/device_memory.py) during decoding. In both cases the trainer sends each
+version once, to the first receiver, and receivers relay it (planner/relay.py).
 
-States of a version: held by the training ranks (as it is, or as a copy so that training may go on) → crossing, bucket
-by bucket → landed, in one of two slots, while the version before may still be read.
+States of a version: held by the training ranks (the live weights, or a snapshot so that training may continue) → in
+transfer, bucket by bucket → received, in one of two version buffers, while the previous version may still be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.background import on_own_stream
-from penstock.weights.transport.device_memory import DeviceSlot, slot_for
+from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.process_group.group import TransferGroup
 from penstock.weights.transport.process_group.members import Members, Route
 from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Tensors, Transfer
@@ -37,13 +37,13 @@ _MAIN_MEMORY = torch.device("cpu")
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With its index, which NCCL needs."""
+    """The device with its index, which NCCL needs."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 class ReceiverAddress(NamedTuple):
-    """A weight receiver or an engine: what messages call it, and its node."""
+    """A weight receiver or an engine: its name in error messages, and its node."""
 
     name: str
     node: str
@@ -51,18 +51,18 @@ class ReceiverAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferGroupSpec:
-    """What everyone who takes part has to agree on. Made by the driver, again whenever ends join or leave.
+    """Parameters that all participants must agree on. The driver makes a new one whenever receivers join or leave.
 
     Attributes:
-        transfer: Plan and buffers; its directory is each weight receiver's own.
+        transfer: Plan and buffers; each weight receiver uses a directory of its own.
         num_training: Training ranks.
-        ends: Where it goes to, in relay order.
-        on_devices: Messages are packed on the device of each process, which on GPUs makes it NCCL; else in main memory.
-        store_at: Host and port of the store that everyone meets at.
-        generation: A number that no earlier crossing at this store has.
-        timeout_s: Longest wait for everyone, and then for each message, seconds.
-        codec: What messages go through.
-        is_streamed: Versions go into the engines' live parameters as they arrive, and there are no slots.
+        receivers: In relay order.
+        on_devices: Messages are packed on each process's device, so on GPUs NCCL is used; else in main memory.
+        store_at: Host and port of the store where the participants rendezvous.
+        generation: A number that no earlier group at this store has.
+        timeout_s: Longest wait for all participants, and then for each message, seconds.
+        codec: That messages are encoded with.
+        is_in_place: Versions are received into the engines' live parameters; there are no version buffers.
     """
 
     transfer: ShardTransfer
@@ -73,24 +73,24 @@ class TransferGroupSpec:
     generation: int
     timeout_s: float
     codec: CodecName
-    is_streamed: bool = False
+    is_in_place: bool = False
 
     @property
     def members(self) -> Members:
-        """A group rank for each training rank, and one for each tensor-parallel rank of each end."""
+        """A group rank for each training rank, and one for each tensor-parallel rank of each receiver."""
         return Members(
             self.num_training, tuple(receiver.name for receiver in self.receivers), len(self.transfer.buffers)
         )
 
     def join(self, group_rank: int, device: torch.device) -> Transfer:
-        """Meet everyone, and be ready for any number of versions.
+        """Join the group, ready for any number of versions.
 
         Args:
             group_rank: Of this process, in `members`.
             device: That it computes on.
 
         Raises:
-            WeightSyncError: If a participant does not join in time, who is named.
+            WeightSyncError: If a participant does not join in time; it is named.
         """
         members = self.members
         group = TransferGroup(
@@ -110,10 +110,10 @@ class SendReport(NamedTuple):
     """What one training rank has sent of one version.
 
     Attributes:
-        sums: What it adds to the checksums of the engines' parameters.
-        num_bytes: To other processes, headers included.
-        num_elements: That went through a codec; 0 without one.
-        num_changed: Of them, since the version before; all of those whose version before nobody knows.
+        sums: Its contributions to the checksums of the engines' parameters.
+        num_bytes: Sent to other processes, headers included.
+        num_elements: Encoded with a codec; 0 without one.
+        num_changed: Encoded elements that differ from the previous version; all, if the receivers' values are unknown.
     """
 
     sums: list[PartialSum]
@@ -123,11 +123,11 @@ class SendReport(NamedTuple):
 
 
 class BucketChecksums(NamedTuple):
-    """What one training rank is about to send of one version.
+    """Checksums of the buckets of one version that one training rank will send.
 
     Attributes:
         sums: Bucket by bucket.
-        num_bytes: To other processes.
+        num_bytes: That it will send to other processes.
     """
 
     sums: list[BucketSum]
@@ -135,17 +135,17 @@ class BucketChecksums(NamedTuple):
 
 
 def changed_share(sent: Iterable[SendReport]) -> float | None:
-    """Share of the elements that differ from the version before, over all ranks; None without a codec."""
+    """Share of the elements that differ from the previous version, over all ranks; None without a codec."""
     counted = [(one.num_changed, one.num_elements) for one in sent]
     num_elements = sum(elements for _, elements in counted)
     return sum(changed for changed, _ in counted) / num_elements if num_elements else None
 
 
 class WeightSender:
-    """One training rank's end. What it holds survives a crossing, for the next one to send it again."""
+    """One training rank's sender. Its snapshot outlives a transfer group, so that the next group can send it again."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Hold nothing; `device` is what the rank computes on."""
+        """Start without a snapshot; `device` is what the rank computes on."""
         self._rank = rank
         self._device = device
         self._packs_on = _MAIN_MEMORY
@@ -155,7 +155,7 @@ class WeightSender:
         self._transfer: Transfer | None = None
 
     def join(self, group_spec: TransferGroupSpec) -> None:
-        """Join; the crossing before is left.
+        """Join a group; the previous one is left.
 
         Raises:
             WeightSyncError: If a participant does not join in time.
@@ -166,13 +166,13 @@ class WeightSender:
         self._packs_on = self._device if group_spec.on_devices else _MAIN_MEMORY
         self._transfer = group_spec.join(self._rank, self._device)
 
-    def hold(self, tensors: Tensors, *, copies: bool) -> None:
-        """Take a version.
+    def snapshot(self, tensors: Tensors, *, copies: bool) -> None:
+        """Hold a version for `send`.
 
         Args:
-            tensors: Name -> what this rank holds of it, flat.
-            copies: Copy what this rank sends to where messages are packed, in the wire dtype, so that training may go
-                on at once; otherwise the tensors must not change before `send` has returned.
+            tensors: Name -> this rank's part of it, flat.
+            copies: Copy the tensors that this rank sends to the packing device, in the wire dtype, so that training may
+                continue at once; otherwise the tensors must not change before `send` has returned.
         """
         mine = {name: tensors[name] for name in self._sent}
         if not copies:
@@ -184,33 +184,33 @@ class WeightSender:
         if self._packs_on.type == "cuda":
             torch.cuda.synchronize(self._packs_on)  # it is sent from another stream
 
-    def sums(self) -> BucketChecksums:
-        """What is held, as it will be sent. Reads all of it; nothing else may be sent meanwhile."""
+    def bucket_checksums(self) -> BucketChecksums:
+        """Checksums of the snapshot's buckets. Reads all of it; nothing may be sent at the same time."""
         assert self._transfer is not None, "join comes first"
         with on_own_stream(self._packs_on):
             return BucketChecksums(list(self._transfer.bucket_sums(self._held)), self._transfer.num_sent_bytes)
 
     def send(self, version: int) -> SendReport:
-        """Send what is held; may run beside training.
+        """Send the snapshot; may run concurrently with training.
 
         Raises:
-            WeightSyncError: If a peer is lost or too late. The crossing is over then.
+            WeightSyncError: If a peer is lost or too late. The group cannot be used any more then.
         """
         assert self._transfer is not None, "join comes first"
         with on_own_stream(self._packs_on):
             traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
-        assert traffic.sums is not None, "they were asked for"
+        assert traffic.sums is not None, "wants_sums is set"
         return SendReport(traffic.sums, traffic.sent_bytes.total(), traffic.num_elements, traffic.num_changed)
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None
 
 
 class _Joined(NamedTuple):
-    """What a weight receiver works with while a crossing lasts; `transfers` by tensor-parallel rank."""
+    """A weight receiver's state in one transfer group; `transfers` by tensor-parallel rank."""
 
     transfer: ShardTransfer
     files: ShardFiles
@@ -219,14 +219,14 @@ class _Joined(NamedTuple):
 
 
 class WeightReceiver:
-    """One node's end: all tensor-parallel ranks of the engines there."""
+    """One node's receiver, for all tensor-parallel ranks of the engines there."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._joined: _Joined | None = None
 
     def join(self, group_spec: TransferGroupSpec, node: str) -> None:
-        """Join as every rank of an engine at once; the crossing before is left.
+        """Join a group as all ranks of an engine at once; the previous group is left.
 
         Raises:
             WeightSyncError: If a participant does not join in time, or shared memory is too small for two versions.
@@ -240,23 +240,23 @@ class WeightReceiver:
         self._joined.transfers.extend(threads.map(lambda rank: group_spec.join(rank, _MAIN_MEMORY), ranks))
 
     def receive(self, version: int) -> str:
-        """Receive a version into its slot; returns the folder.
+        """Receive a version into its buffer; returns the folder.
 
         Raises:
-            WeightSyncError: If a peer is lost or too late. What has arrived must not be used.
+            WeightSyncError: If a peer is lost or too late. The received data must not be used then.
         """
         joined = self._joined
         assert joined is not None, "join comes first"
 
         def receive(rank: int) -> None:
-            before = joined.files.buffers(version - 1, rank)
-            joined.transfers[rank].run(version, {}, joined.files.buffers(version, rank), held=before)
+            previous = joined.files.tensors(version - 1, rank)
+            joined.transfers[rank].run(version, {}, joined.files.tensors(version, rank), held=previous)
 
         list(joined.threads.map(receive, range(len(joined.transfers))))
         return str(joined.transfer.folder(version))
 
     def close(self) -> None:
-        """Leave; the files stay."""
+        """Leave the group; the files stay."""
         if self._joined is not None:
             for transfer in self._joined.transfers:
                 transfer.close()
@@ -265,80 +265,82 @@ class WeightReceiver:
 
 
 class DeviceReceiver:
-    """Where versions arrive that cross from device to device: one engine rank's own end, in its own process.
+    """One engine rank's receiver of device-to-device transfers, in the process of that rank.
 
-    Consumes: the messages of the training ranks, or of the engine before it in the relay. Waits for: everyone at a
-    meeting, then each message. Unblocked by: those, a lost peer, or the time-out of the leg, which ends the crossing.
-    It runs in a thread beside decoding, and on a GPU on a stream of its own; what has arrived is complete when
-    `receive` returns. One slot is enough, as in device_memory.py: no version is sent before every engine has
-    acknowledged the one before. Of a crossing that is streamed there is none: `stream` puts every bucket into live
-    parameters, and generation stands still.
+    Consumes: messages of the training ranks, or of the previous engine in the relay. Waits for: all participants, then
+    each message. Unblocked by: those, a lost peer, or the time-out of a message, which ends the group. It runs in a
+    background thread of decoding, and on a GPU on a separate CUDA stream; the data is complete when `receive` returns.
+    One version buffer is enough, as in device_memory.py: no version is sent before every engine has acknowledged the
+    previous one. In-place updates have none: `receive_in_place` writes every bucket into live parameters of a frozen
+    engine.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Belong to a rank of an engine that computes on `device`."""
-        self._slot: DeviceSlot | None = None
+        """Receive for a rank of an engine that computes on `device`."""
+        self._version_buffer: VersionBuffer | None = None
         self._rank = rank
         self._device = device
         self._transfer: Transfer | None = None
 
-    def join(self, group_spec: TransferGroupSpec, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
-        """Meet everyone as a rank of the `replica`-th end; the crossing before is left.
+    def join(self, group_spec: TransferGroupSpec, replica: int, known: VersionBuffer | None) -> VersionBuffer | None:
+        """Join a group as a rank of the `replica`-th receiver; the previous group is left.
 
         Args:
-            group_spec: Who takes part in what.
-            replica: Place of this engine among its ends.
-            known: The slot that this rank has, if it has one: taken if it fits.
+            group_spec: Of the group.
+            replica: Index of this engine among the receivers.
+            known: This rank's version buffer, if it has one; reused if it fits.
 
         Returns:
-            The slot that versions arrive in; None if they are streamed.
+            The version buffer that versions are received into; None for in-place updates.
 
         Raises:
             WeightSyncError: If a participant does not join in time, or there is no memory for a version.
         """
         self.close()
         with on_own_stream(self._device):
-            transfer, slot = group_spec.transfer, None
-            if not group_spec.is_streamed:
-                slot = slot_for(known, transfer.buffers[self._rank], TORCH_DTYPES[transfer.dtype], self._device)
+            transfer, buffer = group_spec.transfer, None
+            if not group_spec.is_in_place:
+                sizes = transfer.buffers[self._rank]
+                buffer = version_buffer_for(known, sizes, TORCH_DTYPES[transfer.dtype], self._device)
             self._transfer = group_spec.join(group_spec.members.engine(replica, self._rank), self._device)
-        self._slot = slot
-        return slot
+        self._version_buffer = buffer
+        return buffer
 
     def receive(self, version: int) -> None:
-        """Receive a version into the slot.
+        """Receive a version into the version buffer.
 
         Raises:
-            WeightSyncError: If a peer is lost or too late. What has arrived must not be used.
+            WeightSyncError: If a peer is lost or too late. The received data must not be used then.
         """
-        if self._transfer is None or self._slot is None:
-            raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no crossing.")
+        if self._transfer is None or self._version_buffer is None:
+            raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no transfer group.")
         with on_own_stream(self._device):
-            self._transfer.run(version, {}, self._slot.buffers)
+            self._transfer.run(version, {}, self._version_buffer.tensors)
 
-    def stream(self, version: int, sums: Iterable[BucketSum], live: Mapping[str, torch.Tensor]) -> None:
-        """Receive a version into live parameters, which nothing may read meanwhile.
+    def receive_in_place(self, version: int, sums: Iterable[BucketSum], live: Mapping[str, torch.Tensor]) -> None:
+        """Receive a version into live parameters, which nothing may read at the same time.
 
         Args:
             version: Of the policy.
-            sums: What its buckets must be.
+            sums: Checksums of its buckets.
             live: Name -> flat parameter.
 
         Raises:
-            WeightSyncError: If a bucket is damaged, or a peer is lost or too late: they are of no version then.
+            WeightSyncError: If a bucket is damaged, or a peer is lost or too late. The parameters belong to no version
+                then.
         """
         if self._transfer is None:
-            raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no crossing.")
+            raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no transfer group.")
         with on_own_stream(self._device):
             self._transfer.run(version, {}, live, expected=ExpectedBuckets(sums))
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that messages take; at most one bucket, since an engine only receives and passes on."""
+        """Memory of messages; at most one bucket, since an engine only receives and relays."""
         return 0 if self._transfer is None else self._transfer.extra_bytes
 
     def close(self) -> None:
-        """Leave; the slot stays."""
+        """Leave the group; the version buffer stays."""
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None

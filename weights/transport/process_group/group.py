@@ -1,15 +1,15 @@
-"""A process group of its own for a transfer, beside those of DeepSpeed and vLLM: meeting, connections, and their end.
+"""A separate process group for weight transfers, next to those of DeepSpeed and vLLM: rendezvous and connections.
 
-The group is made of an address and a group rank: a store and a backend object of torch.distributed, without its global
-state. So a process can have several, and can leave one and join the next: when an engine joins or leaves, or is lost,
-everyone closes and joins a group of the next generation, of other members, at the same store. The store's server is not
-a member (`serve_store`): it outlives groups.
+A group is created from an address and a group rank: a store and a backend object of torch.distributed, without its
+global state. So a process can be in several, and can leave one and join the next: when an engine joins or leaves, or is
+lost, all members close the group and join one of the next generation, with other members, at the same store. The
+store's server is not a member (`serve_store`): it outlives groups.
 
-gloo has three habits that this file is built around (torch 2.13, tests/integration/test_weight_group.py):
-- When a peer dies in the middle of a message, the wait for that message goes on to its time-out; only what is posted
-  behind it fails at once. So every message has a tail of one byte behind it, and the tail is waited for first.
+This file works around three properties of gloo (torch 2.13, tests/integration/test_weight_group.py):
+- When a peer dies in the middle of a message, the wait for that message lasts until its time-out; only messages posted
+  after it fail at once. So every message is followed by a tail of one byte, and the tail is waited for first.
 - Neither `shutdown` nor `abort` closes connections; dropping the last reference to the backend and its works does.
-- A wait that runs into its time-out breaks the connections to other peers too. So after any error a group is over.
+- A wait that times out breaks the connections to other peers too. So a group cannot be used after any error.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from penstock.dataflow.errors import WeightSyncError, boundary
 from penstock.weights.transport.process_group.members import Members
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
-"""A time-out of zero means none to torch."""
+"""To torch a time-out of zero means no time-out."""
 
 
 class LostPeerError(RuntimeError):
-    """A message could not begin, or did not get through in time.
+    """A message could not be started, or was not complete in time.
 
     Attributes:
-        peers: Group ranks that it was to come from or to go to; several where the backend does not tell (NCCL).
-        num_bytes: Its size, or their size.
+        peers: Group ranks of its senders or receivers; several if the backend does not tell which failed (NCCL).
+        num_bytes: Size of the message or messages.
         is_late: The time-out has passed; otherwise the connection is broken.
     """
 
@@ -50,7 +50,7 @@ class LostPeerError(RuntimeError):
 
 
 class Pending(NamedTuple):
-    """A message under way: `peers` and `num_bytes` as in `LostPeerError`, `works` of torch in the order of waiting."""
+    """A pending message: `peers` and `num_bytes` as in `LostPeerError`, torch's `works` in the order of waiting."""
 
     peers: tuple[int, ...]
     num_bytes: int
@@ -60,7 +60,7 @@ class Pending(NamedTuple):
         """Wait until it is complete, or until `deadline` of `time.monotonic`.
 
         Raises:
-            LostPeerError: If it is not complete then, or the connection breaks.
+            LostPeerError: If it is not complete by then, or the connection breaks.
         """
         try:
             for work in self.works:
@@ -71,7 +71,7 @@ class Pending(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Messages that have begun: what to wait for before reading, and what before writing over what was sent."""
+    """Started messages: `receiving` is waited for before reading, `sending` before overwriting the sent data."""
 
     receiving: list[Pending]
     sending: list[Pending]
@@ -85,7 +85,7 @@ class GlooLinks:
     """Messages between CPUs."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
-        """Connect to everyone; `address` is this machine's, as the others reach it."""
+        """Connect to all members; `address` is this machine's, as the others reach it."""
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to name a device
@@ -95,19 +95,19 @@ class GlooLinks:
         self._tail = torch.zeros(1, dtype=torch.uint8)
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part]) -> Exchange:
-        """Begin to send and receive.
+        """Start to send and receive.
 
         Raises:
             LostPeerError: If a connection is broken already.
         """
-        receiving = [self._begin(self._backend.recv, part) for part in receives]
-        return Exchange(receiving, [self._begin(self._backend.send, part) for part in sends])
+        receiving = [self._start(self._backend.recv, part) for part in receives]
+        return Exchange(receiving, [self._start(self._backend.send, part) for part in sends])
 
     def close(self) -> None:
         """Break all connections."""
         self._backend = None
 
-    def _begin(self, operation: Callable[[list[torch.Tensor], int, int], Any], part: Part) -> Pending:
+    def _start(self, operation: Callable[[list[torch.Tensor], int, int], Any], part: Part) -> Pending:
         peer, tensor = part
         try:
             body = operation([tensor], peer, 0)
@@ -121,7 +121,7 @@ class NcclLinks:
     """Messages between GPUs. One NCCL group per exchange, so the order of its messages cannot matter."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
-        """Make the communicator, with everyone."""
+        """Create the communicator with all members."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
@@ -131,7 +131,7 @@ class NcclLinks:
         self._backend.eager_connect_single_device(device)
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part]) -> Exchange:
-        """Begin to send and receive; all of it is pending together."""
+        """Start to send and receive, as one pending group of messages."""
         parts = [*receives, *sends]
         if not parts:
             return Exchange([], [])
@@ -145,7 +145,7 @@ class NcclLinks:
         return Exchange([Pending(peers, sum(tensor.nbytes for _, tensor in parts), (work,))], [])
 
     def close(self) -> None:
-        """Break all connections, and end kernels that wait for a peer."""
+        """Break all connections, and abort kernels that wait for a peer."""
         if self._backend is not None:
             self._backend.abort()
         self._backend = None
@@ -155,7 +155,7 @@ Links = GlooLinks | NcclLinks
 
 
 def serve_store(host: str, port: int = 0, timeout_s: float = 60.0) -> TCPStore:
-    """The server of the store that processes meet at; it lives as long as the object. Port 0 takes a free one."""
+    """The store's server, where processes rendezvous; it lives as long as the object. Port 0 takes a free one."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
 
@@ -164,7 +164,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store.
 
     Raises:
-        WeightSyncError: If there is none.
+        WeightSyncError: If no server answers.
     """
     with boundary(WeightSyncError, f"weights: no store for the transfer group answers at {host}:{port}"):
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -181,13 +181,13 @@ def connect(
     return GlooLinks(links, rank, world_size, timeout, _address_towards(*store_at))
 
 
-def meet(
+def store_barrier(
     store: Store, key: str, rank: int, world_size: int, value: str, timeout_s: float
 ) -> tuple[list[int], list[str]]:
-    """Wait for everyone.
+    """Wait until all members have set their value.
 
     Returns:
-        Group ranks that did not come in time, and, if that is none, the value that each has brought.
+        Group ranks that are missing after the time-out, and, if none is, the value of each member.
     """
     keys = [f"{key}/{member}" for member in range(world_size)]
     store.set(keys[rank], value)
@@ -195,11 +195,11 @@ def meet(
         store.wait(keys, timedelta(seconds=timeout_s))
     except DistStoreError:
         return [member for member, its_key in enumerate(keys) if not store.check([its_key])], []
-    return [], [brought.decode() for brought in store.multi_get(keys)]
+    return [], [member_value.decode() for member_value in store.multi_get(keys)]
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to a host: gloo would take what the machine's own name resolves to."""
+    """This machine's address in the direction of a host; gloo would use what the machine's own name resolves to."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -208,30 +208,30 @@ def _address_towards(host: str, port: int) -> str:
 
 @contextmanager
 def _blocking_waits() -> Iterator[None]:
-    """NCCL groups that are made inside wait on the host, with time-outs, and raise.
+    """Make NCCL groups created in this context wait on the host, with time-outs, and raise.
 
     Otherwise `wait` only orders streams, and torch's watchdog ends the whole process when a peer is lost.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous
 
 
 _LOST = "lost: "
 
 
 class TransferGroup:
-    """One process's membership.
+    """One process's membership in a group.
 
-    Invariant: every member carries out the same transfers in the same order; what each is about to do is compared
-    before the first bucket.
+    Invariant: every member runs the same transfers in the same order; members compare version and plan before the first
+    bucket.
     """
 
     def __init__(
@@ -244,28 +244,28 @@ class TransferGroup:
         generation: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Meet all members and connect to them.
+        """Wait for all members and connect to them.
 
         Args:
             store_at: Host and port of the store's server (`serve_store`).
-            members: Everyone.
+            members: Of the group.
             rank: This process's group rank.
-            timeout_s: Longest wait for everyone, and then for each message, seconds.
+            timeout_s: Longest wait for all members, and then for each message, seconds.
             generation: A number that no earlier group at this store has.
-            device: Where messages are packed: `cpu` is gloo, `cuda:<index>` is NCCL.
+            device: Where messages are packed: `cpu` uses gloo, `cuda:<index>` NCCL.
 
         Raises:
-            WeightSyncError: If a participant does not join in time, who is named.
+            WeightSyncError: If a member does not join in time; it is named.
         """
         self.members = members
         self.rank = rank
         self.timeout_s = timeout_s
         self.device = torch.device(device)
-        self._num_meetings = 0
+        self._num_barriers = 0
         self._store = PrefixStore(f"group{generation}", connect_store(*store_at, timeout_s))
         what = f"weights: {members.name(rank)} joins group {generation}"
         with boundary(WeightSyncError, what):
-            missing, _ = meet(self._store, "join", rank, members.world_size, "", timeout_s)
+            missing, _ = store_barrier(self._store, "join", rank, members.world_size, "", timeout_s)
             if missing:
                 raise WeightSyncError(f"{what}: {_absent(members, missing, timeout_s)}")
             self._links: Links | None = connect(self._store, rank, members.world_size, timeout_s, self.device, store_at)
@@ -275,7 +275,7 @@ class TransferGroup:
         """Connections to the others.
 
         Raises:
-            WeightSyncError: If the group is over.
+            WeightSyncError: If the group is closed.
         """
         if self._links is None:
             raise WeightSyncError(
@@ -283,51 +283,51 @@ class TransferGroup:
             )
         return self._links
 
-    def meet(self, what: str, plan: str) -> None:
-        """Wait until every member is about to do the same.
+    def barrier(self, what: str, plan: str) -> None:
+        """Wait until every member is ready for the same transfer.
 
         Raises:
-            WeightSyncError: If a participant does not join in time, or is about to do something else.
+            WeightSyncError: If a member is not ready in time, or is about to run another transfer.
         """
-        here = f"{what} {plan}"
-        key = f"ready{self._num_meetings}"
-        missing, brought = meet(self._store, key, self.rank, self.members.world_size, here, self.timeout_s)
+        own = f"{what} {plan}"
+        key = f"ready{self._num_barriers}"
+        missing, values = store_barrier(self._store, key, self.rank, self.members.world_size, own, self.timeout_s)
         if missing:
             raise WeightSyncError(f"{what}: {_absent(self.members, missing, self.timeout_s)}")
-        for rank, there in enumerate(brought):
-            if there.startswith(_LOST):
-                raise WeightSyncError(f"{what}: {self.members.name(rank)} is lost. {there.removeprefix(_LOST)}")
-            if there != here:
+        for rank, other in enumerate(values):
+            if other.startswith(_LOST):
+                raise WeightSyncError(f"{what}: {self.members.name(rank)} is lost. {other.removeprefix(_LOST)}")
+            if other != own:
                 raise WeightSyncError(
-                    f"{what}: {self.members.name(rank)} is about to transfer {there}, {self.members.name(self.rank)} "
-                    f"{here}. All members must carry out the same transfers in the same order."
+                    f"{what}: {self.members.name(rank)} is about to transfer {other}, {self.members.name(self.rank)} "
+                    f"{own}. All members must run the same transfers in the same order."
                 )
-        if self._num_meetings:  # everyone has read the one before
-            self._store.delete_key(f"ready{self._num_meetings - 1}/{self.rank}")
-        self._num_meetings += 1
+        if self._num_barriers:  # all members have read the previous keys
+            self._store.delete_key(f"ready{self._num_barriers - 1}/{self.rank}")
+        self._num_barriers += 1
 
     @staticmethod
-    def interrupt(store: Store, generation: int, num_meetings: int, members: Members, cause: str) -> None:
-        """Let nobody wait any longer for those who have not come to a meeting; called by who serves the store.
+    def interrupt(store: Store, generation: int, num_barriers: int, members: Members, cause: str) -> None:
+        """End the wait at a barrier for members that will not reach it; called by the process that serves the store.
 
         Args:
-            store: Its server.
+            store: The store's server.
             generation: Of the group.
-            num_meetings: Before the one that is waited for.
+            num_barriers: Barriers before this one.
             members: Of the group.
-            cause: Why they will not come.
+            cause: Why they will not reach it.
         """
         store = PrefixStore(f"group{generation}", store)
         for rank in range(members.world_size):
-            store.compare_set(f"ready{num_meetings}/{rank}", "", f"{_LOST}{cause}")
+            store.compare_set(f"ready{num_barriers}/{rank}", "", f"{_LOST}{cause}")
 
-    def leave_word(self, cause: str) -> None:
-        """Say why, for those whose connection to this process is about to break."""
+    def report_failure(self, cause: str) -> None:
+        """Record in the store why this process leaves, for members whose connection to it is about to break."""
         with suppress(RuntimeError):
             self._store.compare_set(f"lost/{self.rank}", "", cause)
 
-    def word_of(self, ranks: Sequence[int]) -> str:
-        """Why the first of `ranks` that has left word of it has left; empty if none has."""
+    def failure_of(self, ranks: Sequence[int]) -> str:
+        """The cause that the first of `ranks` has reported; empty if none has."""
         with suppress(RuntimeError):
             for rank in ranks:
                 if self._store.check([f"lost/{rank}"]):
@@ -335,15 +335,15 @@ class TransferGroup:
         return ""
 
     def close(self) -> None:
-        """Leave. Connections break; may be called twice."""
+        """Leave the group; its connections break. Idempotent."""
         if self._links is not None:
             self._links.close()
         self._links = None
 
 
 def _absent(members: Members, missing: Sequence[int], timeout_s: float) -> str:
-    there = members.world_size - len(missing)
+    num_present = members.world_size - len(missing)
     return (
-        f"{there} of {members.world_size} members are there, {members.names(missing)} did not come within "
-        f"{timeout_s:g} s. Make a group without it, or look why its process hangs."
+        f"{num_present} of {members.world_size} members are present, {members.names(missing)} did not join within "
+        f"{timeout_s:g} s. Form a group without it, or find out why its process hangs."
     )

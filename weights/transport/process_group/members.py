@@ -1,4 +1,4 @@
-"""Who takes part in a transfer between processes, and which way it goes: pure, the same on every process.
+"""The members of a transfer group and the route of a transfer between them: pure, equal on every process.
 
 Group ranks: the training ranks first, then the ranks of each engine replica in relay order.
 """
@@ -13,13 +13,13 @@ from penstock.weights.planner.relay import Hop
 
 
 class Route(NamedTuple):
-    """Where the ranks of a plan are.
+    """Group ranks of the ranks of a plan.
 
     Attributes:
         sources: Source rank of the plan -> group rank.
         replicas: By replica of the destination: destination rank of the plan -> group rank. The sources send to
             replica 0 only.
-        hops: How the replicas pass it on.
+        hops: How the replicas relay it.
     """
 
     sources: tuple[int, ...]
@@ -29,7 +29,7 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Members:
-    """Everyone in a group. When engines join or leave, a new group is made of new members.
+    """All members of a group. When engines join or leave, a new group is formed.
 
     Attributes:
         num_training: Training ranks.
@@ -51,20 +51,20 @@ class Members:
         return self.num_training + replica * self.tp_size + rank
 
     def name(self, group_rank: int) -> str:
-        """What messages call a process."""
+        """A member's name in error messages."""
         if group_rank < self.num_training:
             return f"training rank {group_rank}"
         replica, rank = divmod(group_rank - self.num_training, self.tp_size)
         return f"{self.engines[replica]} rank {rank}"
 
     def names(self, group_ranks: Sequence[int]) -> str:
-        """Several of them."""
+        """The names of several members."""
         return ", ".join(map(self.name, group_ranks))
 
     def to_engines(self, hops: tuple[Hop, ...]) -> Route:
-        """From the training ranks to replica 0, and from there along `hops` (`relay_tree`) to all others.
+        """Route from the training ranks to replica 0, and from there along `hops` (`relay_tree`) to all others.
 
-        Replicas that no hop leads to get nothing.
+        Replicas that no hop leads to receive nothing.
         """
         replicas = tuple(
             tuple(self.engine(replica, rank) for rank in range(self.tp_size)) for replica in range(len(self.engines))

@@ -1,20 +1,19 @@
-"""Weights between nodes: a plan carried out by the processes that hold the two sides, over a group of their own.
+"""Weights between nodes: a plan executed by the source and destination processes over a transfer group.
 
-Consumes: a plan, a route and one side's tensors. Waits for: every member, before the first bucket; then, bucket by
-bucket, the messages of its sources and the peers that take its own. Unblocked by: those, a broken connection, or the
-time-out of the leg. An error names the peer, the version and what is pending, and ends the group on this process; that
-breaks the connections to the others, which end with an error too. Whoever is left joins a group of the next
-generation.
+Consumes: a plan, a route and this process's tensors. Waits for: every member, before the first bucket; then, bucket by
+bucket, the messages of its sources and the peers that receive its own. Unblocked by: those, a broken connection, or the
+time-out of a message. An error names the peer, the version and the pending bytes, and closes the group in this process;
+that breaks the connections to the others, which fail too. The remaining members join a group of the next generation.
 
-No deadlock: a process begins to receive and to send a bucket once it has received, passed on and sent the bucket
-before, and waits only after it has begun all of it. So whoever is in the earliest bucket waits for nobody but the
-processes before it on the bucket's way from the sources along the relay, and that way has no cycle.
+No deadlock: a process starts to receive and send a bucket once it has received, relayed and sent the previous bucket,
+and waits only after it has started all messages of the bucket. So a process in the earliest bucket waits only for the
+processes before it on the bucket's route from the sources along the relay, and that route has no cycle.
 
 Within a bucket, all copies from one source to one destination rank are one message: the boxes one after the other, in
-the plan's order. What a destination rank receives in a bucket lies in one buffer, message after message by source rank,
-and that buffer as it is goes on to the same rank of the next replicas. So a process needs the bytes of one bucket for
-sending and of one for receiving, and training ranks only send and engine ranks only receive or pass on what they
-received. Through a codec each message is bytes whose number only the sender knows, so a header goes before them.
+the plan's order. The data that a destination rank receives in a bucket lies in one message buffer, ordered by source
+rank, and that buffer is relayed unchanged to the same rank of the next replicas. So a process needs memory for one
+bucket to send and one to receive; training ranks only send, and engine ranks only receive or relay. With a codec only
+the sender knows the size of a message, so a header precedes it.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from penstock.weights.codec.codec import Codec, ReceiverState, SenderState
 from penstock.weights.codec.wire import HEADER_WORDS, from_wire, payload_bytes, to_wire
 from penstock.weights.layout.strided import strided_box
 from penstock.weights.planner.plan import Copy, Plan
+from penstock.weights.transport.in_place import PARTLY_WRITTEN
 from penstock.weights.transport.process_group.group import Exchange, Links, LostPeerError, Part, Pending, TransferGroup
 from penstock.weights.transport.process_group.members import Route
-from penstock.weights.transport.streaming import HALF_WRITTEN
 
-_WHAT_TO_DO = "What arrived is not used. Join a group of the next generation without it, and send the version again."
+_WHAT_TO_DO = "Received data is not used. Join a group of the next generation without it, and send the version again."
 Finish = Callable[[Sequence[Pending]], None]
-"""Waits for messages, with the time-out of a leg."""
+"""Waits for messages, each until the group's time-out."""
 Tensors = Mapping[str, torch.Tensor]
 """Buffer name -> flat tensor."""
 
@@ -52,7 +51,7 @@ class Message(NamedTuple):
     """Elements [start, stop) of a process's message buffer.
 
     Attributes:
-        peer: Group rank that it goes to or comes from.
+        peer: Group rank of its receiver or sender.
     """
 
     peer: int
@@ -62,12 +61,12 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One bucket, for one process.
+    """One bucket of one process.
 
     Attributes:
-        sends: Where in the outgoing buffer what is for whom.
-        receives: Where in the incoming buffer what comes from whom.
-        children: Group ranks that get the incoming buffer, as it is.
+        sends: Messages in the outgoing buffer.
+        receives: Messages in the incoming buffer.
+        children: Group ranks that the incoming buffer is relayed to.
     """
 
     sends: tuple[Message, ...]
@@ -86,8 +85,8 @@ class Step(NamedTuple):
 
 
 def steps_of(plan: Plan, route: Route, group_rank: int) -> list[Step]:
-    """A process's part of every bucket."""
-    assert not plan.resident, "what stays on a device is in no message"
+    """A process's messages of every bucket."""
+    assert not plan.resident, "copies within a device are not sent"
     place = next(
         ((replica, ranks.index(group_rank)) for replica, ranks in enumerate(route.replicas) if group_rank in ranks),
         None,
@@ -107,12 +106,12 @@ def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Co
     incoming: dict[int, list[Copy]] = defaultdict(list)
     for copy in sorted((copy for copy in bucket if copy.dst_rank == rank), key=lambda copy: copy.src_rank):
         incoming[route.sources[copy.src_rank]].append(copy)
-    arriving = list(incoming.items())
+    received = list(incoming.items())
     if replica:
         parents = [hop.parent for hop in route.hops if hop.child == replica]
-        arriving = [(route.replicas[parent][rank], copies) for parent in parents for _, copies in arriving]
+        received = [(route.replicas[parent][rank], copies) for parent in parents for _, copies in received]
     children = tuple(route.replicas[hop.child][rank] for hop in route.hops if hop.parent == replica)
-    return Step(sends, tuple(_in_a_row(arriving)), children if arriving else ())
+    return Step(sends, tuple(_in_a_row(received)), children if received else ())
 
 
 def _in_a_row(parts: Iterable[tuple[int, list[Copy]]]) -> Iterator[Message]:
@@ -124,13 +123,13 @@ def _in_a_row(parts: Iterable[tuple[int, list[Copy]]]) -> Iterator[Message]:
 
 
 def pack(message: Message, source: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    """Put the boxes of a message one after the other, cast to the wire dtype."""
+    """Copy the boxes of a message one after the other into a message buffer, cast to the wire dtype."""
     for copy, part in _parts(message, buffer):
         part.copy_(strided_box(source[copy.source.buffer], copy.shape, copy.source))
 
 
 def unpack(message: Message, buffer: torch.Tensor, destination: Mapping[str, torch.Tensor]) -> None:
-    """Put every box of a message where the destination's layout has it."""
+    """Copy every box of a message to its address in the destination's layout."""
     for copy, part in _parts(message, buffer):
         strided_box(destination[copy.destination.buffer], copy.shape, copy.destination).copy_(part)
 
@@ -142,14 +141,14 @@ def repack(message: Message, destination: Mapping[str, torch.Tensor], buffer: to
 
 
 def sums_of(message: Message, buffer: torch.Tensor) -> Iterator[PartialSum]:
-    """What the boxes of a message add to the checksums of the destination's buffers."""
+    """Contributions of a message's boxes to the checksums of the destination's buffers."""
     for copy, part in _parts(message, buffer):
         checksum = strided_sum(part, copy.destination.offset, copy.destination.strides)
         yield PartialSum(copy.dst_rank, copy.destination.buffer, checksum)
 
 
 def by_peer(messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
-    """Peer, start and stop of what goes to or comes from one process: its messages lie one behind the other."""
+    """Peer, start and stop of all messages to or from one process, which are adjacent."""
     for peer, some in groupby(messages, key=lambda message: message.peer):
         part = list(some)
         yield peer, part[0].start, part[-1].stop
@@ -162,14 +161,14 @@ def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[Copy, torch
         start += copy.num_elements
 
 
-class Cargo(NamedTuple):
-    """One version at one process.
+class VersionTensors(NamedTuple):
+    """The tensors of one version in one process.
 
     Attributes:
-        source: What it holds on the plan's source side.
-        destination: What it fills on the plan's destination side.
-        held: The version before, as it was received.
-        expected: What arrives is compared with this, bucket by bucket, if it goes where it is in use.
+        source: Tensors that it sends.
+        destination: Tensors that it receives into.
+        held: The previous version, as received.
+        expected: Checksums that received buckets are compared with, if `destination` is in use.
     """
 
     version: int
@@ -184,12 +183,12 @@ class Traffic:
     """What one process has sent and received of one version.
 
     Attributes:
-        sent_bytes: By the group rank that it went to.
-        received_bytes: By the group rank that it came from.
-        seconds: From when everyone was there.
-        sums: What it adds to the checksums of what it sent; None: nobody asks.
+        sent_bytes: By group rank of the receiver.
+        received_bytes: By group rank of the sender.
+        seconds: Since all members were ready.
+        sums: Contributions of the sent data to the checksums; None if not wanted.
         num_elements: Sent through a codec.
-        num_changed: Of them, as far as the codec says; all others.
+        num_changed: Changed elements among them; all elements of messages where the codec does not count them.
     """
 
     sent_bytes: Counter[int] = field(default_factory=Counter)
@@ -201,7 +200,7 @@ class Traffic:
 
 
 class ExpectedBuckets:
-    """What every bucket of a version must be, by the sums of those who send it."""
+    """Expected checksums of every bucket of a version, from its senders."""
 
     def __init__(self, sums: Iterable[BucketSum]) -> None:
         self._sums: Counter[tuple[int, int, str]] = Counter()
@@ -209,16 +208,16 @@ class ExpectedBuckets:
             self._sums[bucket, rank, buffer] += checksum
 
     def check(self, version: int, number: int, messages: Iterable[Message], incoming: torch.Tensor) -> None:
-        """Compare a bucket.
+        """Compare a received bucket.
 
         Args:
-            version: For the message.
+            version: For the error message.
             number: Of the bucket.
-            messages: That make it up.
-            incoming: Where they lie.
+            messages: Of the bucket.
+            incoming: The message buffer that holds them.
 
         Raises:
-            WeightSyncError: If a sum differs.
+            WeightSyncError: If a checksum differs.
         """
         found: Counter[tuple[int, str]] = Counter()
         for message in messages:
@@ -228,29 +227,29 @@ class ExpectedBuckets:
             sent = self._sums[number, rank, buffer] % 2**64
             if checksum % 2**64 != sent:
                 raise WeightSyncError(
-                    f"weights v{version}: bucket {number + 1}: what arrived of {buffer} for rank {rank} has sum "
-                    f"{checksum % 2**64:x}, sent was {sent:x}. It was damaged on the way. {HALF_WRITTEN}"
+                    f"weights v{version}: bucket {number + 1}: {buffer} for rank {rank} was received with checksum "
+                    f"{checksum % 2**64:x}, but sent with {sent:x}. It was damaged in transfer. {PARTLY_WRITTEN}"
                 )
 
 
 class Transfer:
-    """One process's part of every version that takes one route by one plan. Made once, used for every version.
+    """One process's part of the transfers of one plan over one route. Made once, used for every version.
 
     Attributes:
-        extra_bytes: Memory that it holds for messages; at most one bucket.
+        extra_bytes: Memory for messages; at most one bucket each for sending and receiving.
     """
 
     def __init__(
         self, group: TransferGroup, plan: Plan, route: Route, dtype: torch.dtype, codec: Codec | None = None
     ) -> None:
-        """Take memory for messages.
+        """Allocate memory for messages.
 
         Args:
             group: This process's membership.
-            plan: The same on all members, as are the next two; this is compared before each version.
-            route: Where the plan's ranks are.
+            plan: Equal on all members, as are the next three; members compare them before each version.
+            route: Group ranks of the plan's ranks.
             dtype: Of the wire.
-            codec: What messages go through; None: as they are.
+            codec: That messages are encoded with; None: they are sent unencoded.
         """
         assert dtype.itemsize == plan.item_bytes, f"{dtype} on the wire, {plan.item_bytes} bytes in the plan"
         self._group = group
@@ -282,55 +281,56 @@ class Transfer:
         wants_sums: bool = False,
         expected: ExpectedBuckets | None = None,
     ) -> Traffic:
-        """Carry out this process's part of one version.
+        """Run this process's part of the transfer of one version.
 
         Args:
-            version: Policy version, for messages and to find members that disagree.
-            source: What this process holds on the plan's source side; empty if it is not on it.
-            destination: What this process fills on the plan's destination side, of any dtype; empty if it is not on
-                it. Padding is left as it is. On a GPU it is complete in the order of the current stream.
-            held: With a codec: the version before, as it was received; may be `destination`, which is the default.
-            wants_sums: Add up what this process sends for the checksums of the destination's buffers.
-            expected: Compare every bucket with this before any of it is put into `destination` or passed on. Not with
-                a codec.
+            version: Policy version, for error messages and to find members that disagree.
+            source: Tensors that this process sends; empty if it sends nothing.
+            destination: Tensors that this process receives into, of any dtype; empty if it receives nothing. Padding is
+                not changed. On a GPU they are complete in the order of the current stream.
+            held: With a codec: the previous version, as received; may be `destination`, which is the default.
+            wants_sums: Compute the contributions of the sent data to the checksums of the destination's buffers.
+            expected: Compare every bucket with this before any of it is copied into `destination` or relayed. Not
+                supported with a codec.
 
         Returns:
-            Bytes by peer, and those sums.
+            Bytes by peer, and those contributions.
 
         Raises:
-            WeightSyncError: If a peer does not come, is lost or is too late. Then the group is closed, and what
-                arrived must not be used.
+            WeightSyncError: If a peer is missing, lost or too late. Then the group is closed, and the received data
+                must not be used.
         """
         what = f"weights v{version}"
-        cargo = Cargo(version, source, destination, destination if held is None else held, expected)
+        tensors = VersionTensors(version, source, destination, destination if held is None else held, expected)
+        buffers = self._outgoing, self._incoming
         name = self._group.members.name(self._group.rank)
         try:
             with boundary(WeightSyncError, f"{what}: {name}"):
                 links = self._group.links
-                self._group.meet(what, self._fingerprint)
+                self._group.barrier(what, self._fingerprint)
                 started = time.monotonic()
                 traffic = Traffic(sums=[] if wants_sums else None)
                 for number, step in enumerate(self._steps):
                     begun = time.monotonic()
                     try:
                         if self._coded is None:
-                            self._bucket(links, number, step, cargo, traffic)
+                            self._bucket(links, number, step, tensors, traffic)
                         else:
-                            self._coded.carry(links, number, step, cargo, (self._outgoing, self._incoming), traffic)
+                            self._coded.transfer(links, number, step, tensors, buffers, traffic)
                     except LostPeerError as lost:
                         where = f"{what}: {name}, bucket {number + 1} of {len(self._steps)}"
                         raise WeightSyncError(self._what_is_lost(where, lost, begun, traffic)) from lost
                 traffic.seconds = time.monotonic() - started
                 return traffic
         except WeightSyncError as error:
-            self._group.leave_word(str(error))
+            self._group.report_failure(str(error))
             self._group.close()
             _forget_frames(error)
             raise
 
     @torch.no_grad()
     def bucket_sums(self, source: Tensors) -> Iterator[BucketSum]:
-        """What this process is about to send adds to the checksums, bucket by bucket, read where it comes from."""
+        """Contributions of this process's messages to the checksums, bucket by bucket, computed from its tensors."""
         for number, step in enumerate(self._steps):
             for message in step.sends:
                 pack(message, source, self._outgoing)
@@ -338,16 +338,16 @@ class Transfer:
 
     @property
     def num_sent_bytes(self) -> int:
-        """What this process sends of its own of every version, without a codec."""
+        """Bytes that this process sends of every version, without a codec and without relaying."""
         return sum(step.num_sent for step in self._steps) * self._outgoing.itemsize
 
     def close(self) -> None:
-        """Leave the group; may be called twice."""
+        """Leave the group. Idempotent."""
         self._group.close()
 
-    def _bucket(self, links: Links, number: int, step: Step, cargo: Cargo, traffic: Traffic) -> None:
+    def _bucket(self, links: Links, number: int, step: Step, tensors: VersionTensors, traffic: Traffic) -> None:
         for message in step.sends:
-            pack(message, cargo.source, self._outgoing)
+            pack(message, tensors.source, self._outgoing)
         sends = [(peer, self._outgoing[start:stop]) for peer, start, stop in by_peer(step.sends)]
         receives = [(peer, self._incoming[start:stop]) for peer, start, stop in by_peer(step.receives)]
         exchange = links.exchange(sends, receives)
@@ -357,12 +357,12 @@ class Transfer:
         self._finish(exchange.receiving)
         for peer, tensor in receives:
             traffic.received_bytes[peer] += tensor.nbytes
-        if cargo.expected is not None:
-            cargo.expected.check(cargo.version, number, step.receives, self._incoming)
+        if tensors.expected is not None:
+            tensors.expected.check(tensors.version, number, step.receives, self._incoming)
         relays = [(child, self._incoming[: step.num_received]) for child in step.children]
         relay = links.exchange(relays, []) if relays else Exchange([], [])
         for message in step.receives:
-            unpack(message, self._incoming, cargo.destination)
+            unpack(message, self._incoming, tensors.destination)
         self._finish([*exchange.sending, *relay.receiving, *relay.sending])
         for peer, tensor in [*sends, *relays]:
             traffic.sent_bytes[peer] += tensor.nbytes
@@ -379,8 +379,8 @@ class Transfer:
         )
         pending = "" if self._coded is not None else f" and {left:,} of the version"
         kind = "is too late" if lost.is_late else "is lost"
-        word = self._group.word_of(lost.peers)
-        why = f"It has left word: {word}" if word else f"{_first_sentence(str(lost))}. {_WHAT_TO_DO}"
+        cause = self._group.failure_of(lost.peers)
+        why = f"It has reported: {cause}" if cause else f"{_first_sentence(str(lost))}. {_WHAT_TO_DO}"
         return (
             f"{where}: {members.names(lost.peers)} {kind} after {elapsed:.1f} s (time-out {self._group.timeout_s:g} s) "
             f"with {lost.num_bytes:,} bytes of this bucket{pending} pending. {why}"
@@ -388,13 +388,13 @@ class Transfer:
 
 
 class CodedBuckets:
-    """Buckets through a codec: what one process keeps of the messages of a route from version to version.
+    """Buckets sent through a codec: the codec states of one process's messages, kept from version to version.
 
-    Both sides keep what the codec needs by message: the sender a copy of what it sent last (`SenderState`), the
-    receiver nothing but the version, since the values are in the buffers of the version before. Relays hand on what
-    they received as it is. A process begins to send headers and payloads together, so nobody waits for an answer.
+    Sender and receiver keep the codec's state for each message: the sender a copy of the values it sent last
+    (`SenderState`), the receiver only the version, since the values are in the buffers of the previous version. Relays
+    forward messages unchanged. A process starts to send headers and payloads together, so no process waits for a reply.
 
-    Extra memory: a bucket each for what is sent and what is received, in bytes, beside those of `Transfer`.
+    Extra memory: one encoded bucket each for sending and receiving, in addition to the buffers of `Transfer`.
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, finish: Finish) -> None:
@@ -404,32 +404,32 @@ class CodedBuckets:
         self._sent: dict[tuple[int, int], SenderState] = {}
         self._received: dict[tuple[int, int], ReceiverState] = {}
 
-    def carry(
+    def transfer(
         self,
         links: Links,
         number: int,
         step: Step,
-        cargo: Cargo,
+        tensors: VersionTensors,
         buffers: tuple[torch.Tensor, torch.Tensor],
         traffic: Traffic,
     ) -> None:
-        """Carry out one bucket.
+        """Transfer one bucket.
 
         Args:
             links: Connections.
             number: Of the bucket.
-            step: This process's part of it.
-            cargo: The version.
-            buffers: For the elements that go out and that come in.
+            step: This process's messages of it.
+            tensors: Of the version.
+            buffers: Message buffers for outgoing and incoming elements.
             traffic: Bytes and checksums are added to it.
 
         Raises:
-            LostPeerError: If a message does not get through.
-            WeightSyncError: If what arrived cannot be decoded.
+            LostPeerError: If a message is not complete in time.
+            WeightSyncError: If a received message cannot be decoded.
         """
         outgoing, incoming = buffers
-        sends = self._encoded(number, step, cargo, outgoing, traffic)
-        # NCCL takes messages from and into GPU memory only, headers too; what they say is read on the CPU.
+        sends = self._encoded(number, step, tensors, outgoing, traffic)
+        # NCCL sends only from GPU memory to GPU memory, headers too; they are read on the CPU.
         device = incoming.device
         headers = {
             peer: torch.empty((len(list(messages)), HEADER_WORDS), dtype=torch.int64, device=device)
@@ -452,27 +452,30 @@ class CodedBuckets:
         ]
         relay = links.exchange(relays, []) if relays else Exchange([], [])
         for position, (message, header, payload) in enumerate(_by_message(step.receives, read, payloads)):
-            self._decode((number, position), message, header, payload, cargo.held, incoming)
-            unpack(message, incoming, cargo.destination)
+            self._decode((number, position), message, header, payload, tensors.held, incoming)
+            unpack(message, incoming, tensors.destination)
         self._finish([*exchange.sending, *relay.receiving, *relay.sending])
         for peer, tensor in [*sends, *relays]:
             traffic.sent_bytes[peer] += tensor.nbytes
-        for arrived in (headers, payloads):
-            for peer, tensor in arrived.items():
+        for received in (headers, payloads):
+            for peer, tensor in received.items():
                 traffic.received_bytes[peer] += tensor.nbytes
 
-    def _encoded(self, number: int, step: Step, cargo: Cargo, outgoing: torch.Tensor, traffic: Traffic) -> list[Part]:
+    def _encoded(
+        self, number: int, step: Step, tensors: VersionTensors, outgoing: torch.Tensor, traffic: Traffic
+    ) -> list[Part]:
         """Header and payload for each peer."""
         parts: list[Part] = []
         for message in step.sends:
-            pack(message, cargo.source, outgoing)
+            pack(message, tensors.source, outgoing)
             values = outgoing[message.start : message.stop]
             place = (number, message.peer)
             state = self._sent.setdefault(place, SenderState(f"bucket {number + 1}"))
-            encoded = self._codec.encode(values, state, cargo.version)
+            encoded = self._codec.encode(values, state, tensors.version)
             header, payload = to_wire(encoded)
             if traffic.sums is not None:
-                if state.values is not None:  # what receivers will hold; the payload is a copy already
+                # The checksum is of the values that receivers will hold. The payload is a copy already.
+                if state.values is not None:
                     values.copy_(state.values)
                 traffic.sums.extend(sums_of(message, outgoing))
             traffic.num_changed += values.numel() if encoded.num_changed is None else encoded.num_changed
@@ -498,13 +501,13 @@ class CodedBuckets:
 
 
 def _first_sentence(text: str) -> str:
-    """What a backend says, without the place in its sources and its advice."""
-    words = text.strip().splitlines()[0] if text.strip() else "no detail"
-    return (words.rpartition(".cc:")[2].partition("] ")[2] or words).partition(". ")[0].rstrip(".")
+    """A backend's error message, without its source location and advice."""
+    line = text.strip().splitlines()[0] if text.strip() else "no detail"
+    return (line.rpartition(".cc:")[2].partition("] ")[2] or line).partition(". ")[0].rstrip(".")
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Forget what the frames of an error refer to: gloo's connections live as long as a work of theirs."""
+    """Clear the frames of an error: they refer to gloo works, which would keep the connections open."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)

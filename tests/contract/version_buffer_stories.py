@@ -1,7 +1,7 @@
-"""What the processes of test_device_memory.py do. The test writes a `Story`; they answer with files beside it.
+"""The processes of test_device_memory.py. The test writes a `Story`; they answer with files next to it.
 
-python -m tests.contract.slot_stories write RANK FOLDER   # a training rank: writes its part of a version
-python -m tests.contract.slot_stories own RANK FOLDER     # an engine rank: makes a slot, until it is killed
+python -m tests.contract.version_buffer_stories write RANK FOLDER   # a training rank: writes its part of a version
+python -m tests.contract.version_buffer_stories own RANK FOLDER     # an engine rank: owns a buffer until it is killed
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.weights.transport.device_memory import CPU, DeviceSlot, OpenedSlots, SlotHandle
+from penstock.weights.transport.device_memory import CPU, OpenedVersionBuffers, VersionBuffer, VersionBufferHandle
 from penstock.weights.transport.shards import ShardTransfer, ShardWriter, copies_of
 
 OWN_SIZES = {"values": 1000}
@@ -31,14 +31,14 @@ class Story:
     """
 
     transfer: ShardTransfer
-    handles: list[list[SlotHandle]]
+    handles: list[list[VersionBufferHandle]]
     tensors: dict[str, torch.Tensor]
     num_ranks: int
     version: int
 
 
 def part(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """What a rank holds under ZeRO-3, flat and padded."""
+    """A rank's part of a tensor under ZeRO-3, flat and padded."""
     size = -(-tensor.numel() // num_ranks)
     padded = torch.nn.functional.pad(tensor.flatten(), (0, size * num_ranks - tensor.numel()))
     return padded[rank * size : (rank + 1) * size]
@@ -50,15 +50,15 @@ def write(rank: int, folder: Path) -> None:
     device = "cpu" if mine[0].device == CPU else "cuda"
     tensors = {name: part(tensor, rank, story.num_ranks).to(device) for name, tensor in story.tensors.items()}
     needed = {copy.dst_rank for copy in copies_of(story.transfer, rank)}
-    writer = ShardWriter(story.transfer, rank, OpenedSlots(mine, story.transfer.buffers, needed))
+    writer = ShardWriter(story.transfer, rank, OpenedVersionBuffers(mine, story.transfer.buffers, needed))
     writer.write(story.version, tensors)
     (folder / f"sums{rank}").write_bytes(pickle.dumps(writer.sums(tensors)))
 
 
 def own(rank: int, folder: Path) -> None:
-    slot = DeviceSlot(OWN_SIZES, torch.float32, torch.device("cpu"))
-    slot.buffers["values"].fill_(rank + 1)
-    (folder / "partial").write_bytes(pickle.dumps(slot.handles(2)))
+    buffer = VersionBuffer(OWN_SIZES, torch.float32, torch.device("cpu"))
+    buffer.tensors["values"].fill_(rank + 1)
+    (folder / "partial").write_bytes(pickle.dumps(buffer.handles(2)))
     (folder / "partial").rename(folder / "handles")
     time.sleep(LIFETIME_S)
 
