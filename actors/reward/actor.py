@@ -43,7 +43,7 @@ class RewardActor:
             return await self._runner.score(task, trajectory)
         except (TrajectoryError, PenstockError) as error:
             return error
-        except Exception as error:  # noqa: BLE001  the run goes on without this trajectory
+        except Exception as error:  # noqa: BLE001  the run continues without this trajectory
             return TrajectoryError("reward", f"{label}: {type(error).__name__}: {error}")
 
     async def shutdown(self) -> None:

@@ -1,8 +1,8 @@
-"""A publish passes few files on its way from the run to the live parameters: at most eight calls between two of them.
+"""A publish makes at most eight calls between files, from the run to the live parameters.
 
-Each path below is the longest of its kind, function by function. That every function calls the next one by its name, or
-names it in a string (a method of vLLM's workers), is read from the syntax trees; so a layer that comes between two of
-them breaks the path here, and has to be counted.
+Each path below is the longest of its kind, function by function. The syntax trees must show that every function calls
+the next one by its name, or names it in a string (a method of vLLM's workers); so a new layer between two of them
+breaks the path here, and has to be counted.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class EngineContract:
         content = bytearray(Path(manifest.location).read_bytes())
         content[-2] ^= 1
         Path(manifest.location).write_bytes(content)
-        with pytest.raises(WeightSyncError, match=r"lora_\w+ has checksum"):
+        with pytest.raises(WeightSyncError, match=r"lora_\w+ was received with checksum"):
             await within(harness.engine.update_weights(manifest))
         assert harness.engine.version == served
         prompt = prompt_of(7)
@@ -221,7 +221,7 @@ class EngineContract:
         await crowd.all_moved()
         manifest = harness.manifest()
         harness.damage(manifest.version)
-        with pytest.raises(WeightSyncError, match=r"what arrived of .* checksum"):
+        with pytest.raises(WeightSyncError, match=r"received .*checksum"):
             await within(harness.engine.update_weights(manifest))
         assert harness.engine.version == serving
         await crowd.all_finished()

@@ -1,7 +1,8 @@
 """Real training steps with a learning rate of 0, each published through a folder of the file system.
 
-Whatever a publish changes by itself (a rounding, an order of parts, padding, a slot that is read while it is written)
-adds up over many; a learning rate of 0 leaves nothing else that could. `SOAK_PUBLISHES=2000` is the long form.
+Any change by a publish itself (rounding, order of parts, padding, a version buffer that is read while it is written)
+adds up over many publishes, and at a learning rate of 0 nothing else changes weights. `SOAK_PUBLISHES=2000` is the long
+form.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ async def test_whole_tensors_go_through_vllms_own_loader(
         await within(harness.engine.update_weights(whole(**{"layers.0.attn.Wqkv": torch.ones(4, 4)})))
     manifest = whole()
     entries = (replace(manifest.entries[0], checksum=1), *manifest.entries[1:])
-    with pytest.raises(WeightSyncError, match=r"what arrived of .* checksum"):
+    with pytest.raises(WeightSyncError, match=r"received .*checksum"):
         await within(harness.engine.update_weights(replace(manifest, entries=entries)))
     output = await harness.sample(prompt_of(7), max_new_tokens=20)
     assert output.spans == ((serving, 20),), "the old version serves on"

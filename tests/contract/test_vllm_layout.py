@@ -241,7 +241,7 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
     if is_known:
         assert [tensor for tensor in again if again[tensor] != found[tensor]] == ["model.norm.weight"]
     else:
-        assert f"vLLM's loader took {live.unplaced[0].name}" in wrong
+        assert f"vLLM's loader accepted {live.unplaced[0].name}" in wrong
 
 
 @pytest.mark.full
@@ -256,7 +256,7 @@ def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name() -> 
     foreign = TensorEntry("model.layers.0.attn.Wqkv.weight", "float32", (8, 28), 0)
     more = LiveTensors(model, replace(manifest, entries=(*manifest.entries, foreign)))
     assert "model.layers.0.attn.Wqkv.weight has no place in this engine's model" in more.refusal()
-    assert "1 such tensors have 224 elements, this engine has room for 0" in more.refusal()
+    assert "1 such tensors have 224 elements, this engine has space for 0" in more.refusal()
     less = LiveTensors(model, replace(manifest, entries=manifest.entries[:-1]))
     assert f"parameter {manifest.entries[-1].name} of this engine is not in the version" in less.refusal()
 
@@ -297,7 +297,7 @@ def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.
         return really(self, ((name, tensor / 2 if "o_proj" in name else tensor) for name, tensor in weights))
 
     monkeypatch.setattr(Qwen3ForCausalLM, "load_weights", halved)
-    with pytest.raises(WeightSyncError, match=r"o_proj\.weight is computed by aten\.div.*weights\.transport=gather"):
+    with pytest.raises(WeightSyncError, match=r"o_proj\.weight are computed by aten\.div.*weights\.transport=gather"):
         plain_layout(model.config, model.tensors, "float32", 1)
 
     def forgotten(self: Any, weights: Any) -> Any:

@@ -22,7 +22,7 @@ pytestmark = [
     [
         # Engine rank 0 of 2 holds the lower halves of all split tensors. By hand:
         (1, 1, {0, 1, 2, 3}),  # all ranks hold them
-        (1, 2, {0, 2}),  # those with tensor rank 0 do; what is whole comes from them too, as they are on the way
+        (1, 2, {0, 2}),  # those with tensor rank 0; they send unsplit tensors too
         (3, 2, {0, 2}),
         (1, 4, {0, 1}),  # quarters 0 and 1
     ],

@@ -272,10 +272,10 @@ def test_a_users_own_reward_and_tasks_train_with_versions_in_a_folder(
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(run_cli, "train", *train_overrides, *SMALL, *overrides, cwd=workspace)
         while not run.done():
-            seen |= {"/".join(file.parts[-2:]) for file in tmp_path.glob("penstock-weights-*/slot*/rank*")}
+            seen |= {"/".join(file.parts[-2:]) for file in tmp_path.glob("penstock-weights-*/buffer*/rank*")}
             wait([run], timeout=0.1)
     done = run.result()
     assert done.returncode == 0, done.stderr
-    assert seen == {"slot0/rank0", "slot1/rank0"}, "an engine acknowledges what it has read back"
+    assert seen == {"buffer0/rank0", "buffer1/rank0"}, "an engine acknowledges what it has read back"
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     assert read_metric(workspace / "runs" / "own", "reward/mean")

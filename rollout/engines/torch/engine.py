@@ -147,7 +147,7 @@ class TorchEngine:
         )
 
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
-        """Swap to `manifest` between two decode steps; requests in flight go on. See `LocalEngine`."""
+        """Swap to `manifest` between two decode steps; requests in flight continue. See `LocalEngine`."""
         async with self._updating:
             started = time.monotonic()
             staged, sums = await asyncio.to_thread(self._stage, manifest)
@@ -303,7 +303,7 @@ class TorchEngine:
                 batch.recompute()
             batch.is_frozen = False
         finally:
-            # Told from here and not from update_weights, which may be cancelled meanwhile.
+            # Reported here and not by update_weights, which may have been cancelled.
             self._tell(self._serve, UNPUBLISHED if batch.is_frozen else batch.version)
         return checksum, time.monotonic() - started
 
@@ -313,7 +313,7 @@ class TorchEngine:
     def _tell(self, callback: Callable[[Told], None], what: Told) -> None:
         """From the decode thread to the event loop, which is woken up once for all deltas of a step."""
         assert self._loop is not None, "the decode thread starts after the loop is known"
-        with suppress(RuntimeError):  # the loop was closed under us: nobody is left to hear it
+        with suppress(RuntimeError):  # the event loop is closed, so no request is waiting
             self._loop.call_soon_threadsafe(callback, what)
 
     def _deliver(self, deltas: Deltas) -> None:

@@ -109,7 +109,7 @@ class Shared(Receiver):
     async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
         if self.written.count(manifest.version) < 2:
             self.received.append((manifest.version, payload))
-            raise WeightSyncError("what arrived differs")
+            raise WeightSyncError("the received data differs")
         return await super().update_weights(manifest, payload)
 
 
@@ -283,7 +283,7 @@ class FailingTransport(GatherTransport):
 async def test_a_failed_send_ends_the_publish_at_once_although_an_engine_is_restarting() -> None:
     pool = EnginePool([Receiver(EngineId("a")), Receiver(EngineId("b"))], 4)  # type: ignore[list-item]
     pool.set_restart_hook(lambda _engine_id: True)
-    pool.fence(EngineId("b"), "it is started again")
+    pool.fence(EngineId("b"), "it is restarted")
     config = WeightsConfig(timeout_s=5.0)
     transport = FailingTransport(FakeTrainer(), pool)  # type: ignore[arg-type]
     with pytest.raises(WeightSendError, match="a process died"):
@@ -314,14 +314,14 @@ class FailsOnce(GatherTransport):
         self.num_tries += 1
         if self.num_tries > 1:
             return await super().send(version)
-        raise WeightSyncError("weights: meeting: an engine died")
+        raise WeightSyncError("weights: joining the transfer group: an engine died")
 
 
 async def test_a_publish_that_fails_for_an_engine_is_not_tried_again_before_an_engine_has_restarted() -> None:
     engines = [Receiver(EngineId("a")), Receiver(EngineId("b"))]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     pool.set_restart_hook(lambda _engine_id: True)
-    pool.fence(EngineId("b"), "it is started again")
+    pool.fence(EngineId("b"), "it is restarted")
     config = WeightsConfig(timeout_s=5.0)
     transport = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]
     publishing = asyncio.create_task(ActorWeightPublisher(pool, config, transport).publish(1))

@@ -20,7 +20,7 @@ from tests.tiers import examples
 from tests.unit.weights.codec_pair import DTYPES, Pair, from_bits, same_bits, walk
 
 EXACT = ["full", "delta"]
-# As bits: quiet and signalling NaN with payloads, infinities, both zeros, least denormals, greatest numbers, one.
+# As bits: quiet and signalling NaN with payloads, infinities, both zeros, smallest denormals, largest numbers, one.
 SPECIAL = {
     torch.float32: [
         *(0x7FC00001, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0, 1 << 31),
