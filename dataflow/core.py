@@ -10,8 +10,9 @@ Reports that are duplicated, late or about unknown groups are counted in `ignore
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
 from penstock.dataflow.gate import ConsumptionGate
@@ -78,6 +79,68 @@ class Dataflow:
         self._gate = ConsumptionGate(limits)
         self._in_training: list[GroupRef] = []
         self._cancelled: list[Cancelled] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all groups between two batches, as JSON types; `load_state_dict` continues from it.
+
+        Ready groups are described without their payloads. Groups that are being sampled or scored are all described as
+        generating: whether each of their trajectories has its tokens is known to the driver, which reports it again.
+        """
+        assert not self._in_training, "the state is taken between two batches"
+        groups = [
+            {
+                "group_id": record.group_id,
+                "task_id": record.task_id,
+                "group_size": record.group_size,
+                "stream": record.stream,
+                "requeues": record.requeues,
+                "is_ready": record.ready is not None,
+                "versions": list(record.trajectory_versions),
+            }
+            for record in self.ledger.live()
+        ]
+        return {
+            "version": self.version,
+            "ledger": self.ledger.state_dict(),
+            "retries": dict(self.retries),
+            "ignored": dict(self.ignored),
+            "groups": groups,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        """Continue an unused core where `state_dict` was taken, under the same limits.
+
+        Args:
+            state: Result of `state_dict`.
+            ready: The ready groups, with new handles of their payloads.
+        """
+        records = []
+        for group in state["groups"]:
+            group_id, is_ready = GroupId(group["group_id"]), group["is_ready"]
+            record = GroupRecord(
+                group_id, TaskId(group["task_id"]), group["group_size"], group["stream"], group["requeues"]
+            )
+            record.trajectory_versions = list(group["versions"])
+            record.ready = ready[group_id] if is_ready else None
+            record.state = GroupState.READY if is_ready else GroupState.GENERATING
+            records.append(record)
+        self.version = state["version"]
+        self.ledger.load_state_dict(state["ledger"], records)
+        self.retries.update(state["retries"])
+        self.ignored.update(state["ignored"])
+        for record in records:
+            self._gate.add(record)
+            if (oldest := record.oldest_version) is not None:
+                self._gate.update_deadline(record, oldest)
+            if record.ready is not None:
+                self._gate.mark_ready(record)
+
+    def roll_back(self) -> list[GroupId]:
+        """End all live groups as dropped(rollback); returns them in admission order. Their tasks may start again."""
+        ended = [record.group_id for record in self.ledger.live()]
+        for group_id in ended:
+            self.end(group_id, GroupState.DROPPED, Reason.ROLLBACK)
+        return ended
 
     @property
     def free_credits(self) -> int:

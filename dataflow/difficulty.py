@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task_queue import MIN_GROUP_SIZE
@@ -55,6 +55,16 @@ class _DifficultyHistory:
     def measured(self, task: Task, stream: str) -> MeasuredDifficulty | None:
         """Return the newest measurement of a task; None for a new task."""
         return self._measured.get((stream, task.task_id))
+
+    def state_dict(self) -> list[list[Any]]:
+        """`[stream, task id, pass rate, longest passing answer]` of each measured task, oldest first."""
+        return [[*key, *measured] for key, measured in self._measured.items()]
+
+    def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
+        self._measured = OrderedDict(
+            ((stream, TaskId(task_id)), MeasuredDifficulty(pass_rate, longest))
+            for stream, task_id, pass_rate, longest in state
+        )
 
 
 class SizeBySuccess(_DifficultyHistory):

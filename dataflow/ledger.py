@@ -11,9 +11,10 @@ bounded by the admission window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from penstock.dataflow.errors import AccountingError
 from penstock.dataflow.ids import GroupId, TaskId
@@ -275,6 +276,37 @@ class Ledger:
         if not counts.is_balanced:
             raise AccountingError(f"ledger: does not balance: {counts} (I3)")
         return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counters, as JSON types. Live groups are part of the core's state."""
+        return {
+            "admitted": self._admitted,
+            "ended": {str(state): count for state, count in self._ended.items()},
+            "reasons": [[str(state), str(reason), count] for (state, reason), count in self.reasons.items()],
+            "admitted_by_stream": dict(self.admitted_by_stream),
+            "tasks_by_stream": dict(self.tasks_by_stream),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], live: Iterable[GroupRecord]) -> None:
+        """Continue an empty ledger where `state_dict` was taken.
+
+        Args:
+            state: Result of `state_dict`.
+            live: The live groups, in admission order.
+
+        Raises:
+            AccountingError: If they do not balance (I3).
+        """
+        self._admitted = state["admitted"]
+        self._ended.update({GroupState(end): count for end, count in state["ended"].items()})
+        self.reasons.update({(GroupState(end), Reason(reason)): count for end, reason, count in state["reasons"]})
+        self.admitted_by_stream.update(state["admitted_by_stream"])
+        self.tasks_by_stream.update(state["tasks_by_stream"])
+        for record in live:
+            self._live[record.group_id] = record
+            self.live_trajectories += record.group_size
+            self.live_by_stream[record.stream] += 1
+        self.counts()
 
     def _end(self, record: GroupRecord) -> None:
         del self._live[record.group_id]

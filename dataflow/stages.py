@@ -45,6 +45,13 @@ class GatedStages:
         """The stream whose tasks are admitted."""
         return self._remaining[0].stream
 
+    def state_dict(self) -> int:
+        """Number of stages that have not ended."""
+        return len(self._remaining)
+
+    def load_state_dict(self, state: int) -> None:
+        del self._remaining[: len(self._remaining) - state]
+
     def weights(
         self,
         version: int,

@@ -15,13 +15,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ledger import Ledger, LedgerEvent
+from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.trajectory import Task, Trajectory
 
 MIN_GROUP_SIZE = 2
@@ -65,6 +65,17 @@ class GroupListener(Protocol):
     """A hook of `TaskQueue` that is called for every scored group, including groups that are filtered afterwards."""
 
     def group_scored(self, task: Task, stream: str, members: Sequence[Trajectory]) -> None: ...
+
+
+@runtime_checkable
+class StatefulHook(Protocol):
+    """A hook whose memory a checkpoint keeps. Without these methods it is empty after a resume."""
+
+    def state_dict(self) -> Any:
+        """Its memory, as JSON types."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 class Curriculum(Protocol):
@@ -190,32 +201,70 @@ class TaskQueue:
         requeued = replace(queued, requeues=queued.requeues + 1)
         self._requeued.append((ledger.num_admitted + self.window, requeued))
 
-    def resume(self, ledger: Ledger, restarts: Sequence[LedgerEvent]) -> None:
-        """Restore the state of the run that wrote this ledger (dataflow/journal.py).
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, waiting requeued tasks, curriculum and the memory of the hooks, as JSON types.
 
-        The streams start from the beginning, so the tasks that were taken from them are skipped. Tasks to restart are
-        admitted next.
+        The position in each stream is in the ledger (`tasks_by_stream`).
+        """
+        return {
+            "weights": dict(self._weights),
+            "base": dict(self._base),
+            "rewards": {name: list(kept) for name, kept in self._rewards.items()},
+            "requeued": [
+                {"due": due, "task_id": queued.task.task_id, "stream": queued.stream, "group_size": queued.group_size}
+                | {"requeues": queued.requeues, "max_new_tokens": queued.max_new_tokens}
+                for due, queued in self._requeued
+            ],
+            "hooks": {name: hook.state_dict() for name, hook in self._hooks() if isinstance(hook, StatefulHook)},
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], num_taken: Mapping[str, int], wanted: Collection[tuple[str, TaskId]] = ()
+    ) -> dict[tuple[str, TaskId], Task]:
+        """Continue where `state_dict` was taken: the tasks that were taken from the streams are taken again.
+
+        Args:
+            state: Result of `state_dict`.
+            num_taken: Number of tasks that had been taken from each stream (`Ledger.tasks_by_stream`).
+            wanted: Stream and id of tasks that are needed again, those of live groups.
+
+        Returns:
+            The wanted tasks.
 
         Raises:
-            PenstockError: If a task to restart is no longer in its stream.
+            PenstockError: If a wanted or requeued task is no longer in its stream.
         """
-        wanted = {(event.stream, event.task_id) for event in restarts}
+        requeued = [(entry["stream"], TaskId(entry["task_id"])) for entry in state["requeued"]]
+        missing = {*wanted, *requeued}
         found: dict[tuple[str, TaskId], Task] = {}
         for stream in self.streams:
-            for taken in itertools.islice(stream.tasks, ledger.tasks_by_stream[stream.name]):
-                if (stream.name, taken.task_id) in wanted:
+            for taken in itertools.islice(stream.tasks, num_taken.get(stream.name, 0)):
+                if (stream.name, taken.task_id) in missing:
                     found[stream.name, taken.task_id] = taken
-        for event in restarts:
-            task = found.get((event.stream, event.task_id))
-            if task is None:
-                raise PenstockError(
-                    f"env: task {event.task_id} was under way when the run stopped, but is no longer among the first "
-                    f"{ledger.tasks_by_stream[event.stream]} tasks of its source. Resume with the same data "
-                    "in the same order, or start a new run."
-                )
-            limit = self._limit(task, event.stream)
-            queued = QueuedTask(task, event.stream, event.group_size, event.requeues + 1, limit)
-            self._requeued.append((ledger.num_admitted, queued))
+        if lost := missing - found.keys():
+            name, task_id = min(lost)
+            raise PenstockError(
+                f"env: {len(lost)} tasks of the checkpoint, {task_id} among them, are not among the first "
+                f"{num_taken.get(name, 0)} tasks of their source{f' {name}' if name else ''}. Their unfinished "
+                "groups could not be scored. Resume with the same data in the same order, or start a new run."
+            )
+        self._weights |= state["weights"]
+        self._base = Counter(state["base"])
+        self._rewards = {name: deque(kept, maxlen=REWARDS_KEPT) for name, kept in state["rewards"].items()}
+        for key, entry in zip(requeued, state["requeued"], strict=True):
+            queued = QueuedTask(
+                found[key], entry["stream"], entry["group_size"], entry["requeues"], entry["max_new_tokens"]
+            )
+            self._requeued.append((entry["due"], queued))
+        for name, hook in self._hooks():
+            if isinstance(hook, StatefulHook) and name in state["hooks"]:
+                hook.load_state_dict(state["hooks"][name])
+        return found
+
+    def _hooks(self) -> Iterator[tuple[str, object]]:
+        yield "group_sizing", self.sizing
+        yield "length_limiting", None if self.lengths is None else self.lengths.limiting
+        yield "curriculum", self.curriculum
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
         """Record the rewards of a scored group for the curriculum and pass the group to the listening hooks."""

@@ -20,6 +20,7 @@ _FAMILIES = {
     "throughput": "Speed of generation and training.",
     "idle": "How long trainer and engines wait.",
     "weights": "Publishing of new weights to the engines.",
+    "checkpoint": "Checkpoints, from which `penstock resume` continues.",
     "memory": "Memory of all processes of the run on the driver's machine.",
     "eval": "Greedy evaluation on held-out tasks.",
     "trainer": "Computation of the trainer.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import TrajectoryError
@@ -133,6 +133,29 @@ class FlowStats:
             yield
         finally:
             self.trainer_wait_for[wait_reason] += asyncio.get_running_loop().time() - started
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters over the whole run, as JSON types."""
+        total = self.total
+        return {
+            "tokens_by_staleness": [[staleness, tokens] for staleness, tokens in total.tokens_by_staleness.items()],
+            "multi_version_trajectories": total.multi_version_trajectories,
+            "trimmed_tokens": total.trimmed_tokens,
+            "trainer_wait_for": dict(self.trainer_wait_for),
+            "population": [self.population.num_trajectories, self.population.num_tokens],
+            "trained": [self.trained.num_trajectories, self.trained.num_tokens],
+            "failures": [[failure.kind, failure.detail] for failure in self.failures],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = BatchStaleness(
+            Counter(dict(state["tokens_by_staleness"])),
+            state["multi_version_trajectories"],
+            state["trimmed_tokens"],
+        )
+        self.trainer_wait_for.update(state["trainer_wait_for"])
+        self.population, self.trained = MeanLength(*state["population"]), MeanLength(*state["trained"])
+        self.failures = [TrajectoryError(kind, detail) for kind, detail in state["failures"]]
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         population = self.population

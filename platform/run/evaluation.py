@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import RewardWorker, SamplingParams
@@ -45,6 +45,12 @@ class Evaluation:
             "eval/tasks": self.num_tasks,
             **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
         }
+
+
+def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
+    """The evaluation that a checkpoint keeps as a dict."""
+    partner = saved["partner"]
+    return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner)})
 
 
 async def sample_and_score(

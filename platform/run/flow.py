@@ -20,10 +20,11 @@ from penstock.dataflow.core import Dataflow
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
-from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
-from penstock.dataflow.task_queue import TaskQueue
+from penstock.dataflow.records import OpenGroup
+from penstock.dataflow.task_queue import QueuedTask, TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.early_logprobs import EarlyLogprobs
@@ -80,6 +81,21 @@ class FlowOptions:
     gang: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class FlowSnapshot:
+    """The flow between two batches, as a checkpoint keeps it.
+
+    Attributes:
+        state: Counters, task queue and groups, as JSON types.
+        ready: The ready groups; their payloads are in the store.
+        open_groups: Groups that are being sampled or scored.
+    """
+
+    state: Mapping[str, Any]
+    ready: tuple[GroupRef, ...]
+    open_groups: tuple[OpenGroup, ...]
+
+
 class Flow:
     """The running dataflow. `async with` starts admission on entry and cancels all running groups on exit."""
 
@@ -111,6 +127,9 @@ class Flow:
         self._early_logprobs = None if ports.forward is None else EarlyLogprobs(ports.forward, queue)
 
     async def __aenter__(self) -> Self:
+        for run in self._groups.values():  # restored from a checkpoint
+            if self.core.find_ready(run.group_id) is None:
+                run.start()
         self._admission = asyncio.create_task(self._admit(), name="admission")
         return self
 
@@ -169,6 +188,74 @@ class Flow:
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
 
+    def snapshot(self) -> FlowSnapshot:
+        """What a checkpoint keeps of the flow, taken at the cut: between `advance` and the next batch.
+
+        It holds references only; trajectories that change later are copied.
+        """
+        ready, open_groups = [], []
+        for record in self.core.ledger.live():
+            if record.ready is not None:
+                ready.append(record.ready)
+            else:
+                open_groups.append(self._groups[record.group_id].snapshot())
+        state = {
+            "limits": self._bounds(),
+            "core": self.core.state_dict(),
+            "tasks": self._tasks.state_dict(),
+            "filtered_since_batch": {str(reason): count for reason, count in self._filters.since_batch.items()},
+            "consecutive_failures": self._consecutive_failures,
+            "stats": self.stats.state_dict(),
+        }
+        return FlowSnapshot(state, tuple(ready), tuple(open_groups))
+
+    async def restore(self, saved: FlowSnapshot, payloads: Mapping[GroupId, GroupPayload]) -> None:
+        """Continue where `snapshot` was taken. Call it before the flow starts.
+
+        Under other bounds than then, live groups end as dropped(rollback) and their tasks start again.
+
+        Args:
+            saved: The snapshot; its ready groups have no handles.
+            payloads: Payloads of the ready groups.
+
+        Raises:
+            PenstockError: If a task of a live group is no longer in its source.
+        """
+        core = saved.state["core"]
+        live = {GroupId(group["group_id"]): group for group in core["groups"]}
+        keys = {group_id: (group["stream"], TaskId(group["task_id"])) for group_id, group in live.items()}
+        tasks = self._tasks.load_state_dict(
+            saved.state["tasks"], core["ledger"]["tasks_by_stream"], keys.values()
+        )
+        self.stats.load_state_dict(saved.state["stats"])
+        self._filters.since_batch.update(
+            {Reason(reason): count for reason, count in saved.state["filtered_since_batch"].items()}
+        )
+        self._consecutive_failures = saved.state["consecutive_failures"]
+        limits = {group.group_id: group.max_new_tokens for group in saved.open_groups}
+        for group_id, group in live.items():
+            queued = QueuedTask(
+                tasks[keys[group_id]], group["stream"], group["group_size"], group["requeues"], limits.get(group_id)
+            )
+            self._groups[group_id] = GroupRun(self, group_id, queued)
+        ready = {}
+        for group_id, payload in payloads.items():
+            self.stats.group_ready(group_id, payload.trajectories)
+            ready[group_id] = await self._store(self._groups[group_id], payload.trajectories)
+        self.core.load_state_dict(core, ready)
+        for group in saved.open_groups:
+            self._groups[group.group_id].restore(group)
+        ledger = self.core.ledger
+        num_allowed = self.core.limits.total_steps * self.core.limits.batch_groups
+        if saved.state["limits"] != self._bounds() or ledger.num_admitted - ledger.num_returned > num_allowed:
+            for group_id in self.core.roll_back():
+                self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger)
+
+    def _bounds(self) -> list[Any]:
+        """The limits under which live groups were admitted."""
+        limits = self.core.limits
+        return [limits.batch_groups, limits.max_staleness, limits.surplus, str(limits.on_expiry)]
+
     def fail(self, error: Exception) -> None:
         """Stop the run with an error that is not a `TrajectoryError`; `next_batch` raises it to the trainer."""
         # The first error is kept: later ones are often its consequences.
@@ -183,16 +270,18 @@ class Flow:
         if len(trajectories) < len(outcomes) and len(trajectories) < self.core.rules.min_group_size:
             self._group_failed(group_id, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
             return
-        try:
-            reason = self._filters.judge(trajectories)
-        except TrajectoryError as failure:
-            self._group_failed(group_id, failure)
-            return
-        self._consecutive_failures = 0
-        self._tasks.group_scored(run.queued, trajectories)
-        if reason is not None:
-            self._end(group_id, GroupState.FILTERED, reason)
-            return
+        if not run.is_judged:
+            try:
+                reason = self._filters.judge(trajectories)
+            except TrajectoryError as failure:
+                self._group_failed(group_id, failure)
+                return
+            run.is_judged = True
+            self._consecutive_failures = 0
+            self._tasks.group_scored(run.queued, trajectories)
+            if reason is not None:
+                self._end(group_id, GroupState.FILTERED, reason)
+                return
         self.stats.group_ready(group_id, trajectories)
         group = await self._store(run, trajectories)
         self.core.ready(group)

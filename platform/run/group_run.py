@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
+from penstock.dataflow.records import Failure, MemberProgress, OpenGroup
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
@@ -32,6 +33,7 @@ class GroupRun(RolloutContext):
         queued: The task and how many trajectories it gets.
         group_id: Its admission number in the ledger.
         outcomes: Result of each trajectory; None while it runs.
+        is_judged: Whether the filters and the hooks of the task queue have seen the group.
     """
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
@@ -39,22 +41,65 @@ class GroupRun(RolloutContext):
         self.queued = queued
         self.group_id = group_id
         self.outcomes: list[Outcome | None] = [None] * queued.group_size
+        self.is_judged = False
+        self._sampled: list[Trajectory | None] = [None] * queued.group_size
+        self._failures: list[list[TrajectoryError]] = [[] for _ in range(queued.group_size)]
         self._flow = flow
         self._generating = set(range(queued.group_size))
         self._jobs: list[asyncio.Task[None]] = []
         self._all_generated = asyncio.Event()
 
+    def snapshot(self) -> OpenGroup:
+        """What a checkpoint keeps: each member as far as it has come."""
+        members = tuple([self._progress(index) for index in range(len(self.outcomes))])
+        return OpenGroup(self.group_id, members, self.queued.max_new_tokens, self.is_judged)
+
+    def _progress(self, index: int) -> MemberProgress:
+        outcome, sampled, turn = self.outcomes[index], self._sampled[index], self.turns.get(index)
+        progress = MemberProgress(
+            failures=tuple([Failure(one.kind, one.detail, one.is_final) for one in self._failures[index]]),
+            has_failed=isinstance(outcome, TrajectoryError),
+        )
+        if isinstance(outcome, Trajectory):
+            progress.trajectory = outcome
+        elif outcome is None and sampled is not None:
+            progress.trajectory = replace(sampled)  # it gets its reward while the checkpoint is being written
+        elif outcome is None and turn is not None:
+            progress.deltas = turn.deltas
+        return progress
+
+    def restore(self, saved: OpenGroup) -> None:
+        """Continue where `snapshot` was taken. Call it before `start`."""
+        self.is_judged = saved.is_judged
+        for index, progress in enumerate(saved.members):
+            failures = [TrajectoryError(one.kind, one.detail, is_final=one.is_final) for one in progress.failures]
+            self._failures[index] = failures
+            trajectory, partial = progress.trajectory, progress.partial
+            if progress.has_failed:
+                self.outcomes[index] = failures[-1]
+            elif trajectory is not None and trajectory.reward is not None:
+                self.outcomes[index] = trajectory
+            elif trajectory is not None:
+                self._sampled[index] = trajectory
+            elif partial is not None:
+                self.saved_tokens[index] = partial.delta()
+
     def start(self) -> None:
         """Start every trajectory; with `gang`, once one engine has free slots for all of them."""
-        if self._flow.options.gang:
+        if self._flow.options.gang and None in self.outcomes:
             self._jobs.append(asyncio.create_task(self._run_gang(), name=f"gang {self.name}"))
         else:
             self._start_trajectories()
 
     def _start_trajectories(self) -> None:
-        for index in range(self.queued.group_size):
-            name = f"trajectory {self.trajectory_id(index)}"
-            self._jobs.append(asyncio.create_task(self._run_trajectory(index), name=name))
+        for index, outcome in enumerate(self.outcomes):
+            if outcome is None:
+                name = f"trajectory {self.trajectory_id(index)}"
+                self._jobs.append(asyncio.create_task(self._run_trajectory(index), name=name))
+            else:  # restored from a checkpoint
+                self._mark_generated(index)
+        if None not in self.outcomes:
+            self._jobs.append(asyncio.create_task(self._report_restored(), name=f"group {self.name}"))
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel the running tasks, which abort their requests on the engines. Returns the tasks to await."""
@@ -91,12 +136,15 @@ class GroupRun(RolloutContext):
         flow, ports, limit = self._flow, self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
         sampling = trajectory_sampling(sampling, self.group_id, index)
-        failures: list[TrajectoryError] = []
+        failures = self._failures[index]
         try:
             while self.outcomes[index] is None:
                 try:
-                    trajectory = await ports.runner.run(self, index, sampling)
-                    flow.stats.trajectory_generated(trajectory)
+                    trajectory = self._sampled[index]
+                    if trajectory is None:
+                        trajectory = await ports.runner.run(self, index, sampling)
+                        flow.stats.trajectory_generated(trajectory)
+                        self._sampled[index] = trajectory
                     self._mark_generated(index)
                     score = await ports.rewards.score(self.task, trajectory)
                     flow.stats.num_scored += 1
@@ -106,6 +154,8 @@ class GroupRun(RolloutContext):
                     self.outcomes[index] = trajectory
                 except TrajectoryError as failure:
                     failures.append(failure)
+                    self._sampled[index] = None
+                    self.turns.pop(index, None)
                     attempts = sum(earlier.kind == failure.kind for earlier in failures)
                     if failure.is_final or not flow.core.grant_retry(failure.kind, attempts):
                         self._mark_generated(index)
@@ -115,6 +165,13 @@ class GroupRun(RolloutContext):
                 await flow.group_finished(self, outcomes)
         except Exception as error:  # noqa: BLE001 - any other error stops the run and is raised to the trainer
             flow.fail(error)
+
+    async def _report_restored(self) -> None:
+        """Report a group all of whose trajectories had ended when the checkpoint was taken."""
+        try:
+            await self._flow.group_finished(self, [outcome for outcome in self.outcomes if outcome is not None])
+        except Exception as error:  # noqa: BLE001 - as in `_run_trajectory`
+            self._flow.fail(error)
 
     def record_version(self, member: int, version: int) -> None:
         """Report to the core which version samples a trajectory. Called by the runner."""

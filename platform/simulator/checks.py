@@ -1,24 +1,25 @@
-"""The invariants I1 to I9 (DESIGN §3), checked against a model of the ledger that shares no code with it.
+"""Checks of the invariants I1 to I9 against a model of the ledger that shares no code with it.
 
-    I1  staleness of every trained token ≤ η, by the truth in its id       when a batch closes, and when it trains
+    I1  staleness of every trained token ≤ η, by the version in its id     when a batch closes, and when it trains
     I2  one state at a time, terminal states final                         after every ledger event
     I3  admitted = trained + dropped + filtered + failed + live            after every ledger event
     I4  spans never decrease, sum to the sampled tokens, none missing      engine deltas; when a group is ready
     I5  a group trains at most once                                        when a batch closes, and when it trains
-    I6  credits never negative; all free when nothing lives                after every event; at the end
+    I6  credits never negative; all free when no group is live             after every event; at the end
     I7  no loss weight on a token the policy did not sample                when a batch trains
     I8  an engine serves only what it has acknowledged                     requests, deltas (simulator/world.py)
     I9  one normaliser per optimizer step, over its whole batch            when a batch trains
 
-and what the run was told to keep: quotas of streams, trajectories under way, gangs, filters (`Promises`).
-The cheap checks run after every event; comparing every live group runs every `every` events.
+Limits of the configuration are checked as well: live trajectories and gangs.
+The cheap checks run after every event; the comparison of all live groups runs every `every` events.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +38,6 @@ from penstock.platform.simulator.world import (
     true_reward,
 )
 
-if TYPE_CHECKING:
-    from penstock.platform.simulator.durable import DurableState, Restored
-
 RECENT = 32
 _NEXT = {
     "generating": {"scoring"},
@@ -53,15 +51,15 @@ _UNTRAINED = frozenset({"dropped", "filtered", "failed"})
 
 
 class LedgerModel:
-    """Follows the ledger's events and knows what may come next.
+    """A model of the ledger that follows its events and knows the allowed transitions.
 
     Attributes:
         live: Group -> state.
-        ended: Terminal state -> groups.
-        trained: Every group that trained.
-        rolled_back: Tasks that were under way when the driver died, and have not started again.
+        ended: Terminal state -> number of groups.
+        trained: All trained groups.
+        rolled_back: Tasks that were live when the driver died and have not been restarted.
         sizes: Trajectories of each live group.
-        live_trajectories: Their sum.
+        live_trajectories: Sum of these sizes.
     """
 
     def __init__(self, limits: FlowLimits) -> None:
@@ -75,7 +73,7 @@ class LedgerModel:
         self._limits = limits
 
     def follow(self, event: LedgerEvent) -> None:
-        """Check one event and take it over."""
+        """Check one event and apply it."""
         group, state = int(event.group_id), str(event.state)
         if state == "generating":
             if group != self.num_admitted:
@@ -85,13 +83,13 @@ class LedgerModel:
             self.rolled_back.discard(event.task_id)
             self.sizes[group] = event.group_size
             self.live_trajectories += event.group_size
-            room = self._limits.max_live_trajectories
-            if room is not None and self.live_trajectories > room:
-                raise InvariantError("I6", f"{self.live_trajectories} trajectories live, at most {room} fit")
+            limit = self._limits.max_live_trajectories
+            if limit is not None and self.live_trajectories > limit:
+                raise InvariantError("I6", f"{self.live_trajectories} trajectories are live, the limit is {limit}")
             return
         before = self.live.get(group)
         if before is None:
-            raise InvariantError("I2", f"group {group} goes to {state}, but it has ended or never was")
+            raise InvariantError("I2", f"group {group} goes to {state}, but it has ended or was never admitted")
         if state in _UNTRAINED:
             self._may_end(group, before, event)
             if event.reason is Reason.ROLLBACK:
@@ -116,29 +114,49 @@ class LedgerModel:
             raise InvariantError("I2", f"group {group} ended as {event.state}({event.reason}) while it trained")
 
 
-class CheckedDataflow(Dataflow):
-    """The shipping core, watched. Every report is followed by the checks.
+class Lineage:
+    """What had happened at each cut, remembered outside of the run and its disk.
 
     Attributes:
-        recent: Groups that became ready lately; faults report them again.
+        models: Version -> the model of the ledger at its newest cut.
     """
 
-    def __init__(
-        self, limits: FlowLimits, rules: GroupRules, world: World, every: int, disk: DurableState, restored: Restored
-    ) -> None:
-        super().__init__(limits, rules, restored.version, restored.resumed.ledger)
+    def __init__(self) -> None:
+        self.models: dict[int, LedgerModel] = {}
+
+
+class CheckedDataflow(Dataflow):
+    """The production core, which runs the checks after every report.
+
+    Attributes:
+        recent: Groups that became ready recently, which faults report again.
+    """
+
+    def __init__(self, limits: FlowLimits, rules: GroupRules, world: World, every: int, lineage: Lineage) -> None:
+        super().__init__(limits, rules)
         self.model = LedgerModel(limits)
-        for event in restored.history:
-            self.model.follow(event)
         self.ledger.on_event = self._on_ledger
-        self._disk = disk
+        self._lineage = lineage
         self._world = world
         self._every = every
         self._events = 0
         self.recent: deque[GroupRef] = deque(maxlen=RECENT)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._lineage.models[self.version] = copy.deepcopy(self.model)
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        """What is restored is what there was at the cut, group by group."""
+        super().load_state_dict(state, ready)
+        self.model = copy.deepcopy(self._lineage.models[self.version])
+        for group, before in self.model.live.items():
+            self.model.live[group] = "ready" if before == "ready" else "generating"
+        self._world.restored(self.ledger.num_admitted - 1)
+        self._events = -1  # the next check looks at every group
+        self.check()
+
     def _on_ledger(self, event: JournalEntry) -> None:
-        self._disk.write(event)
         if isinstance(event, VersionMark):
             self._world.note(f"version {event.version}")
             return
@@ -183,13 +201,13 @@ class CheckedDataflow(Dataflow):
         self.check()
 
     def check(self) -> None:
-        """What must hold after every event; every so often also of each live group."""
+        """Run the checks of every event, and periodically those of all live groups."""
         model, counts = self.model, self.ledger.counts()
         ended = (counts.trained, counts.dropped, counts.filtered, counts.failed)
         expected = tuple(model.ended[state] for state in ("trained", "dropped", "filtered", "failed"))
         if (counts.admitted, counts.live, ended) != (model.num_admitted, len(model.live), expected):
             raise InvariantError(
-                "I3", f"the ledger says {counts}, what happened is {expected} with {len(model.live)} live"
+                "I3", f"the ledger has {counts}, but the events give {expected} with {len(model.live)} live"
             )
         limits = self.limits
         if counts.live > limits.window:
@@ -203,7 +221,7 @@ class CheckedDataflow(Dataflow):
             free = min(free, max(0, places) // self.rules.group_size)
         if limits.surplus == 0 and self.free_credits != free:
             raise InvariantError(
-                "I6", f"{self.free_credits} free credits, but {free} are: a credit leaked or was made up"
+                "I6", f"{self.free_credits} free credits instead of {free}: a credit was lost or duplicated"
             )
         if not 0 <= self.free_credits <= max(free, 0):
             raise InvariantError("I6", f"{self.free_credits} free credits, at most {free} can be")
@@ -213,19 +231,19 @@ class CheckedDataflow(Dataflow):
         live = {int(record.group_id): str(record.state) for record in self.ledger.live()}
         if live != model.live:
             differing = dict(set(live.items()) ^ set(model.live.items()))
-            raise InvariantError("I2", f"live groups differ from what happened: {differing}")
+            raise InvariantError("I2", f"live groups differ from the events: {differing}")
         ready = sum(state == "ready" for state in live.values())
         if self.num_ready != ready:
-            raise InvariantError("I2", f"{self.num_ready} groups wait to train, {ready} are in state ready")
+            raise InvariantError("I2", f"{self.num_ready} groups wait to train, but {ready} are in state ready")
 
     def check_end(self) -> None:
-        """Nothing lives after the end (I3), and what was to be trained was."""
+        """Check that no group is live after the end (I3), and that all batches were trained."""
         counts, limits = self.ledger.counts(), self.limits
         if counts.live or counts.trained != limits.total_steps * limits.batch_groups:
             raise InvariantError("I3", f"the run ended with {counts}")
-        # With on_expiry=drop, dropped tasks may be before them in line when the run ends.
+        # With on_expiry=drop, dropped tasks may be ahead of them in the queue when the run ends.
         if self.model.rolled_back and limits.on_expiry is ExpiryPolicy.WAIT:
-            raise InvariantError("I3", f"tasks {sorted(self.model.rolled_back)} were forgotten when the driver died")
+            raise InvariantError("I3", f"tasks {sorted(self.model.rolled_back)} were lost when the driver died")
 
     def _check_group(self, group: GroupRef) -> None:
         payload = group.handle
@@ -251,11 +269,11 @@ class CheckedDataflow(Dataflow):
 
 
 def check_trajectory(trajectory: Trajectory, world: World) -> None:
-    """I4, I7 and the reward of one trajectory against the truth in its ids."""
+    """Check I4, I7 and the reward of one trajectory against the versions in its token ids."""
     name = trajectory.trajectory_id
     sampled = trajectory.token_ids[trajectory.loss_mask]
     if (sampled < 0).any() or (trajectory.token_ids[~trajectory.loss_mask] >= 0).any():
-        raise InvariantError("I7", f"{name}: the loss mask is not exactly on the sampled tokens")
+        raise InvariantError("I7", f"{name}: the loss mask does not match the sampled tokens")
     truth = (sampled >> POSITION_BITS) - 1
     if (np.diff(truth) < 0).any():
         raise InvariantError("I4", f"{name}: an older version sampled after a newer one: {trajectory.spans}")
@@ -267,16 +285,16 @@ def check_trajectory(trajectory: Trajectory, world: World) -> None:
     if not np.array_equal(sampled & ((1 << POSITION_BITS) - 1), np.arange(len(sampled)) % (1 << POSITION_BITS)):
         raise InvariantError("I4", f"{name}: tokens are missing, repeated or out of order")
     if trajectory.reward != true_reward(task, member):
-        raise InvariantError("failure as data", f"{name}: reward {trajectory.reward}, the reward said otherwise")
+        raise InvariantError("failure as data", f"{name}: reward {trajectory.reward} is not that of the reward worker")
 
 
 def check_step(batch: Sequence[GroupRef], weights: Sequence[np.ndarray], version: int, max_staleness: int) -> None:
-    """I1, I7 and I9 of one optimizer step.
+    """Check I1, I7 and I9 for one optimizer step.
 
     Args:
         batch: The groups trained.
         weights: Per trajectory `[T] float64`, each token's share of the loss of the whole step.
-        version: Of the trainer before the step.
+        version: Version of the trainer before the step.
         max_staleness: η.
     """
     members = [member for group in batch for member in group.handle.trajectories]
@@ -284,7 +302,7 @@ def check_step(batch: Sequence[GroupRef], weights: Sequence[np.ndarray], version
     for member, shares in zip(members, weights, strict=True):
         weighted = member.token_ids[shares != 0]
         if (weighted < 0).any():
-            raise InvariantError("I7", f"{member.trajectory_id}: a token nobody sampled carries loss weight")
+            raise InvariantError("I7", f"{member.trajectory_id}: a token that was not sampled carries loss weight")
         oldest = int((weighted >> POSITION_BITS).min()) - 1 if len(weighted) else version
         if version - oldest > max_staleness:
             raise InvariantError(

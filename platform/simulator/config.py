@@ -1,6 +1,6 @@
-"""What is simulated: `penstock simulate KEY=VALUE ...`. Costs are stated in real tokens, real bytes and real seconds.
+"""Configuration of `penstock simulate KEY=VALUE ...`. Costs are given in real tokens, bytes and seconds.
 
-The defaults are the arithmetic of a 7-B model in bfloat16 on an 80-GiB GPU, not a fit: a decode step reads 14 GB of
+The defaults are estimates for a 7-B model in bfloat16 on an 80-GiB GPU, not a fit: a decode step reads 14 GB of
 weights (4.2 ms at 3.35 TB/s, 5 ms with overhead) and per sequence about 0.24 GB of KV at 4 k tokens (0.07 ms, 0.1 ms
 with overhead); a token prefills in 2 · 7e9 FLOP at 500 TFLOP/s = 28 µs.
 """
@@ -21,7 +21,7 @@ from penstock.weights.config import UpdateMode
 
 
 class FaultLevel(StrEnum):
-    """How much goes wrong."""
+    """Amount of simulated faults."""
 
     NONE = "none"
     LIGHT = "light"
@@ -30,26 +30,27 @@ class FaultLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often what fails.
+    """Frequencies of faults.
 
     Attributes:
         engine_steps: Mean time between two faults of one engine, in expected step times.
         kinds: Relative frequency of crash, hang and slowness.
-        outage_steps: Mean time an engine stays so, in expected step times.
-        reward_raises: Probability per score.
-        reward_hangs: Probability per score.
-        scores_lost: Probability per score that it is computed and never arrives.
-        environment_raises: Probability per turn.
-        environment_hangs: Probability per turn.
-        bad_steps: Probability per step that its numbers are not finite.
+        outage_steps: Mean duration of such a fault, in expected step times.
+        reward_raises: Probability per score that the reward raises an error.
+        reward_hangs: Probability per score that the reward hangs.
+        scores_lost: Probability per score that it is computed but never arrives.
+        environment_raises: Probability per turn that the environment raises an error.
+        environment_hangs: Probability per turn that the environment hangs.
+        bad_steps: Probability per step that its loss or gradient is not finite.
         trainer_crashes: Probability per step that a rank dies.
         lost: Probability per delta that this and all later messages of its request are lost.
-        acks_lost: Probability per engine and version that its first acknowledgement is not heard.
+        acks_lost: Probability per engine and version that its first acknowledgement is lost.
         delayed: Probability per completion that it arrives late.
         duplicated: Probability per completion that it arrives a second time, later.
-        stray_steps: Mean time between two duplicated, late or senseless reports, in expected step times.
+        stray_steps: Mean time between two duplicated, late or invalid reports, in expected step times.
         driver_steps: Mean time until the driver dies, in expected step times.
-        speed_spread: Largest relative difference of an engine's speed from what it should be.
+        disk_deaths: Probability per driver that it dies at one of its first file operations.
+        speed_spread: Largest relative deviation of an engine's speed from its nominal speed.
         skew: Largest relative error of the rate of an engine's clock.
     """
 
@@ -69,6 +70,7 @@ class FaultRates:
     duplicated: float = 0.0
     stray_steps: float = 0.0
     driver_steps: float = 0.0
+    disk_deaths: float = 0.0
     speed_spread: float = 0.0
     skew: float = 0.0
 
@@ -91,6 +93,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         duplicated=0.01,
         stray_steps=2.0,
         driver_steps=100.0,
+        disk_deaths=0.2,
         speed_spread=0.01,
         skew=0.01,
     ),
@@ -111,6 +114,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         duplicated=0.05,
         stray_steps=0.3,
         driver_steps=25.0,
+        disk_deaths=0.8,
         speed_spread=0.05,
         skew=0.05,
     ),
@@ -123,59 +127,59 @@ PROFILES: dict[str, LengthProfile] = {
     "longtail": LengthProfile("lognormal", 4096, 1.0, 32768),
     "exponential": LengthProfile("exponential", 2048, 0.0, 32768),
 }
-"""Named length profiles; `sigma`, `mean_tokens` and `cap_tokens` override them one by one."""
+"""Named length profiles. `sigma`, `mean_tokens` and `cap_tokens` override individual values."""
 
 
 class SimulationConfig(BaseModel):
-    """Everything one simulated run needs.
+    """Configuration of a simulated run.
 
     Attributes:
         profile: Named length profile.
-        sigma: σ of the lognormal, if not the profile's.
-        mean_tokens: Mean response length in tokens, if not the profile's.
-        cap_tokens: Longest response in tokens, if not the profile's.
+        sigma: σ of the lognormal; overrides the profile.
+        mean_tokens: Mean response length in tokens; overrides the profile.
+        cap_tokens: Longest response in tokens; overrides the profile.
         prompt_tokens: Prompt length, tokens.
-        grain: Real tokens that one simulated token stands for; the speed of the simulation and the resolution of spans.
-        engines: Simulated engines.
+        grain: Real tokens per simulated token; sets the speed of the simulation and the resolution of spans.
+        engines: Number of engines.
         slots: Requests one engine decodes at once.
         kv_tokens: KV-cache capacity of one engine, tokens.
         trainer_devices: Devices the trainer computes on.
         colocated: Trainer and engines share the devices and take turns (needs eta=0).
         decode_base_s: Seconds of a decode step with an empty batch: reading the weights.
         decode_per_sequence_s: Seconds that each running sequence adds to a decode step.
-        prefill_s_per_token: Seconds to prefill one prompt token; decoding stands still meanwhile.
+        prefill_s_per_token: Seconds to prefill one prompt token; decoding is paused during prefill.
         engine_speeds: Relative speed per engine, repeated over the engines.
         train_s_per_token: Device-seconds to train one token.
         train_fixed_s: Seconds of a training step that do not depend on its size.
         weight_bytes: Bytes of a published version.
         publish_bytes_per_s: Bandwidth to one engine.
-        swap_s: Seconds an engine stands still to swap weights that have arrived.
-        routing: Which engine a request goes to.
-        update_mode: How weights reach engines that generate.
-        overlap: The trainer goes on while they do.
-        adaptive_concurrency: Engines hold fewer requests while their KV cache is full.
-        turns: Mean turns of an episode, which an environment answers; 1 is a single turn without any.
-        observation_tokens: What an environment says between two turns, tokens.
-        tool_mean_s: Mean time that an environment takes between two turns, seconds; lognormal.
-        tool_sigma: σ of the logarithm of that.
-        tool_cap_s: Longest time it takes, seconds.
-        environments: Episodes played at once; the others wait for one to end.
+        swap_s: Seconds that an engine is paused to swap staged weights.
+        routing: Policy that selects the engine of a request.
+        update_mode: How engines receive weights while they generate.
+        overlap: Whether the trainer continues during a publish.
+        adaptive_concurrency: Whether engines get fewer requests while their KV cache is full.
+        turns: Mean number of turns of an episode; 1 is a single turn without an environment.
+        observation_tokens: Tokens of an observation between two turns.
+        tool_mean_s: Mean time of an environment between two turns, seconds; lognormal.
+        tool_sigma: σ of the logarithm of this time.
+        tool_cap_s: Maximum of this time, seconds.
+        environments: Number of concurrent episodes; further episodes wait.
         reward_mean_s: Mean latency of a reward, seconds; exponential.
-        reward_workers: Rewards computed at once.
-        steps: Batches trained.
+        reward_workers: Number of concurrent rewards.
+        steps: Number of batches to train.
         batch: B, groups per batch.
         group_size: Trajectories per group.
         eta: η, max_staleness, versions.
         on_expiry: What happens to groups that would become too old.
         surplus: Redundant groups beyond the credits.
-        min_group_size: A group whose failed members are gone still trains with this many.
+        min_group_size: Smallest number of members with which a group trains after others have failed.
         gang: All members of a group start on one engine.
-        max_live: Trajectories under way at once (what `dataflow.max_live_gib` comes to); none is no limit.
-        stream: The trainer computes on the first groups of a batch while the rest is generated.
+        max_live: Maximum number of live trajectories (as set by `dataflow.max_live_gib`); none is no limit.
+        stream: Whether the trainer starts with the first groups of a batch while the rest is generated.
         max_retries: Retries of one trajectory.
-        faults: How much goes wrong.
+        faults: Amount of simulated faults.
         checkpoint_every: Steps between checkpoints, from which a driver that died goes on.
-        eval_every: Steps between evaluations beside training; 0 is never.
+        eval_every: Steps between evaluations during training; 0 disables them.
         check_every: Events between two checks of every live group; the cheap checks run after each event.
         batch_timeout_s: Longest wait for a batch without a new token, score or ready group, virtual seconds.
     """
@@ -233,7 +237,7 @@ class SimulationConfig(BaseModel):
 
     @property
     def lengths(self) -> LengthProfile:
-        """The profile with what was overridden."""
+        """The profile with its overrides applied."""
         base = PROFILES[self.profile]
         return LengthProfile(
             shape=base.shape,
@@ -244,10 +248,10 @@ class SimulationConfig(BaseModel):
 
 
 def parse_simulation(overrides: list[str]) -> SimulationConfig:
-    """`KEY=VALUE` words to a configuration; `pools=ENGINESxSLOTS+TRAINER_DEVICES` sets three keys at once.
+    """Parse `KEY=VALUE` words. `pools=ENGINESxSLOTS+TRAINER_DEVICES` sets three keys at once.
 
     Raises:
-        ConfigError: With everything that is wrong.
+        ConfigError: Listing all violations.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -278,18 +282,18 @@ def parse_simulation(overrides: list[str]) -> SimulationConfig:
 
 
 def _contradictions(config: SimulationConfig) -> Iterator[str]:
-    """Keys that are right alone and wrong together."""
+    """Yield the contradictions between keys."""
     if config.colocated and config.eta:
         yield f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."
     if config.gang and config.group_size > config.slots:
         yield f"gang=true with group_size={config.group_size}: engines have slots={config.slots}. Raise slots."
     if config.gang and config.surplus:
-        yield f"gang=true with surplus={config.surplus}: gangs are not given up for faster ones. Set surplus=0."
+        yield f"gang=true with surplus={config.surplus}: gangs are not cancelled for faster ones. Set surplus=0."
     if config.min_group_size > config.group_size:
         yield f"min_group_size={config.min_group_size} is above group_size={config.group_size}. Lower it."
     batch = config.batch * config.group_size
     if config.max_live is not None and config.max_live < batch:
-        yield f"max_live={config.max_live} is below the {batch} trajectories of a batch: none could close. Raise it."
+        yield f"max_live={config.max_live} is below the {batch} trajectories of a batch, which cannot close. Raise it."
 
 
 def _pools(value: str, problems: list[str]) -> dict[str, int]:

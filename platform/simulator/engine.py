@@ -1,12 +1,12 @@
-"""A simulated generation engine: the `Engine` port over a batch in virtual time, with weights, and faults to plant.
+"""A simulated generation engine: the `Engine` port over a batch in virtual time, with weights and injectable faults.
 
 Continuous batching is processor sharing: all running sequences advance together, one token per decode step, and a step
-takes `base + per_sequence · n` seconds for n sequences. Let τ count the steps: a sequence admitted at τ₀ has sampled
-⌊τ − τ₀⌋ tokens. So nothing happens per token; there are events for deltas, ends, a full KV cache and swaps of the
-weights. Prefilling is a debt in seconds that is paid before τ moves on: decoding stands still for it.
+takes `base + per_sequence · n` seconds for n sequences. τ counts the steps, so a sequence admitted at τ₀ has sampled
+⌊τ − τ₀⌋ tokens. There are no events per token, only for deltas, ends, a full KV cache and weight swaps. Prefill time is
+added as a debt in seconds, and τ advances again once the debt is paid.
 
-Token ids tell the truth: they carry the weights that really sampled the token, so that what the platform believes of
-it (spans, loss masks, order) is checked token by token (platform/simulator/checks.py).
+Token ids encode the version that actually sampled the token. The spans, loss masks and token order that the platform
+records are compared with it token by token (platform/simulator/checks.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.platform.simulator.world import World, member_of, sampled_ids, tas
 
 DELTA_TOKENS = 64
 LOAD_TIMEOUT_S = 60.0
-"""Longest wait for `load`, as the client of an engine has it (actors/engine/client.py)."""
+"""Longest wait for `load`, as in actors/engine/client.py."""
 _EPSILON = 1e-6
 
 
 class TokenStream:
     """Token deltas of one request, in order. Ends after a delta with a finish reason, or with the error.
 
-    Not an async generator: one that is abandoned would be closed by the garbage collector, at a time no seed decides.
+    It is not an async generator, because the garbage collector would close an abandoned one at a random time.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class TokenStream:
         return item
 
     def cut(self) -> None:
-        """Lose every message from here on: the consumer hears nothing more."""
+        """Lose all further messages: the consumer receives nothing more."""
         self.is_cut = True
 
     def deliver(self, delta: TokenDelta) -> None:
-        """Hand over a delta, unless the rest of the stream is lost."""
+        """Deliver a delta, unless the rest of the stream is lost."""
         if not self.is_cut:
             self.put(delta)
 
@@ -73,12 +73,12 @@ class EngineCost:
     Attributes:
         base_s: Seconds of a decode step with an empty batch.
         per_sequence_s: Seconds each running sequence adds to a step.
-        prefill_s: Seconds to prefill a token; decoding stands still meanwhile.
+        prefill_s: Seconds to prefill a token; decoding is paused during prefill.
         slots: Sequences decoded at once.
         kv_tokens: KV-cache capacity; when it is full the youngest sequence is preempted and prefilled again later.
-        stage_s: Seconds for new weights to arrive, beside generation.
-        swap_s: Seconds the engine stands still for a swap.
-        recomputes_kv: What runs is prefilled again after a swap.
+        stage_s: Seconds to stage new weights while generation continues.
+        swap_s: Seconds that the engine is paused for a swap.
+        recomputes_kv: Whether running sequences are prefilled again after a swap.
     """
 
     base_s: float
@@ -92,9 +92,9 @@ class EngineCost:
 
 
 class PrefixCache:
-    """Prompts that an engine still has KV for, up to a capacity in tokens; the least recently used goes first.
+    """Prompts with cached KV, up to a capacity in tokens. The least recently used one is evicted first.
 
-    A prefix is (salt, task): blocks are shared only among requests of one salt (docs/concepts/weight-updates.md).
+    A prefix is (salt, task): blocks are shared only between requests of one salt (docs/concepts/weight-updates.md).
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -103,7 +103,7 @@ class PrefixCache:
         self._used_tokens = 0
 
     def take(self, prefix: tuple[int, int], num_tokens: int) -> int:
-        """Tokens of the prefix that need no prefill; afterwards the whole prefix is cached."""
+        """Cache the whole prefix and return how many of its tokens need no prefill."""
         cached = self._tokens.pop(prefix, 0)
         self._tokens[prefix] = num_tokens
         self._used_tokens += num_tokens - cached
@@ -123,12 +123,12 @@ class Sequence:
 
     Attributes:
         start: Position of its first new token in the trajectory; above 0 when it resumes a partial one.
-        target: Tokens it will sample.
+        target: Number of tokens that it will sample.
         salt: Version the engine had acknowledged when it was submitted.
         origin: τ at which it had sampled nothing.
         emitted: Tokens delivered.
         version: Weights that sample its next token, once `marks_seen` swaps are applied.
-        event: Number of its next event; an older one in the heap is void.
+        event: Number of its next event; older events in the heap are invalid.
     """
 
     request: GenerateRequest
@@ -147,7 +147,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Counters:
-    """Absolute counters since the engine was made."""
+    """Absolute counters since the engine was created."""
 
     tokens: int = 0
     busy_s: float = 0.0
@@ -165,11 +165,11 @@ class Counters:
 
 
 Emit = Callable[[Sequence, int, FinishReason | None], None]
-"""Deliver a sequence's tokens up to a count, then perhaps its end."""
+"""Delivers a sequence's tokens up to a count, and its end if there is a finish reason."""
 
 
 class DecodeBatch:
-    """What runs and what waits inside one engine. Knows no event loop: it is told how much time has passed.
+    """The running and waiting sequences of one engine. It has no clock; the caller passes the elapsed time.
 
     Attributes:
         tau: Decode steps so far.
@@ -196,7 +196,7 @@ class DecodeBatch:
         return self._kv_offset + len(self.running) * self.tau
 
     def count(self, sequence: Sequence) -> int:
-        """Tokens a running sequence has sampled."""
+        """Number of tokens that a running sequence has sampled."""
         return min(int(self.tau - sequence.origin + _EPSILON), sequence.target)
 
     def step_s(self, speed: float) -> float:
@@ -210,7 +210,7 @@ class DecodeBatch:
         self.tau += (elapsed_s - paid) / self.step_s(speed)
 
     def settle(self, version: int, speed: float) -> None:
-        """Deliver what is due, let waiting sequences in, and preempt the youngest while the KV cache is too full."""
+        """Deliver due tokens, admit waiting sequences, and preempt the youngest while the KV cache is too full."""
         cost = self.cost
         while self._due and self._due[0][0] <= self.tau + _EPSILON:
             _, event, sequence = heapq.heappop(self._due)
@@ -246,19 +246,19 @@ class DecodeBatch:
             self.counters.preempted += 1
 
     def next_event(self, speed: float) -> tuple[float, float] | None:
-        """`(seconds from now, τ)` of the next event, if nothing changes before."""
+        """`(seconds from now, τ)` of the next event, if nothing changes before it."""
         if not self.running:
             return None
         while self._due and self._due[0][1] != self._due[0][2].event:
             heapq.heappop(self._due)
         tau = self._due[0][0]
         if len(self.running) > 1:
-            room = max(self.cost.kv_tokens - self.kv_used, 0.0)
-            tau = min(tau, self.tau + room / len(self.running) + 1)
+            kv_free = max(self.cost.kv_tokens - self.kv_used, 0.0)
+            tau = min(tau, self.tau + kv_free / len(self.running) + 1)
         return max(self._prefill_debt_s + (tau - self.tau) * self.step_s(speed), 0.0), tau
 
     def swap(self, version: int) -> None:
-        """New weights sample from here on."""
+        """Sample with new weights from now on."""
         self._marks.append((self.tau, version))
         if self.cost.recomputes_kv:
             self._prefill_debt_s += self.kv_used * self.cost.prefill_s
@@ -273,7 +273,7 @@ class DecodeBatch:
             self.waiting = deque(waiting for waiting in self.waiting if waiting.request.request_id != request_id)
 
     def clear(self) -> list[Sequence]:
-        """Forget everything, KV included; returns what was running or waiting."""
+        """Remove all sequences and their KV; returns the sequences."""
         lost = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
@@ -283,7 +283,7 @@ class DecodeBatch:
         return lost
 
     def true_spans(self, sequence: Sequence, stop: int) -> Spans:
-        """Which weights sampled its tokens from `emitted` to `stop`: cut at the swaps since the last delivery."""
+        """Versions that sampled its tokens from `emitted` to `stop`, split at the swaps since the last delivery."""
         start = sequence.emitted
         spans = []
         while sequence.marks_seen < len(self._marks):
@@ -315,15 +315,15 @@ class DecodeBatch:
 
 
 class SimulatedEngine:
-    """`Engine` that also takes weights, sleeps and fails.
+    """An `Engine` that also receives weights, sleeps and fails.
 
     Attributes:
-        version: The version whose acknowledgement the driver has heard; -1 before the first.
-        node_id: Where the publisher thinks it runs.
-        speed: Relative to what its costs say.
-        clock_rate: Of its own clock, relative to the driver's: every duration that it reports is measured with it.
-        lost_acks: Probability that the first acknowledgement of a version is not heard.
-        deliver: How deltas reach the platform; faults replace it.
+        version: The version whose acknowledgement the driver has received; -1 before the first one.
+        node_id: Node on which the publisher assumes it to run.
+        speed: Speed relative to its costs.
+        clock_rate: Rate of its clock relative to the driver's, which scales all durations that it reports.
+        lost_acks: Probability that the first acknowledgement of a version is lost.
+        deliver: Delivers deltas to the platform; faults replace it.
     """
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
@@ -393,10 +393,10 @@ class SimulatedEngine:
         )
 
     async def update_weights(self, manifest: WeightManifest, _payload: Any = None) -> WeightAck:
-        """Stage beside generation, freeze, swap, acknowledge, go on; an acknowledgement may get lost, once.
+        """Stage during generation, freeze, swap, acknowledge and resume. The first acknowledgement may be lost.
 
         Raises:
-            EngineLostError: If the engine is or goes down. It stays frozen if only the caller gave up.
+            EngineLostError: If the engine is down or fails. It stays frozen if only the caller timed out.
         """
         cost = self._batch.cost
         await self._answering(cost.stage_s, manifest)
@@ -413,13 +413,13 @@ class SimulatedEngine:
         if self._unheard != manifest.version and self._rng.random() < self.lost_acks:
             self._unheard = manifest.version
             self._world.faults["acknowledgement lost"] += 1
-            await asyncio.Event().wait()  # until the caller gives up; it sends the version once more
+            await asyncio.Event().wait()  # until the caller times out and sends the version again
         self.version = manifest.version
         rate = self.clock_rate
         return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s * rate, cost.swap_s * rate)
 
     async def sleep(self) -> None:
-        """Give the devices to the trainer (colocated)."""
+        """Release the devices to the trainer (colocated)."""
         self._settle()
         self._is_frozen = True
 
@@ -429,7 +429,7 @@ class SimulatedEngine:
         self._touch()
 
     def crash(self) -> None:
-        """Every request is lost, with its KV and the weights."""
+        """Lose all requests, their KV and the weights."""
         self._advance()
         self._is_lost = True
         self._world.left(self.engine_id)
@@ -440,19 +440,19 @@ class SimulatedEngine:
         self._reschedule()
 
     def restart(self) -> None:
-        """Up again, without weights: it serves nothing until a version is published to it."""
+        """Start again without weights; it serves no requests until a version is published to it."""
         self._advance()
         self.version = self._loaded = -1
         self._is_lost = self._is_frozen = False
 
     def hang(self) -> None:
-        """Stop making progress and stop answering, without dying."""
+        """Stop making progress and responding, without dying."""
         self._settle()
         self._responds.clear()
         self._reschedule()
 
     def recover(self) -> None:
-        """Go on after a hang."""
+        """Continue after a hang."""
         self._advance()
         self._responds.set()
         self._touch()
@@ -465,11 +465,11 @@ class SimulatedEngine:
 
     @property
     def counters(self) -> Counters:
-        """What it has done, up to its last event."""
+        """Its counters up to its last event."""
         return self._batch.counters
 
     def stamp(self, spans: Spans) -> Spans:
-        """The engine stamps what sampled the tokens. A seam for planted bugs."""
+        """Label tokens with their versions. Tests replace it to plant bugs."""
         return spans
 
     async def _answering(self, delay_s: float, manifest: WeightManifest) -> None:
@@ -483,14 +483,14 @@ class SimulatedEngine:
         return not self._is_frozen and not self._is_lost and self._responds.is_set()
 
     def _advance(self) -> None:
-        """Bring the batch up to now."""
+        """Advance the batch to the current time."""
         now = self._loop.time()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if elapsed_s > 0 and self._batch.running and self._is_working:
             self._batch.advance(elapsed_s, self.speed)
 
     def _touch(self) -> None:
-        """Settle once at the end of this turn of the event loop, however much changes in it."""
+        """Settle once at the end of this iteration of the event loop, regardless of the number of changes."""
         if not self._is_settling:
             self._is_settling = True
             self._loop.call_soon(self._settle)
@@ -514,7 +514,7 @@ class SimulatedEngine:
     def _on_timer(self, tau: float) -> None:
         self._timer = None
         self._advance()
-        self._batch.tau = max(self._batch.tau, tau)  # no drift by rounding
+        self._batch.tau = max(self._batch.tau, tau)  # avoids drift by rounding
         self._settle()
 
     def _emit(self, sequence: Sequence, upto: int, reason: FinishReason | None) -> None:

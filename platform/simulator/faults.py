@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated run, from its seed: engines, rewards, environments, the trainer, messages, clocks.
+"""Injects faults into a simulated run by its seed: engines, rewards, environments, trainer, messages, clocks.
 
-Rates are relative to the expected time of a step, so that a short run sees as much as a long one. At least one engine
-is left alone at any time: a run without engines is supposed to stop, and that has its own test.
+Rates are relative to the expected time of a step, so they do not depend on the length of a step. At least one engine
+has no fault at any time, because a run without engines stops, which has its own test.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
 from penstock.platform.simulator.config import FaultRates
+from penstock.platform.simulator.disk import ModelledDisk
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
 from penstock.platform.simulator.world import World
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
     from penstock.rollout.pool.pool import EnginePool
 
 
-MAX_DEATHS = 2
-"""Incarnations that end before their time; the next one lives."""
+OPERATIONS_OF_CHECKPOINTS = 60
+"""File operations of the first two or three checkpoints of a small run."""
+MAX_DEATHS = 4
+"""Maximum number of drivers that die early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What faults are planted into."""
+    """The components into which faults are injected."""
 
     engines: Sequence[SimulatedEngine]
     pool: EnginePool
@@ -41,7 +44,7 @@ class Targets:
 
 
 class FaultInjector:
-    """Plants faults for as long as `run` is not cancelled."""
+    """Injects faults until `run` is cancelled."""
 
     def __init__(self, rates: FaultRates, world: World, targets: Targets, step_s: float) -> None:
         self._rates = rates
@@ -52,7 +55,7 @@ class FaultInjector:
         self._sick: set[str] = set()
 
     def arm(self) -> None:
-        """Set the probabilities of the parts that fail on their own."""
+        """Set the fault probabilities of the simulated components."""
         rates, targets = self._rates, self._targets
         targets.rewards.faults = targets.environments.faults = rates
         targets.trainer.bad_step_rate = rates.bad_steps
@@ -71,12 +74,18 @@ class FaultInjector:
         await asyncio.sleep(self._rng.expovariate(1 / (self._rates.driver_steps * self._step_s)))
         self._world.faults["driver crash"] += 1
 
+    def plant_death_at_the_disk(self, disk: ModelledDisk) -> None:
+        """Let the driver die at one of the next file operations, with the same probability as anywhere else."""
+        if self._may_die and self._rng.random() < self._rates.disk_deaths:
+            disk.dies_at = disk.num_operations + self._rng.randrange(1, OPERATIONS_OF_CHECKPOINTS)
+            self._world.faults["driver crash at the disk"] += 1
+
     @property
     def _may_die(self) -> bool:
         return self._world.incarnation < MAX_DEATHS
 
     async def run(self, core: CheckedDataflow) -> None:
-        """Let engines fail and stray reports arrive."""
+        """Inject engine faults and stray reports."""
         async with asyncio.TaskGroup() as jobs:
             for engine in self._targets.engines:
                 jobs.create_task(self._trouble(engine, self._world.rng(f"faults/{engine.engine_id}")))
@@ -111,7 +120,7 @@ class FaultInjector:
             self._sick.discard(engine.engine_id)
 
     async def _rejoin(self, engine: SimulatedEngine) -> None:
-        """As a supervisor does: restart, catch up with the published version, join the pool."""
+        """Restart an engine, send it the published version and add it to the pool."""
         engine.crash()
         engine.restart()
         if await self._targets.catch_up(engine):
@@ -134,7 +143,7 @@ class FaultInjector:
         stream.deliver(delta)
 
     async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
-        """Reports that must change nothing: they come twice, out of order or for groups that never were."""
+        """Send reports that must have no effect: duplicated, out of order or for unknown groups."""
         while True:
             await asyncio.sleep(rng.expovariate(1 / (self._rates.stray_steps * self._step_s)))
             known = core.recent[rng.randrange(len(core.recent))] if core.recent else None

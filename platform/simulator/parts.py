@@ -1,31 +1,36 @@
-"""The simulated parts beside the engines: tasks, tokenizer, payload store, rewards, environments, trainer."""
+"""The simulated components other than engines: tasks, tokenizer, payload store, rewards, environments, trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+import pickle
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
 from penstock.dataflow.errors import TrainingError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import Score, StepReport, WeightManifest
+from penstock.dataflow.ports import Score, StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
+from penstock.platform.run.durable_files import Files
 from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
+TRAINER_FILE = "trainer_00000.pickle"
 EVALUATION_TASKS = 1_000_000
-"""Evaluation tasks are numbered from here, away from those that train."""
+"""First number of evaluation tasks, above all numbers of training tasks."""
 
 
 def make_task(number: int, environment: str | None = None) -> Task:
@@ -38,12 +43,12 @@ def number_of(task_id: TaskId) -> int:
 
 
 def training_tasks(environment: str | None = None) -> Iterator[Task]:
-    """All of them, endless."""
+    """Endless iterator over training tasks."""
     return (make_task(number, environment) for number in itertools.count())
 
 
 class SimulatedCodec(TokenCodec):
-    """A prompt is its task's number, repeated, and so is an observation; answers have no text."""
+    """Encodes prompts and observations as the repeated number of their task. Answers have no text."""
 
     def __init__(self, prompt_tokens: int, observation_tokens: int = 1) -> None:
         self._observation_tokens = observation_tokens
@@ -74,15 +79,15 @@ class SimulatedStore:
 
 NO_FAULTS = FaultRates()
 HANG_S = 30.0
-"""What a hang of a reward or an environment costs: then its process is given up."""
+"""Time limit after which a hanging reward or environment process is killed, seconds."""
 SCORE_SILENCE_S = 80.0
-"""After which a silent worker counts as lost, and its jobs are scored by another (actors/reward/client.py)."""
+"""Time after which an unresponsive worker counts as lost and its jobs are reassigned (actors/reward/client.py)."""
 
 
 class SimulatedRewards:
-    """`RewardWorker`: latency by an exponential distribution, and failures that are data.
+    """A `RewardWorker` with exponentially distributed latency and failures that are data.
 
-    Evaluation is left alone: a run whose held-out tasks cannot be scored is supposed to stop.
+    Evaluations have no faults, because a run whose held-out tasks cannot be scored stops.
     """
 
     def __init__(self, world: World, mean_s: float, workers: int) -> None:
@@ -111,13 +116,13 @@ class SimulatedRewards:
         if draw < fails + lost:
             self._world.faults["score lost"] += 1
             await asyncio.sleep(SCORE_SILENCE_S)
-            if self._rng.random() < lost:  # by the worker that scores it next, too
+            if self._rng.random() < lost:  # the second worker is lost as well
                 raise TrajectoryError("reward", f"{task.task_id}: two reward workers were lost while they scored it")
         return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 
 class SimulatedEnvironments:
-    """`EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
+    """An `EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
 
     def __init__(self, world: World, config: SimulationConfig) -> None:
         self.faults = NO_FAULTS
@@ -138,10 +143,10 @@ class SimulatedEnvironments:
                 self._world.environment_s += (clock() - opened_s) * is_training
 
     async def work(self, task: Task, faults: FaultRates) -> None:
-        """What the environment does about one turn.
+        """Simulate the work of the environment for one turn.
 
         Raises:
-            TrajectoryError: kind `env`, if it raises or hangs.
+            TrajectoryError: Of kind `env`, if it raises or hangs.
         """
         draw, config = self._rng.random(), self._config
         if draw < faults.environment_hangs:
@@ -158,12 +163,12 @@ class SimulatedEnvironments:
             raise TrajectoryError("env", f"{task.task_id}: step raised ValueError: planted")
 
     def turns(self, task: Task) -> int:
-        """After so many turns an episode is over."""
+        """Number of turns after which an episode ends."""
         return self._world.lengths.turns(number_of(task.task_id))
 
 
 class SimulatedEpisode:
-    """`PlayedEpisode` of one thread."""
+    """A `PlayedEpisode` of one thread."""
 
     def __init__(self, source: SimulatedEnvironments, task: Task, faults: FaultRates) -> None:
         self._source = source
@@ -172,14 +177,14 @@ class SimulatedEpisode:
         self._num_turns = -1
 
     async def reset(self) -> EpisodeReply:
-        """The prompt."""
+        """Return the prompt."""
         if self._num_turns >= 0:
             raise InvariantError("episode", f"{self._task.task_id} is reset after {self._num_turns} turns")
         self._num_turns = 0
         return {"content": str(self._task.prompt), "role": "user"}
 
     async def step(self, action: Action) -> EpisodeReply:
-        """An observation, after the tool's time; behind the last turn the end, at once."""
+        """Return an observation after the time of the tool; after the last turn, return the end immediately."""
         turns = self._source.turns(self._task)
         if action.turn != self._num_turns or action.turn >= turns or action.is_truncated:
             raise InvariantError(
@@ -199,12 +204,12 @@ class SimulatedEpisode:
 
 
 class RankDiedError(TrainingError):
-    """A planted death of one of the trainer's ranks. The run ends, and a new incarnation resumes."""
+    """An injected death of a trainer rank. The run ends, and a new driver resumes it."""
 
 
 @dataclass(slots=True)
 class Trained:
-    """What was trained, for the comparisons.
+    """Record of the trained trajectories.
 
     Attributes:
         lengths: Sampled tokens per trajectory.
@@ -226,27 +231,25 @@ class SimulatedTrainer:
         bad_step_rate: Probability that the numbers of a step are not finite: it is not taken.
         death_rate: Probability that a rank dies in a step.
         trained: What was trained into the policy it holds.
-        checkpoint: Told every version that is saved.
     """
 
-    def __init__(
-        self, world: World, config: SimulationConfig, *, is_checked: bool, version: int, trained: Trained
-    ) -> None:
+    def __init__(self, world: World, config: SimulationConfig, disk: Files, *, is_checked: bool) -> None:
         self.node_id = "simulated"
         self.bad_step_rate = 0.0
         self.death_rate = 0.0
-        self.trained = trained
-        self.checkpoint: Callable[[int, Trained], None] = lambda _version, _trained: None
+        self.trained = Trained()
+        self._snapshot = b""
+        self._disk = disk
         self._world = world
         self._config = config
         self._is_checked = is_checked
-        self._version = version
+        self._version = 0
         self._rng = world.rng("trainer")
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         clock, done_at = asyncio.get_running_loop().time, 0.0
         groups = []
-        async for group in batch:  # of a whole batch all at one time, of a streamed one as they become ready
+        async for group in batch:  # a whole batch arrives at once, a streamed one as its groups become ready
             groups.append(group)
             done_at = max(done_at, clock()) + self._compute_s(group.num_tokens)
         num_tokens = sum(group.num_tokens for group in groups)
@@ -276,7 +279,22 @@ class SimulatedTrainer:
         return num_tokens * (self._config.train_s_per_token * self._config.grain) / self._config.trainer_devices
 
     async def save(self, _path: str) -> None:
-        self.checkpoint(self._version, self.trained)
+        """There are no weights."""
+
+    async def snapshot(self) -> float:
+        self._snapshot = pickle.dumps((self._version, self.trained))
+        return 0.0
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        path, data = Path(folder) / TRAINER_FILE, self._snapshot
+        self._disk.write(path, data)
+        await asyncio.sleep(0)
+        self._disk.sync(path)
+        return [WrittenFile(TRAINER_FILE, len(data), zlib.crc32(data))]
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self._version, self.trained = pickle.loads(self._disk.read(folder / TRAINER_FILE))  # noqa: S301 - our own
 
     async def export(self, version: int) -> WeightManifest:
         await asyncio.sleep(0)
@@ -286,7 +304,7 @@ class SimulatedTrainer:
         return None
 
     def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
-        """Each token's share of the step's loss: its mask over the number of trained tokens of the whole batch."""
+        """Loss weight of each token: its mask divided by the number of trained tokens of the whole batch."""
         masks = [token_mask(member, group.min_version) for group in groups for member in group.handle.trajectories]
         normaliser = sum(mask.sum() for mask in masks)
         return [mask / max(normaliser, 1.0) for mask in masks]

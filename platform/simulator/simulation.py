@@ -1,6 +1,6 @@
-"""One simulated run: the shipping loop, flow, core, pool, runner, evaluator and publisher over simulated ports.
+"""One simulated run: the production loop, flow, core, pool, runner, evaluator and publisher over simulated ports.
 
-Nothing of the platform is replaced but its ports; what is simulated is what ships.
+Only the ports are simulated; all other code is that of real runs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -22,8 +23,7 @@ from penstock.actors.weights.transports import GatherTransport, PublishedVersion
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.journal import Resumed
-from penstock.dataflow.ledger import Ledger, LedgerCounts
+from penstock.dataflow.ledger import LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
@@ -33,14 +33,15 @@ from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
+from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
-from penstock.platform.simulator.checks import CheckedDataflow
-from penstock.platform.simulator.config import RATES, FaultLevel, SimulationConfig
-from penstock.platform.simulator.durable import DurableState, Restored
+from penstock.platform.simulator.checks import CheckedDataflow, Lineage
+from penstock.platform.simulator.config import RATES, SimulationConfig
+from penstock.platform.simulator.disk import DriverDiedError, ModelledDisk
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
 from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
@@ -70,14 +71,15 @@ PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
 MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
+RUN_DIR = Path("run")
 MAX_REFILLS = 1_000_000
 PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
-"""A run whose held-out tasks cannot be answered is supposed to stop, which is no finding here."""
+"""Evaluations have a long time limit, because a run stops if its held-out tasks cannot be answered."""
 
 
 def environment_of(config: SimulationConfig) -> str | None:
-    """What answers the policy between turns; tasks of one turn have none."""
+    """Name of the environment; None for single-turn tasks."""
     return "simulated" if config.turns > 1 else None
 
 
@@ -88,14 +90,15 @@ def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """Classes that a planted bug or a benchmark replaces (tests/simulation/test_mutants.py)."""
+    """Classes that tests with planted bugs (tests/simulation/test_mutants.py) and benchmarks replace."""
 
     core: type[CheckedDataflow] = CheckedDataflow
     flow: type[Flow] = Flow
     engine: type[SimulatedEngine] = SimulatedEngine
     trainer: type[SimulatedTrainer] = SimulatedTrainer
     pool: type[EnginePool] = EnginePool
-    disk: type[DurableState] = DurableState
+    disk: type[ModelledDisk] = ModelledDisk
+    checkpoints: type[CheckpointFolder] = CheckpointFolder
     line: Callable[[SimulationConfig, FlowLimits], TaskQueue] = task_line
     filters: Callable[[], FilterChain] = lambda: FilterChain([], MAX_REFILLS)
     player: type[EpisodePlayer] = EpisodePlayer
@@ -104,7 +107,7 @@ class Seams:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one simulated run came to.
+    """Result of one simulated run.
 
     Attributes:
         violation: The invariant that broke, or the error that stopped the run; None if it completed.
@@ -130,14 +133,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Simulation:
-    """A run that is put together inside its virtual-time loop."""
+    """A run, assembled inside its virtual-time loop."""
 
     config: SimulationConfig
     seed: int
     seams: Seams = field(default_factory=Seams)
     is_checked: bool = True
     world: World = field(init=False)
-    disk: DurableState = field(init=False)
+    disk: ModelledDisk = field(init=False)
+    lineage: Lineage = field(init=False)
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
     core: Dataflow | None = None
@@ -148,18 +152,24 @@ class Simulation:
         config = self.config
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain, config.turns)
         trace = Trace() if self.is_checked else None
-        self.disk = self.seams.disk(MAX_REQUEUES)
+        self.disk = self.seams.disk(random.Random(f"{self.seed}/disk"))
+        self.lineage = Lineage()
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
         self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang)
 
     async def main(self) -> None:
-        """Train to the end; a driver that dies is followed by one that resumes from what is on disk."""
-        restored = Restored(0, Trained(), Resumed(Ledger(), ()), ())
-        while not await self._live(self._assemble(restored)):
-            restored = self.disk.restore()
+        """Train to the end. If the driver dies, a new one resumes from the files on disk."""
+        resumed: Checkpoint | None = None
+        while not await self._live(await self._build(resumed)):
+            self.disk.crash()
+            folder = CheckpointFolder(RUN_DIR, self.disk)
+            versions = folder.versions()
+            resumed = folder.read(versions[-1]) if versions else None
+            if resumed is not None and (damage := folder.damage(resumed)) is not None:
+                raise InvariantError("durability", f"the newest checkpoint is not complete: {damage}")
 
-    def _assemble(self, restored: Restored) -> Targets:
-        """One incarnation of the run, around what was restored."""
+    async def _build(self, resumed: Checkpoint | None) -> Targets:
+        """One incarnation of the run, from a checkpoint."""
         config, world, grain = self.config, self.world, self.config.grain
         cost = EngineCost(
             base_s=config.decode_base_s * grain,
@@ -181,28 +191,26 @@ class Simulation:
         world.is_fenced = lambda engine_id: engine_id in pool.fenced
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
-        turns = 2 * config.turns  # the most that an episode has: none is to be cut off
+        turns = 2 * config.turns  # the longest episode, so that none is truncated
         told = config.prompt_tokens + turns * config.observation_tokens
         budget = EpisodeBudget(max_turns=turns, max_tokens=told + config.lengths.cap + turns + 1)
         player = self.seams.player(environments, codec, budget)
         runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
         examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
         rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
-        trainer = self.trainer = self.seams.trainer(
-            world, config, is_checked=self.is_checked, version=restored.version, trained=restored.trained
-        )
-        if config.faults is not FaultLevel.NONE:
-            trainer.checkpoint = self.disk.checkpoint
+        trainer = self.trainer = self.seams.trainer(world, config, self.disk, is_checked=self.is_checked)
+        if resumed is not None:
+            trainer.restore(resumed.path)
         limits = flow_limits(config)
         rules = GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
         self.core = core = (
-            self.seams.core(limits, rules, world, config.check_every, self.disk, restored)
+            self.seams.core(limits, rules, world, config.check_every, self.lineage)
             if self.is_checked
             else Dataflow(limits, rules)
         )
-        ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
+        store = SimulatedStore()
+        ports = FlowPorts(runner, rewards, store, SamplingParams(world.lengths.max_length))
         line = self.seams.line(config, core.limits)
-        line.resume(core.ledger, restored.resumed.restarts)
         options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
         flow = self.seams.flow(core, line, self.seams.filters(), ports, FlowStats(), options)
         weights = WeightsConfig(
@@ -214,7 +222,7 @@ class Simulation:
         export = GatherTransport(cast("TrainerClient", trainer), pool)
         publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
-        side = PolicyRuntime(
+        runtime = PolicyRuntime(
             runner,
             trainer=TimeSharedTrainer(trainer, pool) if config.colocated else trainer,
             publisher=publisher,
@@ -222,8 +230,17 @@ class Simulation:
             monitor=self.monitor,
         )
         held_out = [make_task(EVALUATION_TASKS + number, environment_of(config)) for number in range(HELD_OUT_TASKS)]
-        self.run = Run(run_config(config), side, held_out, flow, instruments())
-        self.run.version = restored.version
+        settings, outputs = run_config(config), instruments()
+        folder = self.seams.checkpoints(RUN_DIR, self.disk)
+        checkpointer = Checkpointer(
+            settings.checkpoint, folder, runtime.trainer, store, world.note, resumed, in_thread=at_once
+        )
+        self.run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
+        if resumed is not None:
+            saved, payloads = folder.flow_snapshot(resumed)
+            await flow.restore(saved, payloads)
+            self.run.load_state_dict(resumed.version, resumed.manifest["run"])
+            folder.prune(settings.checkpoint.keep, resumed.version)
         return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)
 
     async def _live(self, targets: Targets) -> bool:
@@ -242,12 +259,13 @@ class Simulation:
             assert isinstance(self.core, CheckedDataflow)
             jobs.append(start(injector.run(self.core), name="faults"))
             jobs.append(start(injector.driver_dies(), name="death of the driver"))
+            injector.plant_death_at_the_disk(self.disk)
+            jobs.append(start(self._death_at_the_disk(), name="death at the disk"))
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            written = self.disk.length
-            has_rank_died = training in done and isinstance(training.exception(), RankDiedError)
+            has_died = training in done and isinstance(training.exception(), RankDiedError | DriverDiedError)
             for job in done:
-                if job is not training or not has_rank_died:
+                if job is not training or not has_died:
                     job.result()
         finally:
             for job in jobs:
@@ -256,15 +274,20 @@ class Simulation:
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        if training in done and not has_rank_died:
+        if training in done and not has_died:
             return True
-        await self.run.close()  # the driver ended when its journal had `written` lines, and all that it started with it
+        with contextlib.suppress(DriverDiedError):
+            await self.run.close()
         for engine in targets.engines:
             engine.crash()
-        if not has_rank_died:
-            self.disk.tear(written, self.world.rng("torn"))
         self.world.begin_again()
         return False
+
+    async def _death_at_the_disk(self) -> None:
+        """Return when the driver dies at a file operation."""
+        death = asyncio.Event()
+        self.disk.on_death = death.set
+        await death.wait()
 
     async def _run_loop(self, run: Run) -> None:
         await controller.train(run)
@@ -273,7 +296,7 @@ class Simulation:
 
 
 def flow_limits(config: SimulationConfig) -> FlowLimits:
-    """The bounds of the flow."""
+    """Limits of the flow."""
     return FlowLimits(
         batch_groups=config.batch,
         max_staleness=config.eta,
@@ -286,7 +309,7 @@ def flow_limits(config: SimulationConfig) -> FlowLimits:
 
 
 def expected_step_s(config: SimulationConfig) -> float:
-    """Seconds of a step if generation were balanced and nothing waited: the slower of generation and training."""
+    """Expected seconds per step with balanced generation and no waiting: the slower of generation and training."""
     tokens = config.batch * config.group_size * config.lengths.mean
     full_step_s = config.decode_base_s + config.decode_per_sequence_s * config.slots
     tools_s = config.batch * config.group_size * (config.turns - 1) * config.tool_mean_s / config.environments
@@ -296,10 +319,10 @@ def expected_step_s(config: SimulationConfig) -> float:
 
 
 class WatchedPublisher:
-    """The shipping publisher; tells the world what is published (I8).
+    """The production publisher, which records published versions in the world (I8).
 
     Attributes:
-        is_publishing: Held during a publish; an engine that comes back waits for its end.
+        is_publishing: Lock held during a publish, for which restarted engines wait.
     """
 
     def __init__(self, publisher: ActorWeightPublisher, weights: WeightsConfig, world: World) -> None:
@@ -319,7 +342,7 @@ class WatchedPublisher:
         return await self._publisher.delivered()
 
     async def catch_up(self, engine: SimulatedEngine) -> bool:
-        """Give a restarted engine the version that is published, between two publishes; says whether it took it."""
+        """Send the published version to a restarted engine between two publishes; returns whether it succeeded."""
         async with self.is_publishing:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
@@ -330,6 +353,12 @@ class WatchedPublisher:
                 if isinstance(answer, WeightAck):
                     return True
             return False
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do what a thread does for the shipping checkpointer; a crash may come before each of its file operations."""
+    await asyncio.sleep(0)
+    return work(*arguments)
 
 
 class NoTable(TrajectoryTable):
@@ -347,26 +376,26 @@ class NoBadBatches(BadBatches):
 
 
 def run_config(config: SimulationConfig) -> RunConfig:
-    """The sections that `Run` reads; there is no model and no environment to configure."""
-    return RunConfig.model_construct(  # type: ignore[call-arg] # the other sections are read by nobody here
+    """The sections that `Run` reads. There is no model and no environment to configure."""
+    return RunConfig.model_construct(  # type: ignore[call-arg] # the other sections are not read
         name="simulated",
         total_steps=config.steps,
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=1, optimizer=OptimizerConfig(lr=1.0), max_bad_steps=max(20, config.steps)
         ),
         evaluation=EvaluationConfig(every_steps=config.eval_every, num_tasks_during_training=HELD_OUT_TASKS),
-        checkpoint=CheckpointConfig(every_steps=config.checkpoint_every),
+        checkpoint=CheckpointConfig(every_minutes=0, every_steps=config.checkpoint_every),
     )
 
 
 def instruments() -> Instruments:
-    """The real hub without sinks; a memory sampler that is never started; no files."""
+    """A hub without trackers, a memory sampler that is never started, and no files."""
     memory, table, batches = MemorySampler(), NoTable(Path()), NoBadBatches(Path())
     return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None)
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:
-    """Run one seed to its end. A violation or a failed run is an outcome, not an exception."""
+    """Run one seed to its end. A violation or a failed run is returned as an outcome, not raised."""
     simulation = Simulation(config, seed, seams or Seams(), is_checked)
     loop = VirtualTimeLoop()
     violation: str | None = None
@@ -374,7 +403,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     with contextlib.suppress(DeadlockError), runner_context as runner:
         try:
             runner.run(simulation.main())
-        except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
+        except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding
             violation = describe(error)
     total = Counters()
     for engine in simulation.engines:
@@ -399,7 +428,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
 
 
 def describe(error: BaseException) -> str:
-    """One line: what broke, and for unexpected errors where."""
+    """Describe an error in one line; for unexpected errors with its location."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Many seeds of one simulation, summed up: violations with the command that replays them, speed, bias."""
+"""Runs many seeds of one simulation and summarizes violations (with their replay command), speed and bias."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.platform.simulator.simulation import Outcome, simulate
 from penstock.platform.simulator.world import LengthTable
 
 STEADY_STEPS = 12
-"""Steps that are measured in the steady state."""
+"""Number of measured steps in the steady state."""
 
 
 @dataclass(slots=True)
 class Bias:
-    """What training saw of the lengths that were there.
+    """Comparison of the trained lengths with all lengths.
 
     Attributes:
         trained: Lengths of trained trajectories, simulated tokens.
@@ -41,12 +41,12 @@ class Bias:
 
     @property
     def length_bias(self) -> float | None:
-        """Mean trained length ÷ mean of the population; 1 is unbiased."""
+        """Mean trained length ÷ mean length of the population; 1 is unbiased."""
         return float(np.mean(self.trained) / np.mean(self.population)) if self.trained else None
 
     @property
     def kept_p99(self) -> float | None:
-        """How often the longest percent is trained, relative to all others; 1 is unbiased."""
+        """How often the longest 1 % is trained, relative to all others; 1 is unbiased."""
         if not self.trained:
             return None
         trained, population = np.array(self.trained), np.array(self.population)
@@ -73,13 +73,13 @@ class Sweep:
     hashes: list[str] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Take one seed in."""
+        """Add the outcome of one seed."""
         self.hashes.append(outcome.trace_hash)
         self.faults += outcome.faults
         if outcome.violation is not None:
             self.failing.append((outcome.seed, outcome.violation))
             return
-        assert outcome.counts is not None, "a run that completed has counts"
+        assert outcome.counts is not None, "a completed run has counts"
         self.ended += Counter(asdict(outcome.counts))
         self.ignored_reports += outcome.ignored
         self.max_staleness_seen = max(self.max_staleness_seen, outcome.trained.max_staleness)
@@ -92,7 +92,7 @@ class Sweep:
 def run_seeds(
     config: SimulationConfig, seeds: Iterable[int], *, on_seed: Callable[[Outcome], None] = lambda _outcome: None
 ) -> Sweep:
-    """Simulate every seed, checked."""
+    """Simulate every seed with invariant checks."""
     sweep = Sweep(config)
     for seed in seeds:
         outcome = simulate(config, seed)
@@ -141,7 +141,7 @@ def throughput_ratio(sweep: Sweep) -> float | None:
 
 
 def must_complete(config: SimulationConfig, seed: int) -> Outcome:
-    """One unchecked run that must complete."""
+    """Simulate one seed without invariant checks; it must complete."""
     outcome = simulate(config, seed, is_checked=False)
     if outcome.violation is not None:
         raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
@@ -149,7 +149,7 @@ def must_complete(config: SimulationConfig, seed: int) -> Outcome:
 
 
 def enough_steps(eta: int) -> int:
-    """Two windows to fill the pipeline, the steps that are measured, one window to empty it."""
+    """Steps to fill the pipeline (two windows), to measure, and to empty it (one window)."""
     return 2 * (eta + 1) + STEADY_STEPS + eta + 1
 
 
@@ -162,7 +162,7 @@ def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
 
 
 def replay_command(overrides: list[str], seed: int) -> str:
-    """What to type to see one seed again."""
+    """The command that replays one seed."""
     return " ".join(["penstock simulate", *overrides, f"--seeds {seed}:{seed + 1} --trace"])
 
 

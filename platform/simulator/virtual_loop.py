@@ -1,11 +1,11 @@
-"""An asyncio event loop whose clock is a number: it jumps to the next timer when nothing is ready.
+"""An asyncio event loop in virtual time, whose clock jumps to the next timer when no callback is ready.
 
-Everything that waits through asyncio (sleeps, time-outs, events, conditions) runs unchanged, in the same order for
-the same input. No file, socket or thread can wake it, so "nothing is ready and no timer is set" is a proof of deadlock.
+Code that waits through asyncio (sleeps, timeouts, events, conditions) runs unchanged and in a reproducible order. No
+file, socket or thread can wake the loop, so if nothing is ready and no timer is set, there is a deadlock.
 
-The loop is asyncio's own but for its selector, and for two things that would differ from run to run: sets of tasks
-(`TaskGroup` keeps one) iterate in the order of addresses, so tasks hash by their serial number; and timers of equal
-time run in the order in which they were set.
+The loop differs from asyncio's own by its selector, and by two changes that make the order reproducible: tasks hash by
+their serial number, because sets of tasks (as in `TaskGroup`) would iterate in the order of addresses, and timers of
+equal time run in the order in which they were set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(PenstockError):
-    """Nothing is ready and no timer is set: the tasks that are left wait for each other."""
+    """Nothing is ready and no timer is set: the remaining tasks wait for each other."""
 
 
 class SerialTask(asyncio.Task[T]):
@@ -41,12 +41,12 @@ class SerialTask(asyncio.Task[T]):
 
 
 class SerialTimer(asyncio.TimerHandle):
-    """A timer that comes before those of the same time that were set later."""
+    """A timer that runs before timers of the same time that were set later."""
 
     __slots__ = ("serial",)
     serial: int
 
-    def __lt__(self, other: SerialTimer) -> bool:  # type: ignore[override] # all timers of the loop are such
+    def __lt__(self, other: SerialTimer) -> bool:  # type: ignore[override] # all timers of the loop have this type
         return (self.when(), self.serial) < (other.when(), other.serial)
 
 
@@ -54,7 +54,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     """`BaseEventLoop` whose selector waits for nothing: callbacks take no time, waiting takes no real time.
 
     Attributes:
-        num_turns: Turns of the loop so far; in each, all that is ready runs.
+        num_turns: Number of iterations of the loop so far. Each runs all ready callbacks.
     """
 
     _scheduled: list[SerialTimer]
@@ -64,11 +64,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.num_turns = 0
         self._now = 0.0
         self._serials = itertools.count(1)
-        self._selector = self  # asyncio asks it once in each turn
+        self._selector = self  # asyncio calls it once per iteration
         self._clock_resolution = 0.0
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._now
 
     def select(self, timeout: float | None) -> tuple[()]:
@@ -85,7 +85,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             raise DeadlockError(self._deadlock())
         if timeout > 0:
             self._now = self._scheduled[0].when()
-        self._clock_resolution = math.ulp(self._now)  # a timer is due at its time, and not before
+        self._clock_resolution = math.ulp(self._now)  # a timer is due exactly at its time
         return ()
 
     def call_at(  # type: ignore[override] # the stub's variadic generics say no more here
@@ -111,7 +111,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error in a callback ends the run. What a task came to that nobody waited for, the run says itself."""
+        """End the run on an error in a callback. Errors of tasks that are never awaited are reported by the run."""
         if "handle" in context:
             raise context["exception"]
 
@@ -125,7 +125,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         )
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+        """Do nothing, because there are no events."""
 
     def _write_to_self(self) -> None:
-        """Nothing to wake: the loop never blocks."""
+        """Do nothing, because the loop never blocks."""

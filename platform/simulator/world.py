@@ -1,6 +1,6 @@
-"""What every simulated part of one run shares: lengths, the truth about tokens, the trace, the violations.
+"""State shared by all simulated components of a run: lengths, the encoding of token ids, the trace, the violations.
 
-The truth travels in the token ids, so it survives retries, resumes and every copy the platform makes:
+Token ids encode which version really sampled a token, so this survives retries, resumes and all copies:
 
     sampled token:  ((version + 1) << 12) | (position mod 4096)   > 0
     prompt token:   −1 − task                                     < 0
@@ -32,14 +32,14 @@ POSITION_BITS = 12
 _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
 EVALUATION = "eval"
-"""Where the ids of evaluation trajectories begin (platform/run/evaluation.py)."""
+"""First id of evaluation trajectories (platform/run/evaluation.py)."""
 
 
 class InvariantError(PenstockError):
-    """An invariant does not hold. It stops the run, as every `PenstockError` does.
+    """A violated invariant. It stops the run, as every `PenstockError` does.
 
     Attributes:
-        invariant: `I1` to `I9`, or what else was broken.
+        invariant: `I1` to `I9`, or another property.
     """
 
     def __init__(self, invariant: str, what: str) -> None:
@@ -48,7 +48,7 @@ class InvariantError(PenstockError):
 
 
 class Trace:
-    """The events of a run as one running hash, and its tail for people."""
+    """A running hash of all events of a run, and its newest events as text."""
 
     def __init__(self) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_EVENTS)
@@ -70,8 +70,8 @@ class LengthProfile:
     """A distribution of response lengths, in tokens.
 
     Attributes:
-        sigma: Of the logarithm; lognormal only.
-        cap: Longest response; longer draws are cut, as `max_new_tokens` does.
+        sigma: σ of the logarithm; lognormal only.
+        cap: Longest response; longer draws are truncated, as by `max_new_tokens`.
     """
 
     shape: Shape
@@ -83,7 +83,7 @@ class LengthProfile:
 class LengthTable:
     """Lengths by task and member, in simulated tokens (`grain` real tokens each).
 
-    They are drawn once per (seed, task, member), so that every policy sees the same ones:
+    They are drawn once per (seed, task, member), so that all flow settings get the same lengths:
 
         constant: L = mean      exponential: L ~ Exp(mean)      lognormal: L ~ exp(N(ln mean − σ²/2, σ²))
 
@@ -110,11 +110,11 @@ class LengthTable:
         return drawn if self.mean_turns == 1 else max(drawn, self.turns(task))
 
     def turns(self, task: int) -> int:
-        """Turns of an episode, by its task: 1 to 2 · mean − 1, each as often."""
+        """Number of turns of an episode, by its task: uniform over 1 to 2 · mean − 1."""
         return 1 + (task * HASH >> 16) % (2 * self.mean_turns - 1)
 
     def turn_end(self, task: int, member: int, position: int) -> int:
-        """Where the turn ends that samples the token at `position`: the length, cut evenly into turns."""
+        """End position of the turn that samples the token at `position`. All turns have about the same length."""
         length = self.length(task, member)
         if self.mean_turns == 1 or (turns := self.turns(task)) == 1:
             return max(length, position + 1)
@@ -141,18 +141,18 @@ class LengthTable:
 
 @dataclass(slots=True)
 class World:
-    """One simulated run.
+    """Shared state of one simulated run.
 
     Attributes:
         lengths: Response lengths by task and member.
         prompt_tokens: Length of every prompt, simulated tokens.
-        seed: Decides everything.
-        published: Version whose publish finished last; -1 before the first.
-        incarnation: Drivers that died before this one.
-        faults: What was planted so far, by name.
-        has_gangs: The members of a group start on one engine.
+        seed: Seed of all random draws.
+        published: Version whose publish finished last; -1 before the first one.
+        incarnation: Number of drivers that died before this one.
+        faults: Number of injected faults by name.
+        has_gangs: Whether the members of a group start on one engine.
         is_fenced: Whether an engine is out of service.
-        newest_group: The one that was admitted last.
+        newest_group: The group that was admitted last.
         environment_s: Seconds that environments were open for training, summed.
     """
 
@@ -172,11 +172,11 @@ class World:
     _started: set[str] = field(default_factory=set)
 
     def rng(self, purpose: str) -> random.Random:
-        """A stream of randomness of its own, so that one part's draws never shift another's."""
+        """An independent random stream, so that draws of one component never affect those of another."""
         return random.Random(f"{self.seed}/{self.incarnation}/{purpose}")
 
     def begin_again(self) -> None:
-        """The driver died, and everything that it had started with it."""
+        """Record that the driver died, together with everything that it had started."""
         self.note(f"driver {self.incarnation} died")
         self.incarnation += 1
         self.published = -1
@@ -184,8 +184,12 @@ class World:
         self.newest_group = self._last_scattered = -1
         self._started.clear()
 
+    def restored(self, newest_group: int) -> None:
+        """Members of restored groups may start alone: some of their group have their tokens."""
+        self.newest_group = self._last_scattered = newest_group
+
     def num_sampled(self, prompt: tuple[int, ...]) -> int:
-        """Tokens of a request's prompt that the policy sampled before."""
+        """Number of tokens of a request's prompt that the policy sampled before."""
         return sum(token > 0 for token in prompt)
 
     def note(self, event: str) -> None:
@@ -194,7 +198,7 @@ class World:
             self.trace.add(asyncio.get_running_loop().time(), event)
 
     def on_request(self, engine_id: EngineId, version: int, request_id: RequestId) -> None:
-        """I8: nothing is routed to an engine that has not acknowledged what was published. Gangs start together."""
+        """Check I8: requests are only routed to engines that have acknowledged the published version. Check gangs."""
         if version < self.published:
             raise InvariantError(
                 "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
@@ -203,25 +207,25 @@ class World:
             self._check_gang(engine_id, request_id)
 
     def _check_gang(self, engine_id: EngineId, request_id: RequestId) -> None:
-        """The first request of every member goes to the engine of the first member, unless that one is gone."""
+        """Check that the first request of every member goes to the engine of the first member, unless it was lost."""
         member = request_id.partition("#")[0]
         group = member.rpartition("/")[0]
         if member in self._started or group == EVALUATION:
             return
         if group not in self._homes and int(group) <= self._last_scattered:
-            return  # its engine may have been the one that left
+            return  # its engine may have been lost
         self._started.add(member)
         home = self._homes.setdefault(group, engine_id)
         if home != engine_id and not self.is_fenced(home):
             raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
 
     def left(self, engine_id: EngineId) -> None:
-        """An engine died: the gangs on it are free."""
+        """Record that an engine died, which releases the gangs on it."""
         self._homes = {group: home for group, home in self._homes.items() if home != engine_id}
         self._last_scattered = self.newest_group
 
     def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
-        """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""
+        """Check I8 (engines label tokens only with acknowledged versions) and I4 (labels never decrease)."""
         if spans and spans[-1].version > version:
             raise InvariantError("I8", f"{engine_id} has acknowledged v{version} and serves {spans}")
         if len(spans) > 1 and any(left.version > right.version for left, right in itertools.pairwise(spans)):
@@ -243,7 +247,7 @@ def prompt_ids(task: int, num_tokens: int) -> tuple[int, ...]:
 
 
 def task_of(first_id: int) -> int:
-    """The task a prompt was made from."""
+    """The task of a prompt."""
     return -1 - first_id
 
 
@@ -253,5 +257,5 @@ def member_of(request_id: RequestId | str) -> int:
 
 
 def true_reward(task: int, member: int) -> float:
-    """What the simulated reward says: never 0, different within a group."""
+    """The simulated reward: never 0, and different within a group."""
     return 0.25 + 0.125 * ((task * 7 + member * 3) % 5)

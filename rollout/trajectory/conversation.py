@@ -23,7 +23,7 @@ from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import MAIN_THREAD, Episode, FinishReason, Task, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, Spans, concatenate_spans, first_tokens, join_spans
-from penstock.envs.reasoning import Spoken
+from penstock.envs.reasoning import TurnText
 
 
 @dataclass(slots=True)
@@ -50,6 +50,11 @@ class PartialTurn:
     finish_reason: FinishReason | None = None
     is_cut: bool = False
     _deltas: list[TokenDelta] = field(default_factory=list)
+
+    @property
+    def deltas(self) -> tuple[TokenDelta, ...]:
+        """The deltas that hold tokens."""
+        return tuple([delta for delta in self._deltas if delta.token_ids])
 
     def joined(self) -> TokenDelta:
         """All deltas as one."""
@@ -102,9 +107,7 @@ class PartialTurn:
         return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
 
     def finish_if_complete(self) -> bool:
-        """After an interruption: finish the turn if only the final message of the engine was lost. Returns whether it
-        is.
-        """
+        """Finish an interrupted turn if only the engine's final message was lost. Returns whether it is finished."""
         self.finish_reason = None
         if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             self.finish_reason = "stop"
@@ -195,9 +198,9 @@ class Conversation:
 
     def next_turn(self, max_tokens: int, max_new_tokens: int | None = None) -> PartialTurn:
         """Create the next turn; `max_tokens` limits the whole conversation, `max_new_tokens` the turn."""
-        room = max_tokens - self.num_tokens
-        assert room > 0, "the caller checks that a token fits"
-        longest = min(self.sampling.max_new_tokens, max_new_tokens or self.sampling.max_new_tokens, room)
+        space = max_tokens - self.num_tokens
+        assert space > 0, "the caller checks that a token fits"
+        longest = min(self.sampling.max_new_tokens, max_new_tokens or self.sampling.max_new_tokens, space)
         return PartialTurn(
             self.token_ids,
             replace(self.sampling, max_new_tokens=longest),
@@ -205,7 +208,7 @@ class Conversation:
             min_start_version=self.spans[-1].version if self.spans else self._min_version,
         )
 
-    def add_turn(self, partial: PartialTurn, spoken: Spoken) -> None:
+    def add_turn(self, partial: PartialTurn, turn_text: TurnText) -> None:
         """Append a finished turn."""
         assert partial.prompt_ids == self.token_ids, "a turn continues from all earlier tokens, unchanged"
         assert partial.finish_reason is not None, "it ended"
@@ -218,12 +221,12 @@ class Conversation:
         self.num_interruptions = partial.num_interruptions
         self.turns.append(
             Turn(
-                spoken.answer,
+                turn_text.answer,
                 partial.finish_reason,
                 partial.num_tokens,
                 num_interruptions=interruptions,
                 thread=self.name,
-                reasoning=spoken.reasoning,
+                reasoning=turn_text.reasoning,
             )
         )
 
@@ -243,9 +246,9 @@ def build_trajectory(
     conversations: Sequence[Conversation], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
 ) -> Trajectory:
     """Build the trajectory for the trainer: all threads of an episode one after another, or a single turn."""
-    is_ordinary = [one.name for one in conversations] == [MAIN_THREAD]
+    has_main_only = [one.name for one in conversations] == [MAIN_THREAD]
     turns = conversations[0].turns if episode is None else episode.turns
-    is_whole = turns[-1].finish_reason == "stop" if episode is None else episode.end == "done"
+    is_complete = turns[-1].finish_reason == "stop" if episode is None else episode.end == "done"
     return Trajectory(
         trajectory_id=trajectory_id,
         task_id=task.task_id,
@@ -256,7 +259,7 @@ def build_trajectory(
         prompt=conversations[0].opening,
         response="".join(turn.response for turn in turns),
         reasoning="".join(turn.reasoning for turn in turns),
-        finish_reason="stop" if is_whole else "length",
+        finish_reason="stop" if is_complete else "length",
         episode=episode,
-        threads=() if is_ordinary else tuple(one.thread() for one in conversations),
+        threads=() if has_main_only else tuple(one.thread() for one in conversations),
     )

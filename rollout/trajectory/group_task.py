@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.trajectory import Task
 from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 if TYPE_CHECKING:
     from penstock.rollout.pool.pool import EnginePool, Gang
+    from penstock.rollout.trajectory.conversation import PartialTurn
 
 
 class RolloutContext:
@@ -22,6 +24,8 @@ class RolloutContext:
         name: The id as text; trajectories are named `<name>/<member>`.
         slots: Gang to lease from; None leases from the pool.
         prompts: Token ids and decoded text of the prompt, for each codec (one per policy).
+        turns: The turn that each member samples, for members of a single turn; a checkpoint keeps its tokens.
+        saved_tokens: Tokens of a checkpoint with which the turn of a member begins.
         lost_engines: Engines that died or hung on the prompt before any engine returned a token for it.
         is_answered: Whether an engine has returned a token for the prompt.
     """
@@ -32,6 +36,8 @@ class RolloutContext:
         self.name = str(group)
         self.slots = slots
         self.prompts: dict[TokenCodec, tuple[tuple[int, ...], str]] = {}
+        self.turns: dict[int, PartialTurn] = {}
+        self.saved_tokens: dict[int, TokenDelta] = {}
         self.lost_engines: list[EngineView] = []
         self.is_answered = False
 
@@ -44,19 +50,17 @@ class RolloutContext:
         return TrajectoryId(f"{self.name}/{member}")
 
     def record_version(self, member: int, version: int) -> None:
-        """Called with the version that samples a member: the engine's at dispatch, then the first token's if it
-        differs.
-
-        The base class ignores it.
+        """Record the version that samples the trajectory `member`: the engine's at dispatch, then the first token's if
+        it differs. The base class ignores it.
         """
 
 
 class OldestTurn:
     """Oldest version of an episode, several turns of which may be sampled concurrently.
 
-    The consumption gate computes the deadline of a group from the versions that are recorded for its members. A later
-    turn starts at `min_version` or newer, so only concurrent turns can change the recorded version, and a thread that
-    is opened late never lowers it.
+    The consumption gate computes the deadline of a group from the versions that are recorded for its trajectories. A
+    later turn starts at `min_version` or newer, so only concurrent turns can change the recorded version, and a thread
+    that is opened late never lowers it.
     """
 
     def __init__(self, context: RolloutContext, member: int) -> None:
@@ -88,5 +92,5 @@ class _Turn(RolloutContext):
         super().__init__(context.task, context.group, context.slots)
         self._episode = episode
 
-    def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
+    def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one trajectory
         self._episode.record_turn_version(self, version)

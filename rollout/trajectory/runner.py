@@ -26,7 +26,7 @@ from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, 
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
 
-LOOKS_PER_LIMIT = 8
+CHECKS_PER_TIMEOUT = 8
 
 
 @dataclass(slots=True)
@@ -113,8 +113,8 @@ class TrajectoryRunner:
 
         Raises:
             TrajectoryError: kind `env`, if the environment fails or the prompt does not fit the policy; kind `engine`,
-                if the engine rejects the request, after more than `max_resumes` interruptions, if two engines were lost
-                on the prompt, or if no engine with a version that is new enough comes up in time.
+                if the engine rejects the request, after more than `max_resumes` interruptions in a row, if two engines
+                were lost on the prompt, or if no engine reaches a new enough version in time.
             EngineLostError: If no engine is left in service.
         """
         if context.task.environment is not None:
@@ -123,10 +123,14 @@ class TrajectoryRunner:
             prompt_ids = self._prompt_ids(context.task)
             context.prompts[self.codec] = prompt_ids, self.codec.decode(prompt_ids)
         conversation = Conversation(*context.prompts[self.codec], sampling)
-        # Engines also stop at the context limit. Knowing it here, a turn that fills the context is complete even if the
-        # engine's final message was lost.
+        # Engines also stop at the context limit. The turn gets the same limit here, so that a turn that fills the
+        # context counts as complete even if the engine's final message was lost.
         turn = conversation.next_turn(self._max_context_tokens or conversation.num_tokens + sampling.max_new_tokens)
-        await self._sample(context, member, turn)
+        if (saved := context.saved_tokens.pop(member, None)) is not None:
+            turn.extend(saved)
+        context.turns[member] = turn
+        if not (saved and turn.finish_if_complete()):
+            await self._sample(context, member, turn)
         conversation.add_turn(turn, self.codec.split(turn.token_ids, conversation.opening))
         return build_trajectory([conversation], context.task, context.trajectory_id(member))
 
@@ -173,7 +177,7 @@ class TrajectoryRunner:
     async def _play(self, context: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         assert self.episodes is not None, "tasks with an environment need an episode player"
         turns = OldestTurn(context, member)
-        # A gang holds one slot per member, so concurrent turns of one member take turns.
+        # A gang holds one slot per trajectory, so concurrent turns of one trajectory run one after another.
         one_slot = None if context.slots is None else asyncio.Lock()
 
         async def sample(turn: PartialTurn) -> None:
@@ -238,7 +242,7 @@ class TrajectoryRunner:
         view = lease.view
         assert view is not None, "it was granted"
         request_id = RequestId(f"{context.trajectory_id(member)}#{lease.serial}")
-        # All tasks of an evaluation share one name; there each task counts as a group of its own.
+        # All tasks of an evaluation share one name, so each task counts as a group of its own there.
         group = (context.name, context.task.task_id)
         if context.is_suspect:
             lost = " and ".join(engine.engine_id for engine in context.lost_engines)
@@ -254,7 +258,7 @@ class TrajectoryRunner:
             context.record_version(member, version)
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(
-                self.silence_timeout_s / LOOKS_PER_LIMIT, self._check_silence
+                self.silence_timeout_s / CHECKS_PER_TIMEOUT, self._check_silence
             )
         lease.start_interruptible()
         try:
@@ -303,11 +307,11 @@ class TrajectoryRunner:
             if loop.time() - max(lease.last_token_at, self._silent_since) >= self.silence_timeout_s:
                 lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
         if running:
-            self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._check_silence)
+            self._watch = loop.call_later(self.silence_timeout_s / CHECKS_PER_TIMEOUT, self._check_silence)
 
 
 class SharedGroups:
-    """Groups that two policies answer together: even members by the policy, odd members by its partner.
+    """Groups that two policies answer together: the policy samples even members, its partner odd members.
 
     Each policy samples on its own engines. Both train on every batch, so version v of either has learned from the first
     v batches, and the staleness of a group is that of its oldest token, whichever policy sampled it.

@@ -152,5 +152,5 @@ def test_a_run_that_is_too_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"step": 0, "time_s": 0.0, "metrics": exact_rows()[0]}), encoding="utf-8"
     )
-    with pytest.raises(PenstockError, match=r"0 training steps after the first; 4 are needed"):
+    with pytest.raises(PenstockError, match=r"0 training steps after the first, but 4 are needed"):
         calibrate(tmp_path)

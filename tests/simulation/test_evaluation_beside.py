@@ -33,11 +33,11 @@ def evaluations(simulation: Simulation) -> list[Evaluation]:
 @pytest.mark.parametrize("overlap", ["false", "true"])
 @pytest.mark.parametrize("mode", ["keep_kv", "multi_version"])
 def test_one_version_answers_the_first_and_the_last_evaluation(mode: str, overlap: str) -> None:
-    first, *beside, last = evaluations(simulated([f"update_mode={mode}", f"overlap={overlap}"]))
+    first, *during, last = evaluations(simulated([f"update_mode={mode}", f"overlap={overlap}"]))
     assert (first.version_min, first.version_max) == (0, 0)
     assert (last.version_min, last.version_max) == (STEPS, STEPS)
     if mode == "keep_kv":
-        assert any(one.version_min < one.version_max for one in beside), "others see publishes, and say so"
+        assert any(one.version_min < one.version_max for one in during), "the others span several versions"
 
 
 def test_evaluations_never_enter_the_ledger_and_train_nothing() -> None:
@@ -51,7 +51,7 @@ def test_evaluations_never_enter_the_ledger_and_train_nothing() -> None:
 
 
 class RefusesInItsSleep(SimulatedEngine):
-    """As the shipping engines do: whoever asks a sleeping engine is told that it is asleep."""
+    """Refuses requests while asleep, as real engines do."""
 
     is_asleep = False
     num_refused = 0

@@ -6,8 +6,11 @@ simulated part. The same seeds without a mutant are clean (tests/simulation/test
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +21,19 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.journal import Resumed
-from penstock.dataflow.ledger import GroupState, JournalEntry, Ledger
-from penstock.dataflow.ports import Engine
+from penstock.dataflow.ledger import GroupState, Ledger
+from penstock.dataflow.ports import Engine, WrittenFile
+from penstock.dataflow.records import encode
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
-from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
-from penstock.platform.run.flow import Flow
+from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, CheckpointFolder
+from penstock.platform.run.durable_files import DiskFiles, Files
+from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.durable import DurableState
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
@@ -38,7 +42,7 @@ from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.wirings import parse_wired, wired
 
-SEEDS = 12
+SEEDS = 24
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
 
 
@@ -181,19 +185,119 @@ class NormalisedPerMicroBatch(SimulatedTrainer):
         return [weights / 2 for half in halves for weights in half]
 
 
-class InterruptedForgotten(DurableState):
-    """A driver that resumes does not start again what was under way."""
+class GroupsForgotten(Flow):
+    """A driver that resumes knows the counters, and nothing of the groups that were being sampled."""
 
-    def resume(self, entries: list[JournalEntry], version: int) -> Resumed:
-        return replace(super().resume(entries, version), restarts=())
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        core = saved.state["core"]
+        kept = [group for group in core["groups"] if group["is_ready"]]
+        return replace(saved, state={**saved.state, "core": {**core, "groups": kept}}, open_groups=())
 
 
-class TrainedAgain(DurableState):
-    """The journal is read to an older mark than the weights are from: what they learned since is trained again."""
+class FlowOfTheCheckpointBefore(Flow):
+    """The groups and counters of a checkpoint are those of an older cut than its weights: some train again."""
 
-    def resume(self, entries: list[JournalEntry], version: int) -> Resumed:
-        resumed = super().resume(entries, max(version - 1, 0))
-        return replace(resumed, ledger=super().resume(entries, version).ledger)
+    before: FlowSnapshot | None = None
+
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        older, FlowOfTheCheckpointBefore.before = self.before or saved, saved
+        return older
+
+
+class WeightsOfLater(SimulatedTrainer):
+    """The trainer writes its state as it is when it writes, and not as it was at the cut."""
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        for _ in range(200):
+            await asyncio.sleep(self._config.train_fixed_s)
+        await self.snapshot()
+        return await super().write_checkpoint(folder)
+
+
+class CursorTooEarly(TaskQueue):
+    """The position in the stream is saved one task late, so one task is taken twice."""
+
+    def load_state_dict(self, state: Any, num_taken: Any, wanted: Any = ()) -> Any:
+        return super().load_state_dict(state, {name: count - 1 for name, count in num_taken.items()}, wanted)
+
+
+class CountersRebuilt(Dataflow):
+    """Counters begin at 0 after a resume."""
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        super().load_state_dict(state, ready)
+        self.ledger._ended[GroupState.TRAINED] = 0
+
+
+class ReadyGroupsGenerateAgain(Dataflow):
+    """Groups that were ready are sampled again."""
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        groups = [{**group, "is_ready": False} for group in state["groups"]]
+        super().load_state_dict({**state, "groups": groups}, ready)
+
+
+class NotSynced(DiskFiles):
+    """Forwards all but the sync of files whose name ends like `suffix`."""
+
+    def __init__(self, files: Files, suffix: str) -> None:
+        self._inner, self._suffix = files, suffix
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name != "sync":
+            return own["_inner"].__getattribute__(name) if name in dir(Files) else object.__getattribute__(self, name)
+        return lambda path: None if path.name.endswith(own["_suffix"]) else own["_inner"].sync(path)
+
+
+def unsynced(suffix: str) -> type[CheckpointFolder]:
+    class Forgetful(CheckpointFolder):
+        def __init__(self, run_dir: Path, files: Files | None = None) -> None:
+            assert files is not None
+            super().__init__(run_dir, NotSynced(files, suffix))
+
+    return Forgetful
+
+
+class CompleteTooEarly(CheckpointFolder):
+    """A checkpoint has its name before it has its files."""
+
+    def unfinished(self, version: int) -> Path:
+        folder = super().unfinished(version)
+        final = folder.with_suffix("")
+        self._files.rename(folder, final)
+        return final
+
+    def commit(self, folder: Path, saved: FlowSnapshot, manifest: dict[str, Any]) -> Checkpoint:
+        temporary = folder.with_suffix(UNFINISHED)
+        self._files.rename(folder, temporary)
+        return super().commit(temporary, saved, manifest)
+
+
+class SpoolRemovedFirst(CheckpointFolder):
+    """Groups are removed before the checkpoint that does not need them is complete."""
+
+    def commit(self, folder: Path, saved: FlowSnapshot, manifest: dict[str, Any]) -> Checkpoint:
+        for name in self._files.names(self._spool):
+            if f"{SPOOL}/{name}" not in manifest["spooled"].values():
+                self._files.remove(self._spool / name)
+        self._files.sync(self._spool)
+        return super().commit(folder, saved, manifest)
+
+
+class SpooledUnderItsNumber(CheckpointFolder):
+    """Groups are spooled under their number alone, and one that is there is not written again."""
+
+    def spool(self, name: str, payload: GroupPayload) -> tuple[str, int, int]:
+        name, data = name.partition("-")[2], encode(payload)
+        if self._files.size(self._spool / name) is None:
+            return super().spool(name, payload)
+        return f"{SPOOL}/{name}", len(data), zlib.crc32(data)
+
+    def prune(self, keep: int, newest: int) -> None:
+        """Nothing is removed."""
 
 
 class OldVersionsStart(EnginePool):
@@ -204,7 +308,7 @@ class OldVersionsStart(EnginePool):
 
 
 class QuotasForgotten(TaskQueue):
-    """A stream takes all the room there is."""
+    """A stream takes the whole admission window."""
 
     def _is_below_quota(self, _stream: TaskStream, _ledger: Ledger) -> bool:
         return True
@@ -258,6 +362,11 @@ class ObservationsLearned(EpisodePlayer):
         return played
 
 
+DURABILITY = "durability|CheckpointError|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
+"""What a resume from a wrong or damaged checkpoint breaks."""
+OFTEN = ("faults=heavy", "checkpoint_every=1")
+
+
 @dataclass(frozen=True)
 class Case:
     seams: Seams
@@ -281,9 +390,23 @@ CASES = {
     "a failed rollout trains as reward 0": Case(
         Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")
     ),
-    "a token nobody sampled carries loss weight": Case(Seams(trainer=PromptWeighted), "I7", ()),
-    "what was under way when the driver died is forgotten": Case(Seams(disk=InterruptedForgotten), "I3"),
-    "a resumed driver trains again what the weights know": Case(Seams(disk=TrainedAgain), "I2|I5"),
+    "a token that was not sampled carries loss weight": Case(Seams(trainer=PromptWeighted), "I7", ()),
+    "groups that were being sampled when the driver died are forgotten": Case(Seams(flow=GroupsForgotten), "I2|I3"),
+    "a resumed driver trains again what the weights know": Case(
+        Seams(flow=FlowOfTheCheckpointBefore), DURABILITY, OFTEN
+    ),
+    "weights are written as they are later": Case(Seams(trainer=WeightsOfLater), DURABILITY, OFTEN),
+    "the position in the task stream is saved late": Case(Seams(), DURABILITY, OFTEN, CursorTooEarly),
+    "counters are rebuilt as 0": Case(checked(CountersRebuilt), "I3"),
+    "ready groups are sampled again": Case(checked(ReadyGroupsGenerateAgain), "I2|KeyError|AssertionError"),
+    "the sync of a spooled group is left out": Case(Seams(checkpoints=unsynced(".group")), DURABILITY, OFTEN),
+    "the sync of the manifest is left out": Case(Seams(checkpoints=unsynced("driver.json")), DURABILITY, OFTEN),
+    "the sync of the spool folder is left out": Case(Seams(checkpoints=unsynced("spool")), DURABILITY, OFTEN),
+    "a checkpoint has its name before its files": Case(Seams(checkpoints=CompleteTooEarly), DURABILITY, OFTEN),
+    "groups are removed too early": Case(Seams(checkpoints=SpoolRemovedFirst), DURABILITY, OFTEN),
+    "spooled groups of a lost lineage are taken": Case(
+        Seams(checkpoints=SpooledUnderItsNumber), DURABILITY, (*OFTEN, "eta=4", "steps=12", "sigma=2")
+    ),
     "requests start below a version that is on its way": Case(
         Seams(pool=OldVersionsStart), "I8", ("overlap=true", "publish_bytes_per_s=1e9")
     ),

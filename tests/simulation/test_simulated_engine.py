@@ -70,7 +70,7 @@ def test_an_update_in_flight_splits_the_spans_where_the_weights_changed() -> Non
         return await job
 
     took_s, deltas = run_virtual(updated())
-    assert took_s == pytest.approx(LENGTH * 0.011 + 0.2)  # staging beside generation, the swap under a freeze
+    assert took_s == pytest.approx(LENGTH * 0.011 + 0.2)  # staging during generation, then the swap while frozen
     spans = join_spans([span for delta in deltas for span in delta.spans])
     assert spans == ((0, 100), (1, 100))  # 1.1 s at 11 ms per token
     ids = [token for delta in deltas for token in delta.token_ids]

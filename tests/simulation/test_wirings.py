@@ -28,7 +28,7 @@ PLAYS = {
     "alone": [],
     "with rolling updates": ["update_mode=multi_version", "eval_every=2"],
     "trimmed and streamed": ["on_expiry=trim", "stream=true", "eta=1"],
-    "beside training": ["overlap=true", "eta=1"],
+    "during training": ["overlap=true", "eta=1"],
     "in gangs": ["gang=true"],
 }
 

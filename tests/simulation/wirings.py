@@ -1,6 +1,6 @@
 """Ways to form groups that only tests put into a simulated run: streams with quotas, a user's filter, several sizes.
 
-A task is a number, which decides stream, filter and size. What the run promises of them is checked beside I1 to I9.
+A task is a number, which decides stream, filter and size. Their limits are checked in addition to I1 to I9.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.dataflow.filters import FilterChain, user
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import MIN_GROUP_SIZE, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation
-from penstock.platform.simulator.durable import Restored
 from penstock.platform.simulator.parts import number_of, training_tasks
 from penstock.platform.simulator.simulation import MAX_REFILLS, Outcome, Seams, environment_of, simulate
 from penstock.platform.simulator.world import HASH, InvariantError, task_of
@@ -82,10 +83,11 @@ class WiredDataflow(CheckedDataflow):
         self._live_of: Counter[str] = Counter()
         super().__init__(limits, *arguments, **named)
         self._most = math.ceil(self.wiring.quota * limits.window)
-        restored = arguments[-1]
-        assert isinstance(restored, Restored)
-        for event in restored.history:
-            self._follow(event)
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        super().load_state_dict(state, ready)
+        self._streams = {int(record.group_id): record.stream for record in self.ledger.live()}
+        self._live_of = Counter(self._streams.values())
 
     def _on_ledger(self, event: JournalEntry) -> None:
         super()._on_ledger(event)
@@ -102,7 +104,7 @@ class WiredDataflow(CheckedDataflow):
         if event.state in _ENDED:
             self._live_of[self._streams.pop(group)] -= 1
         if event.reason is Reason.USER and not self.wiring.refuses(number_of(event.task_id)):
-            raise InvariantError("filter", f"group {group} was filtered, and nobody refuses {event.task_id}")
+            raise InvariantError("filter", f"group {group} was filtered, but no filter refuses {event.task_id}")
 
     def close_batch(self) -> tuple[GroupRef, ...] | None:
         batch = super().close_batch()

@@ -64,6 +64,7 @@ class BackgroundTracker:
         capacity: int = 1024,
         first_backoff_s: float = 1.0,
         close_timeout_s: float = 8.0,
+        logged_to: int = -1,
     ) -> None:
         """Start the thread, which calls `open_sink`, because imports and logins are slow.
 
@@ -73,8 +74,10 @@ class BackgroundTracker:
             capacity: Maximum number of queued records.
             first_backoff_s: Seconds before the first retry; doubles up to one minute.
             close_timeout_s: Longest wait in `close`, seconds.
+            logged_to: Last step that the sink has from before a resume. Records up to it are not sent a second time.
         """
         self.name = name
+        self._logged_to = logged_to
         self._open_sink = open_sink
         self._records: queue.Queue[_Delivery | None] = queue.Queue(maxsize=capacity)
         self._first_backoff_s = first_backoff_s
@@ -90,7 +93,8 @@ class BackgroundTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue one record and return immediately."""
         copy = dict(metrics)
-        self._enqueue(lambda sink: sink.log(step, copy))
+        if step > self._logged_to:
+            self._enqueue(lambda sink: sink.log(step, copy))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Queue the figures of the summary and return immediately."""

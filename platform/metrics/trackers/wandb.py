@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from penstock.dataflow.errors import ConfigError
 
@@ -18,6 +19,7 @@ WandbMode = Literal["online", "offline"]
 
 _DEFAULT_BASE_URL = "https://api.wandb.ai"
 _STEP = "step"
+RUN_ID_FILE = "wandb_run_id"
 
 
 def resolve_mode(config: WandbTrackerConfig, environ: Mapping[str, str] = os.environ) -> WandbMode:
@@ -52,6 +54,14 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
+def _run_id(run_dir: Path) -> str:
+    """The id of the W&B run: kept in the run's directory, so that a resumed run continues it."""
+    path = run_dir / RUN_ID_FILE
+    if not path.exists():
+        path.write_text(uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
 class WandbTracker:
     """One W&B run, written only by this object.
 
@@ -78,6 +88,8 @@ class WandbTracker:
             project=config.project,
             entity=config.entity,
             name=run_name,
+            id=_run_id(run_dir),
+            resume="allow",
             dir=str(run_dir),
             mode=mode,
             config=resolved_config,

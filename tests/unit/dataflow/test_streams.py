@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import re
 import types
 from collections import Counter
@@ -13,7 +15,6 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.journal import resume
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
 from penstock.dataflow.task_queue import LengthLimits, QueuedTask, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -199,32 +200,27 @@ def test_a_stream_that_ends_says_so() -> None:
         line.next(ledger)
 
 
-def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_way() -> None:
-    ledger, journal = Ledger(), []
-    ledger.on_event = journal.append
-    line = TaskQueue([stream("a"), stream("b")], 4, 2)
-    admitted = [admit(line, ledger) for _ in range(4)]
-    for group_id in (1, 2):
-        for state in (GroupState.SCORING, GroupState.READY, GroupState.TRAINING, GroupState.TRAINED):
-            ledger.move(GroupId(group_id), state)
-    ledger.mark(1)
+def test_a_restored_queue_continues_with_the_next_tasks_and_finds_those_that_are_needed_again() -> None:
+    ledger, queue = Ledger(), TaskQueue([stream("a"), stream("b")], 4, 2)
+    admitted = [queued for _ in range(4) if (queued := admit(queue, ledger))]
+    queue.requeue(admitted[0], ledger)
+    for group_id in range(4):
+        ledger.end(GroupId(group_id), GroupState.DROPPED, Reason.STALE)
 
-    resumed = resume(journal, 1)
-    again = TaskQueue([stream("a"), stream("b")], 4, 2)
-    again.resume(resumed.ledger, resumed.restarts)
-    started = [admit(again, resumed.ledger) for _ in range(4)]
-    names = [queued.task.task_id for queued in started if queued]
-    assert names[:2] == [queued.task.task_id for queued in (admitted[0], admitted[3]) if queued]
-    assert sorted(names[2:]) == ["a2", "b2"]
-    assert resumed.ledger.tasks_by_stream == {"a": 3, "b": 3}
+    restored = TaskQueue([stream("a"), stream("b")], 4, 2)
+    wanted = [(queued.stream, queued.task.task_id) for queued in admitted]
+    found = restored.load_state_dict(json.loads(json.dumps(queue.state_dict())), ledger.tasks_by_stream, wanted)
+    assert found == {(queued.stream, queued.task.task_id): queued.task for queued in admitted}
+    copy_of_ledger = copy.deepcopy(ledger)
+    continued = [admit(queue, ledger) for _ in range(8)]
+    assert [admit(restored, copy_of_ledger) for _ in range(8)] == continued
+    assert [queued.requeues for queued in continued if queued].count(1) == 1, "the dropped task starts again"
 
 
-def test_a_resumed_line_misses_a_task_that_is_gone() -> None:
-    ledger, journal = Ledger(), []
-    ledger.on_event = journal.append
-    admit(TaskQueue([stream("a")], 4, 2), ledger)
-    ledger.mark(1)
-    resumed = resume(journal, 1)
+def test_a_restored_queue_misses_a_task_that_is_gone() -> None:
+    ledger, queue = Ledger(), TaskQueue([stream("a")], 4, 2)
+    queued = admit(queue, ledger)
+    assert queued is not None
     other = TaskQueue([TaskStream("a", endless("other"))], 4, 2)
-    with pytest.raises(PenstockError, match="task a0 was under way when the run stopped"):
-        other.resume(resumed.ledger, resumed.restarts)
+    with pytest.raises(PenstockError, match=r"1 tasks of the checkpoint, a0 among them.*the first 1 tasks"):
+        other.load_state_dict(queue.state_dict(), ledger.tasks_by_stream, [("a", queued.task.task_id)])

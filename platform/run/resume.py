@@ -1,0 +1,196 @@
+"""`penstock resume`: continue a run from a checkpoint, exactly once.
+
+What is compared first: the configuration (changed keys are named, and only some may change without `--allow-changed`),
+the tasks, and the files of the checkpoint. Then the run continues as `penstock train` does, in the same directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from penstock.dataflow.errors import CheckpointError, ConfigError
+from penstock.envs.fingerprint import changes, fingerprints
+from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.machine import check_machine
+from penstock.platform.checks.run_dir import read_data
+from penstock.platform.checks.tasks import check_plugins
+from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.field_errors import describe_errors
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR
+from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder
+from penstock.platform.run.launch import train
+from penstock.platform.run.run_dir import locked
+
+FREE_KEYS = (
+    "total_steps",
+    "checkpoint",
+    "evaluation",
+    "tracker",
+    "cluster",
+    "rollout.num_engines",
+    "rollout.engine.tensor_parallel_size",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "trainer.num_ranks",
+    "trainer.zero_stage",
+    "trainer.start_timeout_s",
+    "trainer.step_timeout_s",
+    "reward.num_workers",
+    "weights",
+    "dataflow.batch_timeout_s",
+)
+"""Keys that change where and how long a run computes, but not what it learns. All others need `--allow-changed`."""
+
+
+def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, allows_changed: bool = False) -> int:
+    """Run `penstock resume` to its end; returns the exit code.
+
+    Args:
+        run_dir: Directory of the run.
+        overrides: `KEY=VALUE` words.
+        step: Which checkpoint; None is the newest complete one.
+        allows_changed: Whether any key and the tasks may have changed.
+
+    Raises:
+        ConfigError: If the configuration cannot continue this run.
+        CheckpointError: If there is no checkpoint that can be read.
+    """
+    run_dir = run_dir.resolve()
+    saved = read_saved_config(run_dir)
+    with locked(run_dir):  # not while the run is still going on
+        checkpoint = choose_checkpoint(run_dir, step)
+    enter_folder_of(run_dir)
+    config = changed_config(saved, overrides, run_dir)
+    problems = [] if allows_changed else [*changed_keys(saved, config), *changed_tasks(run_dir, config)]
+    if checkpoint.version >= config.total_steps:
+        problems.append(
+            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
+            f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
+        )
+    findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
+    findings += check_plugins(config, "train")
+    problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    for file in (run_dir / TRAJECTORIES_DIR).glob("step_*.parquet"):
+        if int(file.stem.removeprefix("step_")) > checkpoint.version:
+            file.unlink()
+    return train(config, checkpoint)
+
+
+def read_saved_config(run_dir: Path) -> dict[str, Any]:
+    """The configuration that a run has written.
+
+    Raises:
+        ConfigError: If the directory holds no run.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            [f"{run_dir}: holds no {CONFIG_FILE}, so it is no run. Give the directory that `penstock train` printed."]
+        )
+    saved = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(saved, dict)
+    return {str(key): value for key, value in saved.items()}
+
+
+def choose_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """The newest complete checkpoint, or that of a step.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    folder = CheckpointFolder(run_dir)
+    versions = folder.versions()
+    reasons: list[str] = []
+    for version in reversed(versions if step is None else [one for one in versions if one == step]):
+        try:
+            checkpoint = folder.read(version)
+            reason = folder.damage(checkpoint)
+        except CheckpointError as error:
+            reason = str(error)
+        else:
+            if reason is None:
+                return checkpoint
+        reasons.append(reason)
+    found = f"steps {versions}" if versions else "none"
+    raise CheckpointError(
+        f"{folder.folder}: no complete checkpoint{'' if step is None else f' of step {step}'}; found {found}. "
+        + "".join(f"{reason}. " for reason in reasons)
+        + "A run writes one every checkpoint.every_minutes or checkpoint.every_steps. Start a new run, which may begin "
+        "from a policy of this one: model.path=…"
+    )
+
+
+def enter_folder_of(run_dir: Path) -> None:
+    """Change to the folder in which the run was started: its relative paths and the user's modules are there."""
+    try:
+        folder = Path(json.loads((run_dir / ENVIRONMENT_FILE).read_text())["folder"])
+    except (OSError, ValueError, KeyError):
+        return
+    if folder.is_dir():
+        os.chdir(folder)
+
+
+def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: Path) -> RunConfig:
+    """The saved configuration with the overrides.
+
+    Raises:
+        ConfigError: If an override is no `KEY=VALUE`, or the result is invalid.
+    """
+    choices = [word for word in overrides if "=" not in word or "/" in word.partition("=")[0]]
+    if choices:
+        raise ConfigError(
+            [f"{word}: a resumed run takes single keys, KEY=VALUE, and no choices of groups." for word in choices]
+        )
+    typed = {word.partition("=")[0]: word for word in overrides}
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(dict(saved)), OmegaConf.from_dotlist(list(overrides)))
+        raw = OmegaConf.to_container(merged)
+        assert isinstance(raw, dict)
+        raw |= {"run_dir": str(run_dir), "overwrite": False}
+        return RunConfig.model_validate_json(json.dumps(raw), strict=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).splitlines()[0]]) from error
+    except ValidationError as error:
+        raise ConfigError(list(describe_errors(error, typed).values())) from error
+
+
+def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each changed key that changes what the run learns."""
+    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
+    for key in sorted(before.keys() | now.keys()):
+        is_free = key in ("run_dir", "overwrite") or any(key == one or key.startswith(f"{one}.") for one in FREE_KEYS)
+        if before.get(key) != now.get(key) and not is_free:
+            yield (
+                f"{key}={now.get(key)}: the run began with {before.get(key)}, and this changes what it learns. Leave "
+                "it, or use --allow-changed."
+            )
+
+
+def changed_tasks(run_dir: Path, config: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each source of tasks that has changed since the run began."""
+    for change in changes(read_data(run_dir), fingerprints(config.env, config.seed)):
+        yield f"env: the tasks have changed: {change}. Bring the data back, or use --allow-changed."
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> leaf; lists are leaves."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    return {
+        key: leaf
+        for name, value in tree.items()
+        for key, leaf in _flat(value, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
