@@ -13,6 +13,9 @@ batch of B per version:
 For k = 0, every group that is due now is in the batch. For k > 0, the k batches up to v + k have capacity for all
 groups that are due by then. If the condition holds at v, waiting for live groups makes it hold at v + 1, so no group
 ever expires (docs/concepts/staleness.md has the proof and an example).
+
+This file defines the bound and holds the admission gate. The consumption gate, which enforces the bound, is
+`ConsumptionGate` in dataflow/gate.py; dataflow/core.py checks every group once more when a batch takes it.
 """
 
 from __future__ import annotations

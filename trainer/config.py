@@ -205,21 +205,31 @@ class AlgorithmConfig(BaseModel):
         return self.compares_pairs or self.kl_in_loss > 0 or self.kl_in_reward > 0
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's own AdamW.
+
+    Attributes:
+        lr: Learning rate. It is ten times the policy's: values have to be learned from nothing, while the policy only
+            moves.
+    """
+
+    lr: float = Field(default=1e-5, gt=0)
+
+
 class CriticConfig(BaseModel):
     """The critic of `algorithm/advantage=gae`: a model of its own on the trainer ranks.
 
     Attributes:
         path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
             language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
-        optimizer: Its own; everything else is as for the policy. The rate is ten times the policy's: values have to be
-            learned from nothing, while the policy only moves.
+        optimizer: Its own; everything else is as for the policy.
         value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_clip: float = Field(default=0.2, gt=0)
 
 
@@ -230,7 +240,6 @@ class ReferenceConfig(BaseModel):
         path: Hugging Face directory or hub name; None is the policy that training starts from.
         num_workers: Processes; each holds the whole policy in float32.
         pool: Pool that they run on; None is the trainer's.
-        timeout_s: Longest wait for the logprobs of one group, seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -238,7 +247,6 @@ class ReferenceConfig(BaseModel):
     path: str | None = None
     num_workers: int = Field(default=1, ge=1)
     pool: str | None = None
-    timeout_s: float = Field(default=600.0, gt=0)
 
 
 class TeacherConfig(ReferenceConfig):
@@ -248,7 +256,6 @@ class TeacherConfig(ReferenceConfig):
         path: Hugging Face directory or hub name.
         num_workers: Processes; each holds the whole teacher in float32.
         pool: Pool that they run on; None is the trainer's.
-        timeout_s: Longest wait for the logprobs of one group, seconds.
         num_parameters: Its weights, for the estimate of memory; None: as many as the policy has.
     """
 

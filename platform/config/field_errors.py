@@ -45,11 +45,11 @@ def _loss(name: str, key: str) -> str:
 
 RENAMED = {
     "weights.mode=gather": "weights.transport=gather",
-    "weights.mode=direct": "weights.transport=auto",
+    "weights.mode": "weights.transport=auto",
     "weights.memory=host": "weights.transport=shared_memory",
-    "weights.memory=device": "weights.transport=auto (cuda_ipc within a node, process_group between nodes)",
+    "weights.memory": "weights.transport=auto (cuda_ipc within a node, process_group between nodes)",
     "weights.stage_on=host": "weights.staging=bucket",
-    "weights.stage_on=device": "weights.staging=shard",
+    "weights.stage_on": "weights.staging=shard",
     "weights.transport=group": "weights.transport=process_group",
     "weights.transport=object_store": "weights.transport=gather (to other nodes it uses the object store)",
     "weights.codec=lora": "weights.transport=auto (with trainer.lora only adapters are published)",
@@ -109,7 +109,7 @@ PEER_NAMES = {
     "train_batch_size": "dataflow.batch_groups=VALUE (prompts per batch)",
     "num_generations": "dataflow.group_size=VALUE",
     "rollout.n": "dataflow.group_size=VALUE",
-    "num_iterations": "algorithm.epochs=VALUE",
+    "num_iterations": "algorithm.epochs=VALUE algorithm.proximal=recompute",
     "max_steps": "total_steps=VALUE",
     "trainer.total_training_steps": "total_steps=VALUE",
     "max_completion_length": "rollout.sampling.max_new_tokens=VALUE",
@@ -129,17 +129,21 @@ _FULL_SUPPORT = (
     "it would cut the sampling support: the engine renormalises over what is left and the trainer does not, so every "
     "importance ratio would include the cut mass. Lower rollout.sampling.temperature instead."
 )
+_GROUP_TIMEOUT = "the logprobs of one group may take 10 minutes, a limit that only a hanging worker reaches."
 _RETRIED = "requests to a failed service are retried for every program; max_attempts and backoff_s say how often."
 REMOVED = {
     "dataflow.filters.max_refills": "a run stops after 1,024 groups were filtered between two batches.",
     "dataflow.max_engine_retries": "a trajectory is retried three times after engine failures.",
     "env.endpoint.max_request_mib": "a request may have up to 4 MiB.",
+    "reference.timeout_s": _GROUP_TIMEOUT,
     "reward.normalize": "set the weights of reward.parts to their final values, e.g. with a sum of 1.",
     "rollout.adaptive_concurrency": "an engine that runs out of KV cache always gets fewer requests at a time.",
     "rollout.sampling.top_k": _FULL_SUPPORT,
     "rollout.sampling.top_p": _FULL_SUPPORT,
+    "sandbox.remote.connect_timeout_s": "a service has 5 s to accept a connection; grace_s limits its answer.",
     "sandbox.remote.failures_to_open": _RETRIED,
     "sandbox.remote.open_s": _RETRIED,
+    "teacher.timeout_s": _GROUP_TIMEOUT,
 }
 """Removed keys that a user may still have in a file -> current behaviour, and what to do."""
 
@@ -175,8 +179,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
     where = f"{place.path}={_show(value)}{origin}"
-    if not isinstance(value, dict) and (new := _instead(RENAMED, place.path, value) or _as_group(place.path, value)):
-        # A plain value stands where a section is now.
+    is_plain = kind not in _CHOICE_ERRORS and not isinstance(value, dict)  # perhaps a key that became a section
+    if is_plain and (new := _instead(RENAMED, place.path, value) or _as_group(place.path, value)):
         return f"{where}: this key is now a section. Use {new}."
     if kind == "value_error":  # raised by a validator of ours
         return f"{where}: {details['ctx']['error']}"
@@ -196,7 +200,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
 def _instead(table: Mapping[str, str], path: str, value: Any) -> str:
     """The replacement from a table of old or foreign names; empty if it has no entry."""
     new = table.get(f"{path}={value}") or table.get(path, "")
-    return new.replace("VALUE", _show(value))
+    is_word = isinstance(value, str) and value.replace("_", "").isalnum()
+    return new.replace("VALUE", value if is_word else _show(value))
 
 
 def _as_group(path: str, value: Any) -> str:
@@ -216,11 +221,9 @@ def _unknown_key(place: Place, origin: str) -> str:
     if place.owners:
         section = parent.rpartition(".")[0]
         group = (section if section in _SECTION_GROUPS else parent).replace(".", "/")
-        how = accepted_choice(group, place.owners[0]) if len(place.owners) == 1 else f"{group}= one of them"
-        return (
-            f"{where}: key of {group}={_listed(place.owners)}; the chosen one is {place.chosen}. "
-            f"Choose it with {how}, or leave the key out."
-        )
+        how = f"it with {accepted_choice(group, place.owners[0])}" if len(place.owners) == 1 else "one of them"
+        owners = f"{group}={_listed(place.owners)}"
+        return f"{where}: key of {owners}; the chosen one is {place.chosen}. Choose {how}, or leave the key out."
     if nearest := nearest_key(place.path, place.siblings):
         return f"{where}: unknown key. Did you mean {nearest}?"
     return f"{where}: unknown key. Keys of {parent or 'the root'}: {', '.join(place.siblings)}."

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from penstock.envs.registry import MOVED
-from penstock.platform.config.field_errors import nearest_choice
+from penstock.platform.config.field_errors import accepted_choice, nearest_choice
 
 Groups = Mapping[str, Sequence[str]]
 """Config group -> its choices."""
@@ -91,7 +91,7 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
         _sort_choice(override, text, groups, result)
     elif "/" in key:
         hint = nearest_choice(key, list(groups))
-        result.problems.append(f"{text}: {key} is not a config group.{hint} Groups: {', '.join(groups)}.")
+        result.problems.append(f"{text}: {key} is no config group.{hint} Groups: {', '.join(groups)}.")
     elif as_group in groups and not override.is_delete():
         result.problems.append(f"{text}: {key} is a config group. {_choose(as_group, override.value(), groups)}")
     elif as_group.removesuffix("/type") in groups and as_group.endswith("/type") and not override.is_delete():
@@ -99,16 +99,19 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
         why = f"{key} alone would keep the settings of the previous variant"
         result.problems.append(f"{text}: {why}. {_choose(group, override.value(), groups)}")
     else:
-        if key in _REPLACED and not override.is_delete():
+        value = text if override.is_delete() else f"++{text.lstrip('+')}"
+        if key in _REPLACED:
+            # Hydra refuses to delete what no file has set, so deleting is setting nothing.
+            value = f"++{key}={{}}" if override.is_delete() else value
             result.values.append(f"++{key}=null")
-        result.values.append(text if override.is_delete() else f"++{text.lstrip('+')}")
+        result.values.append(value)
         result.typed[key] = text
 
 
 def _choose(group: str, value: object, groups: Groups) -> str:
     """The override that chooses `value` of a group."""
     if value in groups[group]:
-        return f"Write {group}={value}."
+        return f"Write {accepted_choice(group, str(value))}."
     if isinstance(value, list) and value and all(one in groups[group] for one in value):
         return f"Write {group}=[{','.join(value)}]."
     if "custom" in groups[group] and isinstance(value, str) and ("." in value or ":" in value):

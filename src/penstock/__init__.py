@@ -4,7 +4,9 @@ import sys
 
 __version__ = "0.1.0"
 
+_TOOLS = ("DescribedTool", "ToolCall", "ToolError", "ToolResult", "ToolServerError", "Toolbox", "describe_tools")
 MOVED = {
+    **{f"penstock.envs.tools.{name}": f"penstock.envs.tools.functions.{name}" for name in _TOOLS},
     "penstock.envs.agents": "penstock.envs.tasks.agents",
     "penstock.envs.arithmetic": "penstock.envs.tasks.arithmetic",
     "penstock.envs.arithmetic_form": "penstock.envs.rewards.arithmetic_form",
@@ -15,7 +17,7 @@ MOVED = {
     "penstock.envs.python_tasks": "penstock.envs.tasks.python_tasks",
     "penstock.envs.tool_environment": "penstock.envs.tools.tool_environment",
 }
-"""Public modules by the names they had before, and where they are now."""
+"""Public modules, and names of the module `tools` that is a folder now, by the paths they had before."""
 
 
 class _Moved:
@@ -24,7 +26,8 @@ class _Moved:
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:  # noqa: ARG004 - Python's signature
         if name in MOVED:
-            raise ModuleNotFoundError(f"{name} has moved: import {MOVED[name]}", name=name)
+            # `from package import name` ignores the error if its name is that of the missing module.
+            raise ModuleNotFoundError(f"{name} has moved to {MOVED[name]}", name=MOVED[name])
 
 
 sys.meta_path.append(_Moved)

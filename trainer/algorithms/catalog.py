@@ -1,7 +1,11 @@
 """Every algorithm by kind and name: what it computes, where it comes from, which function it is. No torch here.
 
-A new one is one function and one entry. `penstock algorithms` prints these, docs/paper_index.md lists them, the checks
-of a configuration read what they need, and `load` finds the function.
+A new loss is a function in losses.py, an entry here, a settings class in config.py if it has settings, and
+conf/algorithm/loss/NAME.yaml. Your own loss needs none of them: `algorithm/loss=custom
+algorithm.loss.function=pkg.module:function`.
+
+`penstock algorithms` prints these, docs/paper_index.md lists them, the checks of a configuration read what they need,
+and `load` finds the function.
 
 Symbols: trajectory i of a group of G with reward R_i; sampled token t, n_i of them; N sequences of a batch;
 behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w = exp(p − b); sg = stop-gradient.

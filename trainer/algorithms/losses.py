@@ -1,6 +1,10 @@
 """Losses: `(LossTokens, settings of the loss) -> PolicyLoss`, of single tokens, of sequences, of pairs, and without
 ratio.
 
+A new loss is a function here, an entry in catalog.py, a settings class in config.py if it has settings, and
+conf/algorithm/loss/NAME.yaml. Your own loss needs none of them: `algorithm/loss=custom
+algorithm.loss.function=pkg.module:function`.
+
 Shape legend: T loss tokens, S sequences, P pairs, G members of a group. c target (with gradient), p proximal, b
 behavior; ρ = exp(c − p); A advantage; sg stop-gradient.
 
