@@ -1,4 +1,4 @@
-"""Selects groups whose logprobs are computed before their batch closes (docs/concepts/dataflow.md, "Prefetch").
+"""Selects groups whose logprobs are computed before their batch closes (docs/concepts/dataflow.md, "Early logprobs").
 
 This is a pure state machine without a clock or waiting. A *wait* is the time from the trainer's request for a batch
 until the batch closes.

@@ -1,9 +1,9 @@
-"""What a step needs of the policy and its critic without gradient, at the weights it begins with.
+"""Forward passes without gradient that a step needs, with the weights at its start.
 
     V of the critic, logprobs of the policy without its adapters, proximal logprobs
 
-Each is computed of single groups before their batch is complete (`ahead`), while the ranks would stand idle, and of the
-rest of the batch when the step begins (`sequences`). See docs/concepts/dataflow.md, "Prefetch".
+They run for single groups before their batch is complete (`ahead`), while the ranks would be idle, and for the rest of
+the batch when the step begins (`sequences`). See docs/concepts/dataflow.md, "Early logprobs".
 
 Shape legend: n sampled tokens of a group, members one after another.
 """
@@ -29,11 +29,11 @@ from penstock.trainer.work import Work
 
 
 class Forwarded(NamedTuple):
-    """One group, with what its step needs.
+    """A group with the results of its forward passes.
 
     Attributes:
-        version: Of the policy that it was computed with.
-        seconds: That it took this rank.
+        version: Policy version with which they were computed.
+        seconds: Time that they took on this rank.
     """
 
     version: int
@@ -42,12 +42,12 @@ class Forwarded(NamedTuple):
 
 
 @dataclass(slots=True)
-class Prefetched:
-    """What one rank has forwarded ahead; equal on all ranks, since all get the same calls in the same order.
+class EarlyResults:
+    """Early results of one rank. They are equal on all ranks, which get the same calls in the same order.
 
-    Invariant: all that is kept was computed with the weights that the next step begins with. So a step ends with
-    nothing kept, and so does every other update of weights. The version alone would not do: a step that is skipped
-    keeps the version, and a critic may have moved in it.
+    Invariant: all results were computed with the weights at the start of the next step. They are therefore discarded
+    after every step and every other weight update. Comparing versions is not enough, because a skipped step keeps the
+    version but may have updated the critic.
     """
 
     _kept: dict[GroupId, Forwarded] = field(default_factory=dict)
@@ -57,12 +57,12 @@ class Prefetched:
     _seconds: float = 0.0
 
     def keep(self, forwarded: Forwarded) -> None:
-        """A group was forwarded."""
+        """Keep the results of a group."""
         self._kept[forwarded.payload.group_id] = forwarded
         self._seconds += forwarded.seconds
 
     def of(self, payloads: Sequence[GroupPayload], version: int) -> list[GroupPayload]:
-        """The groups of a batch, or of a part of it, that trains from `version`, with what there is of each."""
+        """Return the groups of a batch (or a part of it) that trains from `version`, with their early results."""
         found = []
         for payload in payloads:
             num_tokens = sum(trajectory.num_sampled_tokens for trajectory in payload.trajectories)
@@ -79,7 +79,7 @@ class Prefetched:
         return found
 
     def forget(self) -> tuple[dict[str, float], float]:
-        """Weights moved, or may have: nothing is kept any more.
+        """Discard all results, because the weights have changed or may have changed.
 
         Returns:
             Metrics of the batch since the last call, and the seconds of all forwards since then.
@@ -97,38 +97,38 @@ class Prefetched:
 
 
 class Forwards:
-    """One rank's. Collective: all ranks make the same calls with the same arguments."""
+    """The forward passes of one rank. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(self, passes: Passes, critic: Critic | None, work: Work) -> None:
         self._passes = passes
         self._algorithm = passes.spec.algorithm
         self._critic = critic
         self._work = work
-        self._prefetched = Prefetched()
+        self._early_results = EarlyResults()
 
     @property
     def are_needed(self) -> bool:
-        """There is anything to compute before the loss."""
+        """Whether the algorithm needs any of these forward passes."""
         return self._critic is not None or self._recomputes or self._is_own_reference
 
     def ahead(self, payloads: Sequence[GroupPayload], version: int) -> None:
-        """Compute and keep all that the step at `version` needs of these groups."""
+        """Compute and keep the results that the step at `version` needs for these groups."""
         for payload in payloads if self.are_needed else ():
             start = time.perf_counter()
             (forwarded,) = self._completed([payload])
             if self._recomputes:
                 forwarded = replace(forwarded, proximal=self._logprobs([payload])[0])
-            self._prefetched.keep(Forwarded(version, time.perf_counter() - start, forwarded))
+            self._early_results.keep(Forwarded(version, time.perf_counter() - start, forwarded))
 
     def sequences(
         self, payloads: Sequence[GroupPayload], version: int, normaliser: float | None = None
     ) -> list[TrainingSequence]:
-        """With advantages, and proximal logprobs if they are recomputed; what is there already is not computed again.
+        """Build sequences with advantages, and proximal logprobs if they are recomputed, reusing early results.
 
         Args:
             payloads: The groups of the batch, or of a part of it.
             version: Policy version before the step.
-            normaliser: As in `policy_sequences`; 1.0: it is not known yet.
+            normaliser: As in `policy_sequences`; 1.0 if it is not known yet.
 
         Raises:
             TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
@@ -136,22 +136,22 @@ class Forwards:
         algorithm, spec = self._algorithm, self._passes.spec
         lacks_reference = any(payload.reference is None for payload in payloads)
         if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
-            asked = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
+            setting = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
             raise TrainingError(
-                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
-                "worker, or use an algorithm that compares with none."
+                f"trainer: algorithm.{setting}, but the groups came without reference logprobs. Start a reference "
+                "worker, or use an algorithm without a reference."
             )
         if algorithm.needs_teacher and any(payload.teacher is None for payload in payloads):
             raise TrainingError(
                 f"trainer: algorithm.loss={algorithm.loss.name}, but the groups came without logprobs of a teacher. "
-                "Start one (teacher.path), or use a loss that learns from rewards."
+                "Start a teacher (teacher.path), or use a loss that learns from rewards."
             )
-        groups = self._completed(self._prefetched.of(payloads, version))
+        groups = self._completed(self._early_results.of(payloads, version))
         sequences = policy_sequences(groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id)
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         if not self._recomputes or not missing:
             return sequences
-        # Only of loss tokens. Pairs are of the whole batch: part of it has other indices, and a forward needs none.
+        # Only loss tokens are computed. Pairs refer to the whole batch, and a forward pass does not need them.
         rest = [replace(sequences[index], preferred_to=(), unit=None) for index in missing]
         self._count(rest)
         for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
@@ -159,8 +159,8 @@ class Forwards:
         return sequences
 
     def forget(self) -> tuple[dict[str, float], float]:
-        """Weights moved: `Prefetched.forget`. No metrics where nothing can be prefetched."""
-        metrics, seconds = self._prefetched.forget()
+        """Call `EarlyResults.forget` after weights have changed. Without early results there are no metrics."""
+        metrics, seconds = self._early_results.forget()
         return (metrics if self.are_needed else {}), seconds
 
     @property
@@ -169,11 +169,11 @@ class Forwards:
 
     @property
     def _is_own_reference(self) -> bool:
-        """The reference is the policy without its adapters."""
+        """Whether the reference is the policy without its adapters."""
         return self._algorithm.needs_reference and bool(self._passes.backend.adapters)
 
     def _completed(self, payloads: Sequence[GroupPayload]) -> list[GroupPayload]:
-        """With V of the critic and logprobs of the policy without its adapters, where they are needed and missing."""
+        """Add missing values of the critic and missing logprobs of the policy without its adapters."""
         groups = list(payloads)
         if self._is_own_reference:
             with self._passes.backend.adapters.off():
@@ -181,7 +181,7 @@ class Forwards:
         return groups if self._critic is None else _filled(groups, "values", self._critic.values)
 
     def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
-        """Per group `[n] float32`, of its n sampled tokens."""
+        """Per group `[n] float32` logprobs of its n sampled tokens."""
         self._count(sampled_tokens(payloads))
         return self._passes.per_sampled_token(payloads)
 
@@ -194,7 +194,7 @@ def _filled(
     name: Literal["reference", "values"],
     compute: Callable[[Sequence[GroupPayload]], list[NDArray[np.float32]]],
 ) -> list[GroupPayload]:
-    """What is there, and in its gaps what `compute` says of those groups, all of them in one pass."""
+    """Return the known results, with the gaps filled by `compute` in one pass over the groups without results."""
     missing = [payload for payload in payloads if getattr(payload, name) is None]
     computed: Iterator[Any] = iter(compute(missing) if missing else ())
     return [replace(one, **{name: next(computed)}) if getattr(one, name) is None else one for one in payloads]

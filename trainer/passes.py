@@ -1,4 +1,4 @@
-"""Forward and backward passes over the sequences of a batch: planned, laid out, and run micro-batch by micro-batch."""
+"""Forward passes over the sequences of a batch: planning, collation, and execution by micro-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.weights.model_config import ModelShape
 
 
 class TeacherForced(NamedTuple):
-    """How well a policy knows given answers.
+    """Accuracy of a policy on given answers, measured by teacher forcing.
 
     Attributes:
         greedy_accuracy: Share of examples whose every response token is the argmax: those that greedy decoding gives.
@@ -38,13 +38,13 @@ class TeacherForced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """This rank's share of a batch, by a plan that is the same on all ranks."""
+    """The passes of this rank, by a plan that is the same on all ranks."""
 
     backend: Backend
     spec: TrainerSpec
 
     def plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
-        """Which sequences go where."""
+        """Plan which rank and micro-batch computes each sequence."""
         num_ranks, max_tokens = self.backend.data_parallel_size, self.spec.trainer.max_group_tokens
         share = attention_share(self.spec.model.shape)
         if self.spec.trainer.share_prompts:
@@ -60,7 +60,7 @@ class Passes:
         )
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
-        """Those of this rank, as tensors."""
+        """Yield the micro-batches of this rank as tensors."""
         backend, needs_mask = self.backend, self.spec.model.attention == "sdpa"
         for planned in plan.ranks[backend.data_parallel_rank]:
             micro_batch = collate(planned, sequences, device=backend.device, needs_mask=needs_mask)
@@ -77,7 +77,7 @@ class Passes:
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
 
     def per_target(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float64]]:
-        """What the model says of every target token, without gradient: `[n_i]` each, the same on all ranks."""
+        """Output of the model for every target token, without gradient: `[n_i]` each, the same on all ranks."""
         counts = [len(sequence.targets) for sequence in sequences]
         starts = np.cumsum([0, *counts])
         found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0

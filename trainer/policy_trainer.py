@@ -1,4 +1,4 @@
-"""One rank of the trainer: a batch of groups in, one optimizer step or several, a report out. No Ray here.
+"""One rank of the trainer: takes a batch of groups, does one or several optimizer steps, returns a report. No Ray.
 
     forwards without gradient → advantages (whole batch, I9) → per mini-batch: token weights → plan (ranks,
     rows) → forward, loss, backward per micro-batch → clip and update → metrics reduced over ranks
@@ -183,7 +183,7 @@ class PolicyTrainer:
         return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._work.take(step_s)
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
-        """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
+        """`[P]`: margin of the chosen over the rejected answer, in summed logprobs or in scores."""
         return margins_of(self._preference_values(pairs))
 
     def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:

@@ -1,4 +1,4 @@
-"""What the optimizer steps of one batch did, and what is said of them and of the batch together."""
+"""Results of the optimizer steps of a batch, and the metrics of the batch."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:
 
 @dataclass(slots=True)
 class OpenUpdate:
-    """What one update has gathered while its gradient grows.
+    """Accumulated state of one update.
 
     Attributes:
         metrics: Sums over all micro-batches so far.
-        share: What this rank has of the batch.
-        normaliser: Σ over parts of what their gradients are still to be divided by; 0 if they are divided already.
+        share: Statistics of this rank for the consistency checks.
+        normaliser: Sum of the parts' normalisers by which the gradient must still be divided; 0 if already divided.
         payloads: Groups of the parts before the last, for the statistics of the batch.
-        busy_s: Wall seconds spent on those.
-        is_first: The policy is still that of the start of the batch.
-        is_first_epoch: Every token of it is trained for the first time.
-        has_gradient: There was something to learn from, so there is a gradient to step along.
+        busy_s: Wall seconds spent on these parts.
+        is_first: Whether the policy is still that of the start of the batch.
+        is_first_epoch: Whether all its tokens are trained for the first time.
+        has_gradient: Whether any micro-batch had a gradient.
     """
 
     metrics: TokenMetrics
@@ -68,7 +68,7 @@ class Update:
         loss: Σ weight · term over its normaliser.
         lr: Learning rate.
         micro_batches: Of this rank, per part.
-        is_silent: There was nothing to learn from, so no step was taken.
+        is_silent: Whether no step was taken because nothing had a gradient.
     """
 
     sums: TokenSums
@@ -81,14 +81,14 @@ class Update:
 
     @property
     def changed_nothing(self) -> bool:
-        """The policy is as it was."""
+        """Whether the policy is unchanged."""
         return self.is_silent or self.result.is_skipped
 
 
 def summary(updates: Sequence[Update]) -> dict[str, float]:
-    """Metrics of a batch: token means over all its updates, means of loss and norm; those skipped are left out.
+    """Metrics of a batch: token means over all its updates, means of loss and norm. Skipped updates are left out.
 
-    If all were skipped, they are what is shown.
+    If all updates were skipped, they are included.
     """
     shown = [one for one in updates if not one.result.is_skipped] or updates
     sums = shown[0].sums
@@ -114,7 +114,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     """Reward, length and episode statistics over all trajectories of the batch; they are the same on every rank."""
     rewards = np.concatenate([group_rewards(payload) for payload in payloads])
     trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
-    # A silent group: nobody did better than whom it is compared with.
+    # A group without signal: all rewards that are compared are equal.
     compared = [rewards_by_baseline(payload.trajectories).values() for payload in payloads]
     metrics = {
         "reward/mean": float(rewards.mean()),

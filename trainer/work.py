@@ -1,4 +1,4 @@
-"""How much a trainer computes, and what its device could: model FLOPs, tokens per second, utilisation (MFU).
+"""Counts the computation of a trainer: model FLOPs, tokens per second, utilization of the device (MFU).
 
 Symbols: n tokens of a sequence, m of them loss tokens, W weights of the layers, V vocabulary, H hidden, L layers,
 A query heads times their size.
@@ -16,7 +16,7 @@ from penstock.trainer.batches.packing import TrainingSequence
 from penstock.weights.model_config import DType, ModelShape
 
 FORWARD_AND_BACKWARD = 3
-"""Times a forward."""
+"""Cost of a training pass relative to a forward pass."""
 _BF16_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -49,12 +49,12 @@ def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float
 
 @dataclass(slots=True)
 class Work:
-    """What all ranks together have computed since it was last taken.
+    """Computation of all ranks since the last `take`.
 
     Attributes:
-        num_devices: That share it.
-        peak_flops: Of one of them, FLOP/s; None: not known.
-        num_tokens: That the policy was trained on, prompts included.
+        num_devices: Number of devices of the trainer.
+        peak_flops: Peak of one device, FLOP/s; None if unknown.
+        num_tokens: Tokens that the policy was trained on, prompts included.
     """
 
     shape: ModelShape
@@ -64,20 +64,20 @@ class Work:
     flops: float = 0.0
 
     def trained(self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int]) -> None:
-        """The policy went forward and backward over these."""
+        """Count a forward and backward pass of the policy over these sequences."""
         self.computed(sequences, shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
         self.num_tokens += sum(one.num_inputs for one in sequences)
 
     def computed(
         self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int], *, num_forwards: int
     ) -> None:
-        """Passes over these beside that: of a critic, or without gradient. `BatchPlan.shared_lengths` do not count."""
+        """Count additional passes: those of a critic or without gradient. `BatchPlan.shared_lengths` do not count."""
         flops = sum(forward_flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences)
         saved = sum(forward_flops(self.shape, length, 0) for length in shared_lengths)
         self.flops += num_forwards * (flops - saved)
 
     def take(self, busy_s: float) -> dict[str, float]:
-        """Rates over `busy_s` seconds of computing; begins again."""
+        """Return the rates over `busy_s` seconds of computation and reset the counters."""
         device_s = max(busy_s, 1e-9) * self.num_devices
         rates = {
             "trainer/tokens_per_s_per_device": self.num_tokens / device_s,

@@ -86,7 +86,7 @@ def statistics_kernel(
     split = in_group // group_rows
 
     lefts = tl.make_tensor_descriptor(hidden, [num_tokens, hidden_size], [hidden_size, 1], [BLOCK_T, BLOCK_H])
-    rights = tl.make_tensor_descriptor(weight, [vocab_size, hidden_size], [hidden_size, 1], [BLOCK_V, BLOCK_H])
+    weight_tiles = tl.make_tensor_descriptor(weight, [vocab_size, hidden_size], [hidden_size, 1], [BLOCK_V, BLOCK_H])
     token = token_start + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     target = tl.load(targets + token, mask=is_token, other=-1).to(tl.int32)
@@ -100,7 +100,7 @@ def statistics_kernel(
         logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for first_channel in range(0, hidden_size, BLOCK_H):
             left = lefts.load([token_start, first_channel])
-            right = rights.load([vocab_start, first_channel])
+            right = weight_tiles.load([vocab_start, first_channel])
             logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
         word = vocab_start + tl.arange(0, BLOCK_V)
         in_vocab = (word < vocab_stop)[None, :]

@@ -1,4 +1,4 @@
-"""Computes logprobs of ready groups on the trainer ranks while they wait (docs/concepts/dataflow.md, "Prefetch").
+"""Computes logprobs of ready groups on the trainer ranks while they wait (docs/concepts/dataflow.md, "Early logprobs").
 
 Consumes: ready groups in deadline order. Waits for: one forward pass at a time. Unblocked by: a group that becomes
 ready. It stops when the batch closes, so a step starts at most one group's forward pass after its batch has closed.

@@ -1,4 +1,4 @@
-"""Layers and doors (DESIGN §2), over the syntax trees: every import counts, also inside functions and TYPE_CHECKING."""
+"""Layers and import boundaries, checked over the syntax trees, including imports inside functions and TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BELOW = {
 INSIDE_PLATFORM = ("metrics", "config", "cluster", "checks", "run", "simulator", "cli")
 """Folders of platform/; each imports only from those before it."""
 
-DOORS: dict[str, Callable[[str], bool]] = {
+IMPORT_BOUNDARIES: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path.startswith("rollout/engines/vllm/"),
@@ -44,14 +44,14 @@ DOORS: dict[str, Callable[[str], bool]] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pass over the house saw."""
+    """Result of one pass over the source tree."""
 
     num_files: int
     violations: list[str]
 
 
 def read_project(root: Path) -> Reading:
-    """Parse every Python file of the house under `root` and collect its forbidden imports."""
+    """Parse every Python file of the source tree under `root` and collect its forbidden imports."""
     violations = []
     num_files = 0
     for folder in BELOW:
@@ -94,12 +94,12 @@ def what_is_wrong(relative: str, name: str) -> str | None:
                 return f"platform/{mine}/ may not import from platform/{theirs}/ ({name})"
     elif top in BELOW and top != "platform":
         return f"{name} is imported by its folder; write penstock.{name}"
-    elif top in DOORS and not DOORS[top](relative):
-        return f"{top} has its own room; this file may not import it ({name})"
+    elif top in IMPORT_BOUNDARIES and not IMPORT_BOUNDARIES[top](relative):
+        return f"{top} is imported only behind its boundary; this file may not import it ({name})"
     return None
 
 
-def test_every_file_imports_only_from_floors_below_and_foreign_libraries_only_through_their_door() -> None:
+def test_every_file_imports_only_from_layers_below_and_foreign_libraries_only_behind_their_boundary() -> None:
     assert read_project(ROOT).violations == []
 
 
@@ -116,9 +116,9 @@ def test_every_file_that_penstock_ships_was_read() -> None:
 
 PLANTED = {
     "dataflow/core.py": ("from penstock.envs.config import EnvConfig", "dataflow/ may not import from envs/"),
-    "dataflow/torchy.py": ("def late():\n    import torch.nn", "torch has its own room"),
-    "envs/rayish.py": ("import ray", "ray has its own room"),
-    "envs/workers/scoring.py": ("from torch import nn", "torch has its own room"),
+    "dataflow/torchy.py": ("def late():\n    import torch.nn", "torch is imported only behind its boundary"),
+    "envs/rayish.py": ("import ray", "ray is imported only behind its boundary"),
+    "envs/workers/scoring.py": ("from torch import nn", "torch is imported only behind its boundary"),
     "kernels/loss.py": ("from penstock import trainer", "kernels/ may not import from trainer/"),
     "weights/typed.py": (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import pool",
@@ -128,14 +128,14 @@ PLANTED = {
         "from penstock.trainer.config import TrainerConfig",
         "rollout/ may not import from trainer/",
     ),
-    "rollout/vllm_helper.py": ("from vllm import LLM", "vllm has its own room"),
+    "rollout/vllm_helper.py": ("from vllm import LLM", "vllm is imported only behind its boundary"),
     "rollout/deep/relative.py": ("from ...trainer import config", "rollout/ may not import from trainer/"),
     "trainer/step.py": ("import penstock.rollout.pool.pool", "trainer/ may not import from rollout/"),
-    "trainer/other_backend.py": ("import deepspeed", "deepspeed has its own room"),
-    "trainer/loss.py": ("import triton.language as tl", "triton has its own room"),
+    "trainer/other_backend.py": ("import deepspeed", "deepspeed is imported only behind its boundary"),
+    "trainer/loss.py": ("import triton.language as tl", "triton is imported only behind its boundary"),
     "actors/engine/actor.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
-    "actors/config.py": ("from omegaconf import DictConfig", "omegaconf has its own room"),
-    "platform/run/run.py": ("import wandb", "wandb has its own room"),
+    "actors/config.py": ("from omegaconf import DictConfig", "omegaconf is imported only behind its boundary"),
+    "platform/run/run.py": ("import wandb", "wandb is imported only behind its boundary"),
     "platform/config/schema.py": (
         "from penstock.platform.run.flow import Flow",
         "platform/config/ may not import from platform/run/",

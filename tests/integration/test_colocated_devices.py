@@ -94,7 +94,7 @@ async def test_ranks_and_engines_get_the_whole_devices_of_their_slots(
                 by_slot.setdefault(slot, set()).add(device)
     assert all(len(names) == 1 for names in by_slot.values()), f"who shares a slot shares a GPU: {by_slot}"
     assert len(set.union(*by_slot.values())) == len(by_slot) == max(ranks, engines * width), "a GPU for each slot"
-    assert free == NUM_GPUS - sum(shared_bundles(config)), "nobody else gets what is reserved, and nothing else is"
+    assert free == NUM_GPUS - sum(shared_bundles(config)), "exactly the bundles are reserved"
 
 
 async def test_gpus_that_the_cluster_does_not_have_together_are_refused(four_gpus: None) -> None:

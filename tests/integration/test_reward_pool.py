@@ -53,7 +53,7 @@ async def test_every_worker_has_a_gpu_of_its_pool_and_its_process_sees_no_other(
     rewards = reward_workers(config)
     try:
         await rewards_are_loaded(config, rewards)
-        assert ray.available_resources().get("GPU", 0.0) == 0.0, "nobody else gets them"
+        assert ray.available_resources().get("GPU", 0.0) == 0.0, "they are reserved"
         scores = await asyncio.gather(*(rewards.score(*pair("!")) for _ in range(4)))
     finally:
         await rewards.close()

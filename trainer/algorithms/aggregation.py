@@ -4,7 +4,7 @@ A weight is a share divided by a normaliser. The normaliser is computed once ove
 (I9), so the same batch gives the same gradient however the work is split.
 
 Shape legend: N sequences of the whole batch (all ranks), all tokens of which weigh the same; T loss tokens and S
-sequences of one micro-batch, in which single tokens may count less, or not at all (`staleness_factors`,
+sequences of one micro-batch, in which individual tokens may have a smaller weight or none (`staleness_factors`,
 `is_low_entropy`).
 """
 
@@ -62,12 +62,12 @@ def token_weights(
 
 
 def batch_normaliser(num_loss_tokens: NDArray[np.int64], mode: str) -> float:
-    """What the shares of a whole batch are divided by; those of its parts add up to it."""
+    """Divisor of the shares of a batch. The normalisers of its parts add up to that of the batch."""
     return float(num_loss_tokens.sum() if mode == "token_mean" else len(num_loss_tokens))
 
 
 def staleness_factors(staleness: Tensor, decay: float) -> Tensor:
-    """`decay^staleness`, `[T] float64`: staler tokens count less. Lag is the staleness in versions, `[T] int64` ≥ 0."""
+    """`decay^staleness`, `[T] float64`: staler tokens count less. `staleness` is `[T] int64` ≥ 0, in versions."""
     return torch.as_tensor(decay, dtype=torch.float64, device=staleness.device).pow(staleness.clamp(min=0))
 
 

@@ -1,4 +1,4 @@
-"""Behavior corrections: what makes tokens of an older policy (or another implementation) count for the present one.
+"""Behavior corrections: importance weights and masks for tokens of an older policy or another implementation.
 
 Each is `(LossTokens, settings of the correction) -> Correction`; a chain multiplies the weights (at most one is not 1)
 and masks what any of them masks. Nothing here carries a gradient, and rejected tokens keep their place in the
@@ -107,7 +107,7 @@ def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
 
 
 def veto(tokens: LossTokens, config: VetoConfig) -> Correction:
-    """A sequence is masked iff any of its tokens has w < floor: the policy would never have gone there."""
+    """A sequence is masked iff any of its tokens has w < min_weight: the policy would not have sampled it."""
     is_impossible = (_weights(tokens) < config.min_weight).to(tokens.behavior.dtype)
     return _mask(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
 

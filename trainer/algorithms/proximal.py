@@ -1,4 +1,4 @@
-"""The proximal policy, centre of the trust region: log-probabilities p by which the ratio ρ = exp(c − p) is measured.
+"""The proximal policy, center of the trust region: logprobs p in the ratio ρ = exp(c − p).
 
 Shape legend: T loss tokens.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProximalInputs:
-    """What p can be made from, none of it with a gradient.
+    """Inputs from which p is computed, all without gradient.
 
     Attributes:
         target: `[T]` sg(c).
         behavior: `[T]` b.
         recomputed: `[T]` by a forward at the start of the batch; None if there was none.
-        lags: `[T] int64`, v_prox − v_token: versions from the one that sampled a token to the start of the batch.
-        is_first_update: No optimizer step of this batch was made yet.
+        staleness: `[T] int64`, v_prox − v_token: version at the start of the batch minus that of the token.
+        is_first_update: Whether no optimizer step of this batch was taken yet.
     """
 
     target: Tensor
@@ -35,7 +35,7 @@ def target(inputs: ProximalInputs) -> Tensor:
 
 
 def behavior(inputs: ProximalInputs) -> Tensor:
-    """`p = b`: no weight is left (w ≡ 1), ρ carries all of it."""
+    """`p = b`: w ≡ 1, and ρ contains the whole correction."""
     return inputs.behavior
 
 

@@ -1,4 +1,4 @@
-"""The port between the training step and whatever holds parameters, gradients and optimizer state.
+"""The port between the training step and the backend, which holds parameters, gradients and optimizer state.
 
 One process per rank. Every method marked *collective* must be called by all ranks in the same order.
 """
@@ -21,11 +21,11 @@ from penstock.weights.layout.engine import TrainingSharding
 
 
 class OptimizerResult(NamedTuple):
-    """What one optimizer step did, equal on all ranks.
+    """Result of one optimizer step, equal on all ranks.
 
     Attributes:
         grad_norm: Global 2-norm of the gradient before clipping; inf when it was not finite.
-        is_skipped: Nothing was changed, because loss or gradient was not finite.
+        is_skipped: Whether the step was skipped because the loss or the gradient was not finite.
     """
 
     grad_norm: float
@@ -67,11 +67,11 @@ class Backend(Protocol):
         ...
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of the next step."""
+        """Set the learning rate of the next step."""
         ...
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Within it, `forward` keeps no graph and returns `is_argmax` instead of entropies."""
+        """Context in which `forward` keeps no graph and returns `is_argmax` instead of entropies."""
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -87,11 +87,11 @@ class Backend(Protocol):
         ...
 
     def training_sharding(self) -> TrainingSharding:
-        """Which tensors there are, under their HF names, and how the ranks hold them."""
+        """Tensors by HF name, and their sharding over the ranks."""
         ...
 
     def local_weights(self) -> dict[str, Tensor]:
-        """HF name -> what this rank holds of the tensor, flat; aliases of live weights. Collective with adapters."""
+        """HF name -> this rank's part of the tensor, flat, aliasing live weights. Collective with adapters."""
         ...
 
     def save_hf(self, path: str) -> None:
@@ -125,6 +125,6 @@ class Backend(Protocol):
 def poison_if_not_finite(loss: Tensor) -> Tensor:
     """Make a non-finite loss give non-finite gradients everywhere: `loss · (1 + 0 · sg(loss))`.
 
-    So the gradient norm alone decides whether a step is skipped; it is global, and all ranks agree without asking.
+    The global gradient norm then decides whether a step is skipped, so all ranks agree without communication.
     """
     return loss * (1.0 + 0.0 * loss.detach())

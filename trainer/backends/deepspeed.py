@@ -4,7 +4,7 @@ What is done here and why:
 - Accumulation is 1 and boundaries are set by hand, so that any number of micro-batches makes a step.
 - DeepSpeed averages gradients over ranks; our loss carries the global normaliser, so it is multiplied by their number.
   Under Ulysses, ZeRO-0 to 2 average over data-parallel ranks only, ZeRO-3 (reduce_scatter) over all.
-- Torch AdamW as client optimizer: DeepSpeed's own are compiled at first use. Nothing is compiled here.
+- The client optimizer is torch AdamW, because DeepSpeed's own optimizers are compiled at first use.
 - Gradient clipping is always written: DeepSpeed clips at 1.0 when it is not. At stage 0 in float32 it reports no norm,
   so norm and clip are computed here and DeepSpeed's clip is off (0.0).
 - Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; stage 0 does it here.
@@ -413,7 +413,7 @@ def full_shape(parameter: Any) -> Shape:
 
 
 def take_split(policy: PolicyModel, shapes: dict[str, Shape]) -> TensorSplit:
-    """Read what AutoTP has done, and let the policy's head know its part of the vocabulary. Collective."""
+    """Read the splits that AutoTP has made, and set the policy head's part of the vocabulary. Collective."""
     from deepspeed.utils import groups
 
     rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()

@@ -1,9 +1,9 @@
-"""Do the ranks train the same policy, and equal parts of a batch? What each of them saw, before anything was reduced.
+"""Checks that all ranks train the same policy on comparable parts of a batch, using per-rank values before reduction.
 
-A rank whose weights have silently left the others' gives gradients of another policy, and the sum of all looks normal.
-So every replica sums up the bits of its weights at the start of a batch: equal policies have equal sums. ZeRO-3 keeps
-no replicas. Gradients of parameters exist unreduced nowhere under ZeRO; what does, on every backend, is the gradient at
-the logprobs, whose norm is a rank's share of the signal.
+If the weights of a rank silently diverge, its gradients belong to a different policy, but their sum looks normal. Every
+replica therefore sums the bits of its weights at the start of a batch, and equal policies have equal sums. ZeRO-3 keeps
+no replicas. ZeRO never exposes unreduced parameter gradients, but every backend has the gradient at the logprobs, whose
+norm is the rank's share of the signal.
 
 Shape legend: R ranks that compute on different tokens.
 """
@@ -25,10 +25,10 @@ _EXACT = 1 << 50
 
 @dataclass(slots=True)
 class RankShare:
-    """Of one rank, over the updates of a batch.
+    """Values of one rank over the updates of a batch.
 
     Attributes:
-        fingerprint: Of its weights at the start; 0 if they are partitioned.
+        fingerprint: Fingerprint of its weights at the start; 0 if they are partitioned.
         loss: Σ weight · term.
         token_weight: Σ weight.
         squared_signal: Σ (∂loss/∂logprob)², on the device.
@@ -41,20 +41,20 @@ class RankShare:
 
     @classmethod
     def at_start(cls, backend: Backend) -> RankShare:
-        """Of a rank that has its weights and no batch yet."""
+        """Create the share of a rank before its batch."""
         held: list[Tensor] = []
         if num_shares(backend) > 1 and not backend.training_sharding().is_partitioned:
-            with backend.adapters.off():  # adapters apart from what they are added to
+            with backend.adapters.off():  # adapters are summed separately from the base weights
                 held = [*backend.local_weights().values(), *backend.adapters.parameters()]
         return cls(fingerprint(held), torch.zeros((), dtype=torch.float64, device=backend.device))
 
     def add(self, loss: float, token_weight: float) -> None:
-        """One update's."""
+        """Add the values of one update."""
         self.loss += loss
         self.token_weight += token_weight
 
     def watch(self, target: Tensor) -> None:
-        """Add the gradient that will arrive at these logprobs."""
+        """Add the gradient at these logprobs during backward."""
 
         def add(gradient: Tensor) -> None:
             self.squared_signal += gradient.double().square().sum()
@@ -69,7 +69,7 @@ def num_shares(backend: Backend) -> int:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Sum of the bits of all weights, as integers, modulo 2^50: whatever the order, and one flipped bit changes it."""
+    """Sum of all weights' bits as integers, modulo 2^50: independent of the order, and changed by any flipped bit."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
@@ -78,7 +78,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def agreement(share: RankShare, backend: Backend) -> dict[str, float]:
-    """Dispersion over the ranks; nothing if there is one. Collective."""
+    """Dispersion over the ranks; empty for a single rank. Collective."""
     size = num_shares(backend)
     if size == 1:
         return {}

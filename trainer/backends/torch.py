@@ -97,12 +97,12 @@ class TorchBackend:
         return values
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing, because there is no process group."""
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within it a model, wrapped or not, keeps no graph."""
+    """Context in which a model, wrapped or not, keeps no graph."""
     model.eval()
     try:
         with torch.no_grad():
@@ -146,7 +146,7 @@ def set_num_updates(optimizer: torch.optim.Optimizer, parameter: Tensor, num_upd
 
 
 def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:
-    """For losses whose normaliser was not known at their backward; nothing is touched at 1."""
+    """Divide gradients of losses whose normaliser was unknown in backward. Does nothing for 1."""
     if normaliser != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
@@ -164,7 +164,7 @@ def build_torch_backend(
 
 
 def build_adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Torch AdamW over all that is trained: the same optimizer under every backend, and nothing to compile."""
+    """Create torch AdamW over all trained parameters: the same optimizer in every backend, without compilation."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         trained, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay

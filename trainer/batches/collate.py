@@ -44,20 +44,20 @@ class ModelInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Model inputs and what the loss needs, each `[K]`. An empty micro-batch has one dummy token of weight 0.
+    """Model inputs and the inputs of the loss, `[K]` each. An empty micro-batch has one dummy token of weight 0.
 
     Attributes:
         reference_logprobs: 0 where the loss does not need them.
-        lags: `int64`, staleness in versions.
-        segments: `int64`, which of the S sequences of this micro-batch each loss token belongs to.
+        staleness: `int64`, in versions.
+        segments: `int64`, index of the loss token's sequence among the S sequences of this micro-batch.
         pairs: `[P, 2] int64`, segments (preferred, other) of a pair loss.
-        sequence_index: `[K] int64`, which sequence of the batch each loss token belongs to.
-        token_index: `[K] int64`, which of its loss tokens it is.
+        sequence_index: `[K] int64`, index of the loss token's sequence in the batch.
+        token_index: `[K] int64`, index among the loss tokens of its sequence.
         num_segments: S.
-        num_tokens: Loss tokens that count: K, or 0 if empty.
-        proximal_logprobs: None if there was no forward at the start of the batch.
-        old_values: V of the critic at the start of the batch; None if there is none.
-        returns: What V should be.
+        num_tokens: Number of real loss tokens: K, or 0 if empty.
+        proximal_logprobs: None if there was no forward pass at the start of the batch.
+        old_values: V of the critic at the start of the batch; None if there is no critic.
+        returns: Targets of the critic.
         teacher_logprobs: None if there is no teacher.
     """
 
@@ -89,20 +89,20 @@ _PER_TOKEN = (
     "proximal_logprobs",
     "teacher_logprobs",
 )
-"""Columns of a micro-batch that sequence parallelism cuts."""
+"""Columns of a micro-batch that sequence parallelism splits."""
 
 
 def collate(
     plan: MicroBatchPlan, sequences: Sequence[TrainingSequence], *, device: torch.device, needs_mask: bool
 ) -> MicroBatch:
-    """Lay the planned sequences out in rows.
+    """Arrange the planned sequences in rows.
 
     Args:
         plan: Rows of indices into `sequences`.
         sequences: All sequences of the batch.
         device: Where the tensors go.
-        needs_mask: Whether the attention wants a mask for rows of several sequences (sdpa), or reads the restarting
-            position ids itself (flash attention).
+        needs_mask: Whether the attention needs a mask for rows of several sequences (sdpa), or uses the restarting
+            position ids (flash attention).
     """
     if not plan.rows:
         return empty_micro_batch(device)
@@ -132,7 +132,7 @@ def collate(
             start = stop
     counts = [len(sequences[index].targets) for index in order]
     chosen = [sequences[index] for index in order]
-    # Both members of a pair are here: they are one unit of the plan.
+    # Both members of a pair are in this micro-batch, because they are one unit of the plan.
     place = {index: position for position, index in enumerate(order)}
     pairs = [(place[better], place[worse]) for better in order for worse in sequences[better].preferred_to]
 
@@ -184,7 +184,7 @@ def collate(
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """One dummy token of weight 0: attached to the graph, so collective hooks fire on every rank."""
+    """Create one dummy token of weight 0, which is part of the graph, so that collective hooks run on every rank."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     grid = index[None]
@@ -205,16 +205,16 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
 
 
 def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """Sequence parallelism: the stretch of rank 0 ≤ `rank` < `size`, with the loss tokens that it predicts.
+    """Sequence parallelism: the slice of rank 0 ≤ `rank` < `size`, with the loss tokens that it predicts.
 
-    A row of L tokens is padded to a multiple of the group's size n and cut into n stretches of L/n. Attention sees the
-    whole row (DeepSpeed Ulysses exchanges stretches for heads); everything else, and the loss, sees the stretch. One
-    without loss tokens has a dummy token of weight 0, so that it has a graph for the collectives of others.
+    A row of L tokens is padded to a multiple of the group's size n and split into n slices of L/n. Attention uses the
+    whole row (DeepSpeed Ulysses exchanges slices for heads); all other layers and the loss use the slice. A slice
+    without loss tokens has a dummy token of weight 0, so that its rank takes part in all collectives.
 
     Args:
         micro_batch: One row, without an attention mask: positions alone say where sequences begin.
-        rank: Which stretch.
-        size: Number of stretches.
+        rank: Index of the slice.
+        size: Number of slices.
     """
     inputs = micro_batch.inputs
     assert inputs.attention_mask is None, "a mask would have to be cut for whole rows"
@@ -224,7 +224,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     stretch = slice(rank * length, (rank + 1) * length)
     missing = length * size - inputs.input_ids.shape[1]
     input_ids = F.pad(inputs.input_ids, (0, missing))[:, stretch].contiguous()
-    # Positions go on counting: padding is no new sequence.
+    # Positions continue, because padding is not a new sequence.
     further = inputs.position_ids[:, -1:] + torch.arange(1, missing + 1, device=inputs.position_ids.device)
     position_ids = torch.cat([inputs.position_ids, further], dim=1)[:, stretch].contiguous()
     is_mine = (inputs.target_index >= stretch.start) & (inputs.target_index < stretch.stop)

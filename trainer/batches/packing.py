@@ -1,4 +1,4 @@
-"""The sequences of a step, and where each goes: ranks, micro-batches and rows. Pure, deterministic, no torch.
+"""Assigns the sequences of a step to ranks, micro-batches and rows. Pure and deterministic, without torch.
 
 A *row* holds one or more sequences end to end. A micro-batch is up to `max_tokens // L` rows, padded to L, the fullest
 of them. Symbols: N sequences, R rows, L row length in tokens.
@@ -37,7 +37,7 @@ RowLayout = Literal["rows", "single_row", "single_sequence"]
 _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
 MAX_IMBALANCE = 1.05
-"""Most loaded rank over the mean, up to which fewer micro-batches are worth it."""
+"""Largest load of a rank relative to the mean that is accepted in exchange for fewer micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class TrainingSequence:
         behavior_logprobs: `[len(targets)] float32`.
         token_weight: Aggregation weight of each loss token.
         advantages: `[len(targets)]`; None: zeros.
-        lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
+        staleness: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         teacher_logprobs: Likewise, of a teacher.
         prompt_length: Tokens before the first sampled one, which may be computed once for several sequences; 0: none.
@@ -59,7 +59,7 @@ class TrainingSequence:
         group: Position of its group in the batch; a mini-batch is of whole groups.
         proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
         old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
-        returns: `[len(targets)]`, what V should be.
+        returns: `[len(targets)]`, targets of the critic.
     """
 
     token_ids: NDArray[np.integer]
@@ -117,7 +117,7 @@ EMPTY_MICRO_BATCH = MicroBatchPlan(rows=(), row_length=1)
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Who computes what in one optimizer step.
+    """Assignment of sequences to ranks and micro-batches in one optimizer step.
 
     Attributes:
         ranks: For each rank its micro-batches; equally many on every rank.
@@ -222,7 +222,7 @@ def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float
 def _share_rows(
     lengths: Sequence[int], rows: Sequence[tuple[int, ...]], num_ranks: int, attention_share: float, most_cost: float
 ) -> list[list[tuple[int, ...]]] | None:
-    """Give each rank equally many rows, costliest first, each to the rank with the least so far that has room.
+    """Give each rank equally many rows: the costliest first, to the rank with the lowest cost that is not full.
 
     Returns:
         For each rank its rows; None if a rank would cost more than `most_cost` and than `MAX_IMBALANCE` of the mean.
@@ -258,12 +258,12 @@ def fill_rows(lengths: Sequence[int], indices: Sequence[int], capacity: int) -> 
         length = lengths[index]
         place = bisect_left(free, (length, -1))
         if place == len(free):
-            room, row = capacity, len(rows)
+            free_tokens, row = capacity, len(rows)
             rows.append([])
         else:
-            room, row = free.pop(place)
+            free_tokens, row = free.pop(place)
         rows[row].append(index)
-        insort(free, (room - length, row))
+        insort(free, (free_tokens - length, row))
     return [tuple(rows[row]) for _, row in free]
 
 
@@ -324,7 +324,7 @@ def _bundles(lengths: Sequence[int], units: Sequence[int | None]) -> list[list[i
 
 @dataclass(slots=True)
 class _Block:
-    """Sequences that lie behind one copy of their prompt.
+    """Sequences that share one copy of their prompt.
 
     Attributes:
         unit: Of all of them.
@@ -338,7 +338,7 @@ class _Block:
     members: list[int] = field(default_factory=list)
 
     def gains(self, one: TrainingSequence, max_tokens: int, attention_share: float) -> bool:
-        """Whether one more member fits, and saves more than its attention to the others costs, which the mask removes.
+        """Whether one more member fits and saves more than the masked attention between members costs.
 
         With t tokens in the block, n in the sequence and r of them behind the prompt: by `sequence_cost`, t + r in one
         row cost no more than t and n in two.

@@ -77,14 +77,14 @@ class Member:
 
 
 def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) -> list[Member]:
-    """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
+    """Return all sequences of the batch. `overlong` may mask truncated answers or leave them out.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or `reward_weights` meet rewards by thread.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
     if not payloads:
-        raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
+        raise TrainingError("trainer: a step was requested with 0 groups, but at least 1 is needed.")
     members: list[Member] = []
     attempts, baselines = count(), dict[tuple[int, str | None], int]()
     for group, payload in enumerate(payloads):
@@ -212,8 +212,8 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
             if name not in trajectory.reward_parts:
                 raise TrainingError(
                     f"algorithm.reward_weights.{name}: trajectory {trajectory.trajectory_id} has no such part of its "
-                    f"reward. It has: {', '.join(trajectory.reward_parts) or 'none'}. Let reward.fn return a dict with "
-                    "it."
+                    f"reward. It has: {', '.join(trajectory.reward_parts) or 'none'}. Return a dict from "
+                    "reward.fn with it."
                 )
     return RewardBatch(
         rewards=np.array(rewards, dtype=np.float64),
@@ -274,7 +274,7 @@ def policy_sequences(
         max_new_tokens: The sampling limit, tokens.
         version: Policy version before the step, from which staleness is counted.
         normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
-        policy_id: Who is trained. What another policy sampled has no staleness: its lags are `OF_ANOTHER_POLICY`.
+        policy_id: Who is trained. What another policy sampled has no staleness: the value is `OF_ANOTHER_POLICY`.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
@@ -353,9 +353,9 @@ def mini_batches(
 
 
 def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
-    """Whether any gradient of the loss can differ from 0: a pair, an advantage that is not 0, or a loss without them.
+    """Whether the gradient can differ from 0: there is a pair, a nonzero advantage, or the loss uses neither.
 
-    Also if a logprob is not finite: such a step is a bad one, and is to be taken for that.
+    Also True if a logprob is not finite, so that the step is skipped as a bad step.
     """
     loss = find("loss", algorithm.loss.name)
     if algorithm.kl_in_loss or loss.is_own or not loss.needs_advantages:
@@ -372,7 +372,7 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
-    """What the weights of a whole batch are divided by; those of its parts add up to it."""
+    """Divisor of the weights of a batch. The normalisers of its parts add up to that of the batch."""
     if algorithm.compares_pairs:
         return float(sum(len(sequence.preferred_to) for sequence in sequences))
     return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
@@ -381,7 +381,7 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
 def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
-    """The same with their token weights; a term of a pair stands at every token of its members, so these are means."""
+    """Set the token weights. A pair's term is repeated at every token of its members, so these weights average it."""
     mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
     total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
     weights = aggregation.token_weights(_counts(sequences), mode, max_new_tokens, total)
@@ -433,7 +433,7 @@ def preference_sequences(
     algorithm: AlgorithmConfig,
     reference_logprobs: Sequence[NDArray[np.float32]] | None = None,
 ) -> list[TrainingSequence]:
-    """Chosen and rejected of every pair, side by side in one micro-batch.
+    """The chosen and the rejected answer of every pair, both in one micro-batch.
 
     Args:
         pairs: Of the batch.
@@ -463,6 +463,6 @@ def preference_sequences(
 
 
 def margins_of(per_target: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """`[P]`: of what the model says of chosen and rejected in turns, how much more the chosen answer is worth to it."""
-    worth = np.array([values.sum() for values in per_target])
-    return worth[0::2] - worth[1::2]
+    """`[P]`: sum over the chosen minus sum over the rejected answer; `per_target` alternates between the two."""
+    sums = np.array([values.sum() for values in per_target])
+    return sums[0::2] - sums[1::2]

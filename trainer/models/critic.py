@@ -1,4 +1,4 @@
-"""The critic of gae: a model of its own that says what is still to come, trained next to the policy on the same ranks.
+"""The critic of gae: a separate model that predicts returns, trained next to the policy on the same ranks.
 
     values of all sampled tokens (start of the batch) → advantages and returns → one update per policy update
 

@@ -95,7 +95,7 @@ def test_a_dropped_task_starts_again_so_many_times_and_no_more(requeues: int, ma
 def test_what_is_live_never_takes_more_than_its_room() -> None:
     core = core_of(batch=1, eta=9, max_live_trajectories=5)
     groups = [started(core) for _ in range(core.free_credits)]
-    assert len(groups) == 2, "two groups of two in a room of five"
+    assert len(groups) == 2, "two groups of two within a limit of five"
     assert core.free_credits == 0
     with pytest.raises(AccountingError, match="no credit to admit"):
         core.admit(TaskId("t"))

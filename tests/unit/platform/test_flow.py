@@ -111,7 +111,7 @@ async def one_engine_is_stuck() -> None:
     await train_all(flow, [stuck, good])
     assert "no token for" in flow.ports.runner.pool.fenced[EngineId("stuck")]
     assert stuck.served == 8, "it gets nothing more once what it had was silent"
-    assert set(stuck.aborted) == {request.request_id for request in stuck.requests}, "nobody waits for that"
+    assert set(stuck.aborted) == {request.request_id for request in stuck.requests}, "no task waits for them"
     assert flow.counts().failed == 0
 
 

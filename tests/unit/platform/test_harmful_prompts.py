@@ -61,7 +61,7 @@ def trained_but_one(counts: LedgerCounts) -> bool:
     ("prompt", "told"),
     [
         (TOO_LONG, r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves space for at most 19"),
-        ("1+1=" * 5, r"the prompt of t5 has 20 tokens"),  # no room for one token
+        ("1+1=" * 5, r"the prompt of t5 has 20 tokens"),  # no space for one token
         ("ß", r"it knows no 'ß'"),
         ([{"role": "user", "content": "1+1="}], r"t5: .*the tokenizer has no chat template"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.early_logprobs import Forwarded, Prefetched
+from penstock.trainer.early_logprobs import EarlyResults, Forwarded
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.tiers import each_of
 from tests.unit.trainer.torch_trainer import scored, trainer_of
@@ -103,12 +103,12 @@ def test_a_step_whose_groups_are_all_there_forwards_none_without_gradient(policy
 
 def spoil(trainer: PolicyTrainer) -> None:
     """What would train something else, if it were used."""
-    for group_id, one in trainer._forwards._prefetched._kept.items():
+    for group_id, one in trainer._forwards._early_results._kept.items():
         worse = {
             name: None if (found := getattr(one.payload, name)) is None else found + 5.0
             for name in ("values", "proximal", "reference")
         }
-        trainer._forwards._prefetched._kept[group_id] = one._replace(payload=replace(one.payload, **worse))
+        trainer._forwards._early_results._kept[group_id] = one._replace(payload=replace(one.payload, **worse))
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "reference below adapters"])
@@ -183,17 +183,17 @@ def test_a_group_that_has_its_reference_gets_no_other(policy, batch) -> None:
     trainer = make(policy, "reference below adapters")
     given = np.zeros(1, np.float32)
     trainer.early_logprobs(scored(batch[:1], references=[given]), 0)
-    (kept,) = trainer._forwards._prefetched._kept.values()
+    (kept,) = trainer._forwards._early_results._kept.values()
     assert kept.payload.reference is given
 
 
 def test_accounts_are_of_one_step(batch) -> None:
-    prefetched = Prefetched()
+    results = EarlyResults()
     ahead = [replace(group, values=np.zeros(1, np.float32)) for group in batch]
     for group, seconds, version in zip(ahead, (1.0, 2.0, 4.0), (7, 6, 7), strict=True):
-        prefetched.keep(Forwarded(version, seconds, group))
-    assert [one.values is not None for one in prefetched.of(batch[:2], 7)] == [True, False]
-    metrics, seconds = prefetched.forget()
+        results.keep(Forwarded(version, seconds, group))
+    assert [one.values is not None for one in results.of(batch[:2], 7)] == [True, False]
+    metrics, seconds = results.forget()
     tokens = [sum(one.num_sampled_tokens for one in group.trajectories) for group in batch]
     assert metrics == {
         "trainer/early_logprobs_token_share": tokens[0] / (tokens[0] + tokens[1]),
@@ -201,5 +201,5 @@ def test_accounts_are_of_one_step(batch) -> None:
         "trainer/early_logprobs_unused_s": 6.0,
     }
     assert seconds == 7.0
-    assert prefetched.forget() == (dict.fromkeys(metrics, 0.0), 0.0)
-    assert [one.values for one in prefetched.of(batch, 7)] == [None] * 3
+    assert results.forget() == (dict.fromkeys(metrics, 0.0), 0.0)
+    assert [one.values for one in results.of(batch, 7)] == [None] * 3

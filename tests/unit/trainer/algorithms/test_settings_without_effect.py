@@ -29,7 +29,7 @@ SFT = {"loss": "sft", "correction": "none"}
 
 
 class Case(NamedTuple):
-    """`key=value` has no effect beside `rest`; `because` stands in the warning."""
+    """`key=value` has no effect in combination with `rest`; the warning contains `because`."""
 
     key: str
     value: Any
@@ -97,7 +97,7 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "overlong_ramp_share": (0.9, {"overlong": "penalty"}),
     "staleness_decay": (0.1, {}),
 }  # fmt: skip
-"""Setting -> a value that acts, and beside which others."""
+"""Setting -> a value that has an effect, and the settings that it needs for this."""
 
 
 PATHS = {
