@@ -26,10 +26,6 @@ GROUP_TIMEOUT_S = 600.0
 """Longest wait for the logprobs of one group. They are one forward, which takes seconds, so a worker that has not
 answered after ten minutes hangs."""
 
-GROUP_TIMEOUT_S = 600.0
-"""Longest wait for the logprobs of one group. They are one forward, which takes seconds, so a worker that has not
-answered after ten minutes hangs."""
-
 
 class ReferenceActor:
     """A process around a frozen policy."""

@@ -19,8 +19,6 @@ _MAX_ERROR_CHARACTERS = 300
 _CHUNK_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 5.0
 """Longest wait for a TCP connection. A service that runs accepts within milliseconds, however long its answer takes."""
-_CONNECT_TIMEOUT_S = 5.0
-"""Longest wait for a TCP connection. A service that runs accepts within milliseconds, however long its answer takes."""
 _RETRYABLE_STATUSES = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
