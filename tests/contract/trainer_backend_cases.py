@@ -244,7 +244,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         seed=0,
         temperature=0.7,
         max_new_tokens=32,
-        critic=CriticConfig(optimizer=trainer.optimizer),
+        critic=CriticConfig(optimizer=trainer.optimizer.model_dump()),
     )
     return build_trainer(spec, rank, master_port=port)
 

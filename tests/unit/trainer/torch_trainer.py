@@ -11,7 +11,14 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    LoraConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.model_config import ModelConfig
@@ -55,7 +62,9 @@ def trainer_of(
         max_new_tokens=30,
         kind=kind,
         critic=critic
-        or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon), value_clip=value_clip),
+        or CriticConfig(
+            path=critic_path, optimizer=CriticOptimizerConfig(lr=lr, eps=adam_epsilon), value_clip=value_clip
+        ),
     )
     return build_trainer(spec)
 
