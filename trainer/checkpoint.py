@@ -147,10 +147,6 @@ class TrainerSnapshot:
         }
         return cls(fragments, counters, torch.get_rng_state())
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(3 * 4 * one.num_elements for fragments in self.fragments.values() for one in fragments)
-
 
 def _host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory of flat tensors, in their order.

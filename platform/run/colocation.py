@@ -12,7 +12,7 @@ from typing import cast
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
-from penstock.dataflow.ports import StepReport, TrainerGroup
+from penstock.dataflow.ports import StepReport, TrainerGroup, WrittenFile
 from penstock.dataflow.trajectory import GroupRef, iterate_groups
 from penstock.rollout.pool.pool import EnginePool
 
@@ -39,6 +39,12 @@ class TimeSharedTrainer:
 
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
+
+    async def snapshot(self) -> float:
+        return await self._trainer.snapshot()
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        return await self._trainer.write_checkpoint(folder)
 
     async def _for_each_engine(self, call: Callable[[RemoteEngine], Awaitable[None]]) -> None:
         """Call all engines concurrently. An engine that is lost is fenced instead of failing the step."""

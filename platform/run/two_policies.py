@@ -17,7 +17,7 @@ from typing import cast
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
-from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
+from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher, WrittenFile
 from penstock.dataflow.trajectory import GroupRef, Task, iterate_groups
 from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
 from penstock.platform.run.run import PolicyRuntime
@@ -90,6 +90,18 @@ class TwoPolicyTrainer:
         await asyncio.gather(
             *(trainer.save(str(Path(path).with_name(policy_id))) for policy_id, trainer in self._trainers.items())
         )
+
+    async def snapshot(self) -> float:
+        """Copy the state of both trainers to host memory, concurrently; returns the longer of the two times."""
+        return max(await asyncio.gather(*(trainer.snapshot() for trainer in self._trainers.values())))
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        """Write the last snapshots: of the policy to `folder`, of the partner to the sub-folder `partner`."""
+        mine, other = await asyncio.gather(
+            self._trainers[POLICY].write_checkpoint(folder),
+            self._trainers[PARTNER].write_checkpoint(str(Path(folder) / PARTNER)),
+        )
+        return [*mine, *(file._replace(name=f"{PARTNER}/{file.name}") for file in other)]
 
 
 class TwoPolicyPublisher:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import StepReport
+from penstock.dataflow.ports import StepReport, WrittenFile
 from penstock.dataflow.trajectory import GroupRef, iterate_groups
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.rollout.pool.pool import EnginePool
@@ -50,6 +50,14 @@ class Trainer:
 
     async def save(self, path: str) -> None: ...
 
+    async def snapshot(self) -> float:
+        self.calls.append("snapshot")
+        return 2.0
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        self.calls.append(folder)
+        return [WrittenFile("file", 3, 4)]
+
 
 async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
     """What happened in one step."""
@@ -84,3 +92,11 @@ async def test_the_step_waits_for_work_that_is_in_use_of_the_engines_though_no_r
         await asyncio.sleep(0.01)
         assert calls == [], "the lease has ended, the work has not"
     assert await step == ["a sleep", "step", "a wake"]
+
+
+async def test_a_checkpoint_needs_no_turn_of_the_engines() -> None:
+    calls: list[str] = []
+    trainer = TimeSharedTrainer(Trainer(calls), EnginePool([Sleepy("a", calls)], 4))  # type: ignore[list-item]
+    assert await trainer.snapshot() == 2.0
+    assert await trainer.write_checkpoint("folder") == [WrittenFile("file", 3, 4)]
+    assert calls == ["snapshot", "folder"]

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
-from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
+from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport, WrittenFile
 from penstock.dataflow.trajectory import Task, iterate_groups
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
@@ -57,6 +57,13 @@ class FakeTrainer:
     async def save(self, path: str) -> None:
         self.saved.append(path)
 
+    async def snapshot(self) -> float:
+        return float(self.version)
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        self.saved.append(folder)
+        return [WrittenFile("trainer_00000.safetensors", 10, self.version)]
+
 
 async def test_both_train_every_batch() -> None:
     mine, other = FakeTrainer(), FakeTrainer()
@@ -91,6 +98,18 @@ async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:
     await TwoPolicyTrainer(mine, other, 3).save(str(tmp_path / "step_3" / "policy"))
     assert mine.saved == [str(tmp_path / "step_3" / "policy")]
     assert other.saved == [str(tmp_path / "step_3" / "partner")]
+
+
+async def test_a_checkpoint_has_the_partner_in_a_folder_of_its_own() -> None:
+    mine, other = FakeTrainer(version=3), FakeTrainer(version=4)
+    together = TwoPolicyTrainer(mine, other, 3)
+    assert await together.snapshot() == 4.0, "the longer of the two"
+    files = await together.write_checkpoint("/checkpoint")
+    assert (mine.saved, other.saved) == (["/checkpoint"], ["/checkpoint/partner"])
+    assert [(file.name, file.crc32) for file in files] == [
+        ("trainer_00000.safetensors", 3),
+        ("partner/trainer_00000.safetensors", 4),
+    ]
 
 
 class FakePublisher:
