@@ -210,7 +210,8 @@ def test_two_policies_learn_from_each_others_attempts(
     summary = read_summary(run_dir)
     assert summary["ledger"]["trained"] == 24
     assert summary["eval_before"] > 0.2 > summary["partner_eval_before"], "each is evaluated on its own engines"
-    own, others = read_metric(run_dir, "ratio/staleness_tokens/0"), read_metric(run_dir, "ratio/staleness_tokens/other_policy")
+    own = read_metric(run_dir, "ratio/staleness_tokens/0")
+    others = read_metric(run_dir, "ratio/staleness_tokens/other_policy")
     assert own[0] > 0 < others[0]
     assert read_metric(run_dir, "mismatch/abs_logprob_max")[0] < 1e-4, "of own tokens only"
     assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4

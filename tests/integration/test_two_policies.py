@@ -38,7 +38,8 @@ def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_pa
     run_dir = tmp_path / "runs" / "two"
     summary = read_summary(run_dir)
     assert (summary["ledger"]["trained"], summary["ledger"]["failed"]) == (STEPS * GROUPS, 0)
-    own, others = read_metric(run_dir, "ratio/staleness_tokens/0"), read_metric(run_dir, "ratio/staleness_tokens/other_policy")
+    own = read_metric(run_dir, "ratio/staleness_tokens/0")
+    others = read_metric(run_dir, "ratio/staleness_tokens/other_policy")
     assert own[0] > 0 < others[0]
     assert read_metric(run_dir, "mismatch/abs_logprob_max")[0] < 1e-4, "of own tokens only"
     assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4
