@@ -197,8 +197,7 @@ def write_snapshot(snapshot: TrainerSnapshot, folder: str | Path, rank: int) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            for block in (header, *(tensor.numpy() for tensor in tensors.values())):
-                view = memoryview(block).cast("B")
+            for view in (memoryview(header), *(one.numpy().data.cast("B") for one in tensors.values())):
                 for start in range(0, len(view), _PIECE_BYTES):
                     piece = view[start : start + _PIECE_BYTES]
                     checksum = zlib.crc32(piece, checksum)

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib.metadata import version
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -456,10 +457,8 @@ def of_deepspeed(owner: Any, name: str) -> Any:
     """
     found = getattr(owner, name, of_deepspeed)
     if found is of_deepspeed:
-        import deepspeed
-
         raise CheckpointError(
-            f"trainer: {type(owner).__name__} of DeepSpeed {deepspeed.__version__} has no `{name}`, where the float32 "
+            f"trainer: {type(owner).__name__} of DeepSpeed {version('deepspeed')} has no `{name}`, where the float32 "
             "parameters and moments are found. Without it no checkpoint can be taken or restored. Install the version "
             "that pyproject.toml pins."
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.dataflow.errors import WeightSyncError
-from penstock.trainer.backends.deepspeed import check_partitions
+from penstock.dataflow.errors import CheckpointError, WeightSyncError
+from penstock.trainer.backends.deepspeed import check_partitions, of_deepspeed
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.training import training_layout
 
@@ -27,3 +27,11 @@ def test_another_size_is_named_with_both_numbers(found: int) -> None:
         WeightSyncError, match=rf"rank 1: ZeRO-3 holds {found} elements of model.norm.weight, and 3 were .*7 over 3"
     ):
         check_partitions(held, SIZES, 3, 1)
+
+
+def test_a_version_of_deepspeed_without_a_private_name_is_refused_when_a_checkpoint_needs_it() -> None:
+    assert of_deepspeed(TENSORS[0], "shape") == (7,)
+    with pytest.raises(
+        CheckpointError, match=r"TensorSpec of DeepSpeed \d.* has no `_hp_mapping`.*Install the version that pyproject"
+    ):
+        of_deepspeed(TENSORS[0], "_hp_mapping")
