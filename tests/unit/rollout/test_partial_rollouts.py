@@ -275,6 +275,18 @@ async def test_a_driver_that_stood_still_fails_no_request_that_waits_for_a_versi
     assert (await running).spans[0].version == 3
 
 
+async def test_an_engine_on_which_requests_of_several_groups_stand_still_is_fenced() -> None:
+    """Its process lives and answers, so nothing but the missing tokens shows that it is stuck."""
+    stuck, good = engine("stuck", silent=True), engine("good")
+    runner = make_runner(stuck, good, silence_s=0.05)
+    tasks = [Task(TaskId(f"t{index}"), "1+1=") for index in range(24)]
+    answers = await asyncio.gather(*(run(runner, task) for task in tasks))
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    assert list(runner.pool.fenced) == [EngineId("stuck")]
+    assert "no token for 0 s" in runner.pool.fenced[EngineId("stuck")]
+    assert len(stuck.requests) <= 16, "not one request after another"
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - fakes have no events
