@@ -11,9 +11,9 @@ import asyncio
 import importlib
 import shutil
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ import torch
 
 from penstock.actors.weights.publisher import Probe
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
-from penstock.dataflow.ports import PublishReport, StepReport
+from penstock.dataflow.ports import PublishReport, StepReport, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
@@ -35,6 +35,7 @@ from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.checkpoint import write_snapshot
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.transport.shared_memory import private_directory, write_version
@@ -55,10 +56,13 @@ class InProcessTrainer:
         self._thread = ThreadPoolExecutor(1)
         self._directory = private_directory(spec.publish_in)
         self._trainer: Any = None
+        self._snapshot: Any = None
 
     async def start(self) -> None:
         spec = self._spec
         self._trainer = await self._call(lambda: build_trainer(spec))
+        if spec.restore_from is not None:
+            self.version = await self._call(lambda: self._trainer.restore(spec.restore_from))
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         payloads = [payload_of(group) async for group in batch]
@@ -71,6 +75,13 @@ class InProcessTrainer:
 
     async def save(self, path: str) -> None:
         await self._call(lambda: save_policy(self._trainer, path, self._spec.model_path))
+
+    async def snapshot(self) -> float:
+        self._snapshot = await self._call(lambda: self._trainer.snapshot(self.version))
+        return 0.0
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        return [await asyncio.to_thread(write_snapshot, self._snapshot, folder, 0)]
 
     async def token_logprobs(self, examples: Any) -> np.ndarray:
         return await self._call(lambda: self._trainer.token_logprobs(examples))
@@ -165,14 +176,15 @@ class InProcessActors:
 
 
 @asynccontextmanager
-async def start_in_process(config: RunConfig) -> AsyncIterator[InProcessActors]:
+async def start_in_process(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[InProcessActors]:
     """What `roles.start_actors` is to `penstock train`."""
     rewards = RewardRunner(config.reward, config.sandbox, "cpu")
     policies: list[InProcessActors] = []
     try:
         if config.partner is not None:
-            policies.append(await start_policy(config.partner_view, rewards, PARTNER))
-        policies.append(await start_policy(config, rewards, POLICY, *policies))
+            of_partner = None if restore_from is None else str(Path(restore_from) / PARTNER)
+            policies.append(await start_policy(config.partner_view, rewards, PARTNER, restore_from=of_partner))
+        policies.append(await start_policy(config, rewards, POLICY, *policies, restore_from=restore_from))
         yield policies[-1]
     finally:
         await rewards.shutdown()
@@ -183,10 +195,14 @@ async def start_in_process(config: RunConfig) -> AsyncIterator[InProcessActors]:
 
 
 async def start_policy(
-    config: RunConfig, rewards: RewardRunner, policy_id: PolicyId, partner: InProcessActors | None = None
+    config: RunConfig,
+    rewards: RewardRunner,
+    policy_id: PolicyId,
+    partner: InProcessActors | None = None,
+    restore_from: str | None = None,
 ) -> InProcessActors:
     """Trainer and engines of one policy, and what scores its groups."""
-    trainer = InProcessTrainer(trainer_spec(config, policy_id=policy_id))
+    trainer = InProcessTrainer(replace(trainer_spec(config, policy_id=policy_id), restore_from=restore_from))
     engines = [TorchEngine(spec) for spec in engine_specs(config)]
     await trainer.start()
     for engine in engines:
@@ -197,15 +213,22 @@ async def start_policy(
 
 def train_in_process(folder: Path, overrides: Sequence[str]) -> None:
     """`penstock train` with these overrides in `folder`; user modules there are imported again by every call."""
+    with in_process(folder):
+        config = compose_config(list(overrides))
+        assert asyncio.run(launch._train(config, prepare_run_dir(config))) == 0
+
+
+@contextmanager
+def in_process(folder: Path) -> Iterator[None]:
+    """Within it, runs have their actors in this process and their files in `folder`."""
     known, threads = set(sys.modules), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         importlib.invalidate_caches()
         patch.setattr(launch, "start_actors", start_in_process)
-        config = compose_config(list(overrides))
         try:
-            assert asyncio.run(launch._train(config, prepare_run_dir(config))) == 0
+            yield
         finally:
             torch.set_num_threads(threads)
             for name in set(sys.modules) - known:

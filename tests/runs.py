@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.dataflow.errors import PenstockError
-from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
+from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.run import PolicyRuntime, Run
@@ -52,6 +53,12 @@ class Trainer:
         if self.fails_to_save is not None:
             raise self.fails_to_save
         self.saved.append((str(Path(path).relative_to(self.run_dir)), self.version))
+
+    async def snapshot(self) -> float:
+        return 0.0
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        return []
 
 
 @dataclass
@@ -115,4 +122,7 @@ def run_of(
         evaluator or Evaluator(),
         EngineMonitor(EnginePool([engine], 4)),
     )
-    return Run(simulated.model_copy(update={"trainer": trainer}), side, [], flows, kept)
+    checkpointer = Checkpointer(
+        simulated.checkpoint, CheckpointFolder(run_dir), side.trainer, flows.ports.store, notes.append
+    )
+    return Run(simulated.model_copy(update={"trainer": trainer}), side, [], flows, kept, checkpointer)

@@ -229,13 +229,27 @@ class Checkpointer:
         note: Callable[[str], None],
         resumed: Checkpoint | None = None,
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+        on_cut: Callable[[int], None] = lambda _version: None,
     ) -> None:
+        """Prepare to take checkpoints.
+
+        Args:
+            config: When to take them, and how many to keep.
+            folder: Where they are written.
+            trainer: Copies and writes its own state.
+            store: Holds the payloads of ready groups.
+            note: Prints a line on the console.
+            resumed: The checkpoint that the run continues from; None for a new run.
+            in_thread: Runs blocking work.
+            on_cut: Called with the version at every cut.
+        """
         self._config = config
         self._folder = folder
         self._trainer = trainer
         self._store = store
         self._note = note
         self._in_thread = in_thread
+        self._on_cut = on_cut
         self._incarnation = 0 if resumed is None else resumed.incarnation + 1
         self._spooled: dict[str, tuple[str, int, int]] = {}  # of the newest checkpoint: path, size, crc32
         self._taken_at = time.monotonic()
@@ -244,16 +258,19 @@ class Checkpointer:
         self._num_failed = 0
         self.newest = None if resumed is None else resumed.version
 
-    def is_due(self, version: int) -> bool:
-        """Whether to take a checkpoint at this cut."""
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        """Whether to take a checkpoint at this cut: at an interval, unless the one before is still being written, and
+        after the last step, from which a longer run continues.
+        """
         every, minutes = self._config.every_steps, self._config.every_minutes
-        is_due = bool(every and version % every == 0) or bool(
-            minutes and time.monotonic() - self._taken_at >= 60 * minutes
-        )
-        return is_due and (self._writing is None or self._writing.done())
+        if is_last:
+            return bool(every or minutes)
+        is_due = (every and version % every == 0) or (minutes and time.monotonic() - self._taken_at >= 60 * minutes)
+        return bool(is_due) and (self._writing is None or self._writing.done())
 
     async def take(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> None:
         """Take a checkpoint at this cut, and start to write it."""
+        self._on_cut(version)
         await self.written()
         self._taken_at = time.monotonic()
         self._metrics["checkpoint/blocked_s"] = await self._trainer.snapshot()

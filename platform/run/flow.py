@@ -224,9 +224,7 @@ class Flow:
         core = saved.state["core"]
         live = {GroupId(group["group_id"]): group for group in core["groups"]}
         keys = {group_id: (group["stream"], TaskId(group["task_id"])) for group_id, group in live.items()}
-        tasks = self._tasks.load_state_dict(
-            saved.state["tasks"], core["ledger"]["tasks_by_stream"], keys.values()
-        )
+        tasks = self._tasks.load_state_dict(saved.state["tasks"], core["ledger"]["tasks_by_stream"], keys.values())
         self.stats.load_state_dict(saved.state["stats"])
         self._filters.since_batch.update(
             {Reason(reason): count for reason, count in saved.state["filtered_since_batch"].items()}

@@ -15,6 +15,7 @@ from typing import cast
 
 from penstock import __version__
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ledger import JournalEntry
 from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
@@ -42,6 +43,7 @@ from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
+from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
@@ -64,7 +66,7 @@ def train(config: RunConfig, resumed: Checkpoint | None = None) -> int:
         return run_to_end(lambda: _train(config, run_dir, resumed))
 
 
-async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None) -> int:
+async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None) -> int:
     console = RunConsole(config.total_steps)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
@@ -149,7 +151,13 @@ async def build_run(
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
-        core.ledger.on_event = events
+        log = LedgerLog(
+            instruments.run_dir,
+            incarnation=0 if resumed is None else resumed.incarnation + 1,
+            version=0 if resumed is None else resumed.version,
+        )
+        stack.callback(log.close)
+        core.ledger.on_event = partial(record_event, events, log)
         forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
@@ -161,12 +169,20 @@ async def build_run(
             FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
         )
         folder = CheckpointFolder(instruments.run_dir)
-        checkpointer = Checkpointer(config.checkpoint, folder, runtime.trainer, actors.store, instruments.note, resumed)
+        checkpointer = Checkpointer(
+            config.checkpoint, folder, runtime.trainer, actors.store, instruments.note, resumed, on_cut=log.rotate
+        )
         run = Run(config, runtime, held_out, flow, instruments, checkpointer)
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
         yield run
+
+
+def record_event(events: EventTail, log: LedgerLog, entry: JournalEntry) -> None:
+    """Callback of the ledger."""
+    events(entry)
+    log(entry)
 
 
 async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Checkpoint) -> None:

@@ -188,7 +188,7 @@ class Run:
 
     async def maybe_checkpoint(self) -> None:
         """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
-        if self._checkpointer.is_due(self.version):
+        if self._checkpointer.is_due(self.version, is_last=self.version == self.total_steps):
             await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""A run that is killed and resumed is the run that was never killed: bit for bit where sampling is deterministic."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.dataflow.errors import CheckpointError, ConfigError
+from penstock.dataflow.ledger import GroupState, LedgerEvent
+from penstock.platform.checks.load import compose_config
+from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run import launch, resume
+from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder
+from penstock.platform.run.ledger_log import surviving
+from penstock.platform.run.run import Run
+from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from tests.command_line import read_summary
+from tests.in_process import in_process, train_in_process
+from tests.small_run import small_run_overrides
+from tests.tiers import by_tier
+
+STEPS = 20
+SMALL = ("model.max_context_tokens=64", "trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=4")
+REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
+OWN_REWARD = ("dataflow.batch_groups=2", "reward.fn=own:letters")
+EVERY_STEP = ["checkpoint.every_steps=1", f"total_steps={STEPS}", *OWN_REWARD, *SMALL]
+FRESH = ("dataflow.max_staleness=0", "rollout.engine.deterministic=true", "rollout.engine.max_num_seqs=4")
+METRICS_OF_TIME = ("throughput/", "idle/", "memory/", "checkpoint/", "weights/", "trainer/", "flow/")
+
+
+class KilledError(Exception):
+    """Stands for the end of the driver's process."""
+
+
+def kill_at(version: int, patch: pytest.MonkeyPatch) -> None:
+    """End a run after it has published `version`, before its checkpoint."""
+    checkpoint = Run.maybe_checkpoint
+
+    async def maybe_checkpoint(run: Run) -> None:
+        if run.version == version:
+            raise KilledError
+        await checkpoint(run)
+        await asyncio.sleep(0.05)  # the writer, which is a thread, gets a turn
+
+    patch.setattr(Run, "maybe_checkpoint", maybe_checkpoint)
+
+
+def start_and_kill(folder: Path, overrides: Sequence[str], version: int) -> None:
+    with in_process(folder), pytest.MonkeyPatch.context() as patch:
+        kill_at(version, patch)
+        config = compose_config(list(overrides))
+        with pytest.raises(KilledError):
+            asyncio.run(launch._train(config, prepare_run_dir(config)))
+
+
+def resume_in_process(folder: Path, run_dir: Path, *overrides: str, allows_changed: bool = False) -> None:
+    with in_process(folder):
+        assert resume.resume(run_dir, list(overrides), allows_changed=allows_changed) == 0
+
+
+def learned(run_dir: Path) -> list[tuple[int, str, float]]:
+    """Step, name and value of everything that was logged about what was sampled and learned."""
+    return [
+        (record.step, name, value)
+        for record in read_metrics(run_dir)
+        for name, value in record.metrics.items()
+        if not name.startswith(METRICS_OF_TIME)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "own.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    train_in_process(folder, small_run_overrides(folder, "whole", character_tokenizer(), *FRESH, *EVERY_STEP))
+    return folder / "runs" / "whole"
+
+
+@pytest.mark.parametrize("seed", range(by_tier(2, full=5)))
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, uninterrupted: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    name = f"killed{seed}"
+    overrides = small_run_overrides(folder, name, character_tokenizer(), *FRESH, *EVERY_STEP)
+    run_dir = folder / "runs" / name
+    start_and_kill(folder, overrides, version=rng.randint(2, STEPS - 1))
+    newest = resume.choose_checkpoint(run_dir)
+    resume_in_process(folder, run_dir)
+    assert (run_dir / CHECKPOINTS / f"step_{STEPS}").is_dir()
+    assert newest.version < STEPS
+    assert learned(run_dir) == learned(uninterrupted)
+    policy, other = (load_file(path / "policy" / "model.safetensors") for path in (run_dir, uninterrupted))
+    assert all(torch.equal(policy[key], other[key]) for key in other)
+    assert max(value for _, name, value in learned(run_dir) if name == "loss/grad_norm") > 0, "it has learned something"
+    summary, expected = read_summary(run_dir), read_summary(uninterrupted)
+    assert summary["ledger"] == expected["ledger"]
+    assert summary["tokens_trained"] == expected["tokens_trained"]
+
+
+def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) -> None:
+    overrides = small_run_overrides(
+        folder, "stale", character_tokenizer(), "dataflow.max_staleness=3", *EVERY_STEP, "rollout.num_engines=2"
+    )
+    run_dir = folder / "runs" / "stale"
+    start_and_kill(folder, overrides, version=7)
+    checkpoint = resume.choose_checkpoint(run_dir)
+    live = checkpoint.manifest["flow"]["core"]["groups"]
+    assert live, "groups were sampled ahead"
+    resume_in_process(folder, run_dir)
+    ledger = read_summary(run_dir)["ledger"]
+    assert ledger["trained"] == 2 * STEPS
+    assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed"))
+    assert ledger["dropped"] == 0, "what was live at the cut was restored"
+    trained = [
+        event.group_id
+        for event in surviving(run_dir)
+        if isinstance(event, LedgerEvent) and event.state is GroupState.TRAINED
+    ]
+    assert len(trained) == len(set(trained)) == 2 * STEPS, "the ledger on disk tells the same"
+    steps = [record.step for record in read_metrics(run_dir) if "reward/mean" in record.metrics]
+    assert steps == list(range(1, STEPS + 1)), "no step is logged twice"
+    assert {path.name for path in (run_dir / SPOOL).iterdir()} <= {
+        Path(name).name
+        for version in CheckpointFolder(run_dir).versions()
+        for name in resume.choose_checkpoint(run_dir, version).manifest["spooled"].values()
+    }, "spooled groups that no checkpoint names are removed"
+
+
+def test_what_cannot_be_resumed_says_why(folder: Path, uninterrupted: Path) -> None:
+    with in_process(folder):
+        with pytest.raises(ConfigError, match=r"total_steps=20: the checkpoint is of step 20"):
+            resume.resume(uninterrupted, [])
+        with pytest.raises(ConfigError, match=r"algorithm.loss.clip_high=0.5: the run began with 0\.2"):
+            resume.resume(uninterrupted, ["total_steps=30", "algorithm.loss.clip_high=0.5"])
+        with pytest.raises(ConfigError, match=r"trainer\.zero_stag"):
+            resume.resume(uninterrupted, ["total_steps=30", "trainer.zero_stag=3"])
+        with pytest.raises(ConfigError, match=r"holds no config\.yaml"):
+            resume.resume(folder, [])
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 3; found steps \[\d+, 20\]"):
+            resume.resume(uninterrupted, [], step=3)
+
+
+def test_a_longer_run_continues_a_completed_one(folder: Path, uninterrupted: Path) -> None:
+    del uninterrupted
+    overrides = small_run_overrides(folder, "longer", character_tokenizer(), *FRESH, *EVERY_STEP[2:], "total_steps=2")
+    train_in_process(folder, [*overrides, "checkpoint.every_steps=2"])
+    run_dir = folder / "runs" / "longer"
+    resume_in_process(folder, run_dir, "total_steps=4")
+    assert read_summary(run_dir)["steps"] == 4
