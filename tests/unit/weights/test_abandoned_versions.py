@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,12 @@ class Process:
     def __init__(self, place: Path) -> None:
         command = [sys.executable, "-c", HOLDS_A_VERSION, str(place)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Its folder, once it has one."""
         assert self.process.stdout is not None
-        self.folder = Path(self.process.stdout.readline().strip())
+        return Path(self.process.stdout.readline().strip())
 
     def kill(self) -> None:
         self.process.kill()
@@ -44,6 +49,7 @@ class Process:
 @pytest.fixture
 def two_processes(tmp_path: Path) -> Iterator[list[Process]]:
     processes = [Process(tmp_path) for _ in range(2)]
+    assert all(one.folder.is_dir() for one in processes)
     yield processes
     for one in processes:
         one.kill()
