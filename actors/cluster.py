@@ -151,7 +151,7 @@ def trainer_ranks(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> list[ActorHandle]:
     """A process for each rank; the policy is loaded by `start`."""
-    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1, "health": 1})(TrainerRank)
     return [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
 
 

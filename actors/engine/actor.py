@@ -93,6 +93,15 @@ class EngineActor:
         """Call any other method of `LocalEngine`: load, layout, version buffers, transfer groups, sleep."""
         return await getattr(self._running(), method)(*arguments)
 
+    async def forget_versions(self) -> None:
+        """Drop all requests and answers, and go back to no version. See `LocalEngine`."""
+        requests = list(self._requests.values())
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await self._running().forget_versions()
+        self._outbox.clear()
+
     async def shutdown(self) -> None:
         shutil.rmtree(self._inbound, ignore_errors=True)
         for job in self._requests.values():

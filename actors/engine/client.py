@@ -190,6 +190,15 @@ class RemoteEngine:
         self._version = ack.version
         return ack
 
+    async def forget_versions(self) -> None:
+        """Drop all requests and go back to no version, for a trainer that was rolled back.
+
+        Raises:
+            EngineLostError: If it did not; its process is ended then, so that it serves nothing of the lost lineage.
+        """
+        await self._answered_or_ended("forget_versions", self._actor.forget_versions.remote())
+        self._version = -1
+
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Where its ranks hold the tensors of a trainer.
 
@@ -242,7 +251,7 @@ class RemoteEngine:
         Raises:
             EngineLostError: If it did not. Its process is ended then, so that the memory is free in any case.
         """
-        await self._switch("sleep")
+        await self._answered_or_ended("sleep", self._actor.call.remote("sleep"))
 
     async def wake(self) -> None:
         """Restore its device memory.
@@ -250,11 +259,11 @@ class RemoteEngine:
         Raises:
             EngineLostError: If it did not; its process is ended then.
         """
-        await self._switch("wake")
+        await self._answered_or_ended("wake", self._actor.call.remote("wake"))
 
-    async def _switch(self, method: str) -> None:
+    async def _answered_or_ended(self, what: str, call: Awaitable[Any]) -> None:
         try:
-            await answer_of(self._actor.call.remote(method), SWITCH_S, EngineLostError, f"{self.engine_id}: {method}")
+            await answer_of(call, SWITCH_S, EngineLostError, f"{self.engine_id}: {what}")
         except EngineLostError as error:
             self.kill()
             raise EngineLostError.final(str(error)) from error

@@ -130,6 +130,11 @@ class TrainerRank:
             return self._writer.progress
         return "; ".join(f"{engine_id}: {progress}" for engine_id, progress in writers.items()) or "not begun"
 
+    @ray.method(concurrency_group="health")
+    def is_alive(self) -> bool:
+        """Answers during any other call."""
+        return True
+
     def device(self) -> str:
         """Identity of the device that this rank computes on."""
         return device_identity(torch.device(self._spec.device))

@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary
+from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit
 from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
@@ -25,6 +25,8 @@ from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
 
+HEALTH_S = 5.0
+"""A rank that does not answer for so long, while it has nothing else to do in that thread, is lost; seconds."""
 PROGRESS_S = 2.0
 """Longest wait for the progress report of a rank that is late, seconds."""
 WRITE_STEPS = 4.0
@@ -223,6 +225,25 @@ class TrainerClient:
         )
         calls = asyncio.gather(*self._call("write_checkpoint", folder))
         return list(await answer_of(calls, limit_s, CheckpointError, f"trainer: checkpoint {folder}", hint))
+
+    async def lost_ranks(self) -> list[int]:
+        """Ranks whose process is dead, or does not answer within `HEALTH_S`."""
+
+        async def is_lost(rank: ActorHandle) -> bool:
+            try:
+                async with silence_limit(HEALTH_S):
+                    await rank.is_alive.remote()
+            except (TimeoutError, ray.exceptions.RayError):
+                return True
+            return False
+
+        found = await asyncio.gather(*(is_lost(rank) for rank in self._ranks))
+        return [rank for rank, is_gone in enumerate(found) if is_gone]
+
+    def kill(self) -> None:
+        """End the processes of all ranks now."""
+        for rank in self._ranks:
+            ray.kill(rank)
 
     async def close(self, timeout_s: float = 2.0) -> None:
         with contextlib.suppress(TrainingError):  # the cluster ends the processes in any case

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.checkpoint import UNFINISHED, CheckpointFolder
-from penstock.platform.run.resume import changed_config, choose_checkpoint, enter_folder_of, read_saved_config
+from penstock.platform.run.checkpoint import UNFINISHED, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.resume import changed_config, enter_folder_of, read_saved_config
 
 
 def run_checkpoints(run_dir: Path, console: Console, step: int | None, to_hf: Path | None) -> int:

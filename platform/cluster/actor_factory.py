@@ -55,9 +55,9 @@ from penstock.weights.planner.plan import BUCKET_BYTES
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunActors:
-    """The actors of a run."""
+    """The actors of a run. The trainer is replaced when one of its ranks was lost."""
 
     engines: list[RemoteEngine]
     trainer: TrainerClient
@@ -66,6 +66,33 @@ class RunActors:
     reference: ReferenceClient | None
     teacher: ReferenceClient | None
     partner: RunActors | None = None
+    devices: SharedDevices | None = None
+
+    async def lost_ranks(self) -> list[str]:
+        """Trainer ranks that are dead or do not answer."""
+        lost = [f"trainer rank {rank}" for rank in await self.trainer.lost_ranks()]
+        if self.partner is not None:
+            lost += [f"{rank} of the partner" for rank in await self.partner.lost_ranks()]
+        return lost
+
+    async def roll_back(self, config: RunConfig, restore_from: str) -> None:
+        """Start the trainer anew from a checkpoint. Engines stay up, and forget versions of the lost lineage.
+
+        Raises:
+            TrainingError: If a rank does not start.
+        """
+        self.trainer.kill()
+        starts = [start_trainer_group(config, devices=self.devices, restore_from=restore_from)]
+        if self.partner is not None:
+            self.partner.trainer.kill()
+            folder = str(Path(restore_from) / PARTNER)
+            starts.append(start_trainer_group(config.partner_view, policy_id=PARTNER, restore_from=folder))
+        engines = [*self.engines, *([] if self.partner is None else self.partner.engines)]
+        # An engine that does not forget is ended, and the publisher finds it dead.
+        await asyncio.gather(*(engine.forget_versions() for engine in engines), return_exceptions=True)
+        self.trainer, *others = await asyncio.gather(*starts)
+        if self.partner is not None:
+            (self.partner.trainer,) = others
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
         """Trainers and engines of all policies."""
@@ -136,6 +163,7 @@ async def start_actors(config: RunConfig, restore_from: str | None = None) -> As
             reference,
             teacher,
             None if partner_start is None else partner_start.result(),
+            devices,
         )
         try:
             yield actors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +69,13 @@ class MetricsHub:
             tracker.log(step, values)
         if self._console is not None:
             self._console.observe(step, values)
+
+    def roll_back(self, step: int, open_trackers: Callable[[], Sequence[Tracker]]) -> None:
+        """Continue after `step`, since the training of later steps was lost; the sinks are opened again."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = tuple(open_trackers())
+        self._last_step = min(self._last_step, step)
 
     def close(self, summary: RunSummary | None) -> None:
         """Pass the summary, if there is one, to all trackers and close them. May be called twice."""

@@ -68,6 +68,12 @@ class TrajectoryTable:
         self._directory = run_dir / TRAJECTORIES_DIR
         self._has_warned = False
 
+    def drop_after(self, step: int) -> None:
+        """Remove the files of later steps, whose training was lost."""
+        for path in self._directory.glob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
     def write_step(self, step: int, trajectories: Sequence[Trajectory], *, version: int) -> Path:
         """Write the file of one step atomically and return its path.
 

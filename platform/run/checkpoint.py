@@ -18,6 +18,7 @@ import json
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from typing import Any
 from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, PenstockError
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import PayloadStore, TrainerGroup
+from penstock.dataflow.ports import PayloadStore, TrainerGroup, WrittenFile
 from penstock.dataflow.records import decode, encode
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.run.durable_files import DiskFiles, Files
 from penstock.platform.run.flow import FlowSnapshot
+from penstock.trainer.checkpoint import verify
 
 FORMAT = 1
 """Version of the layout. A reader knows its own and all older ones."""
@@ -190,7 +192,10 @@ class CheckpointFolder:
         for name in self._files.names(self.folder):
             if name.endswith(UNFINISHED):
                 self._files.remove(self.folder / name)
-        named = {name for version in kept for name in self.read(version).manifest["spooled"].values()}
+        named: set[str] = set()
+        for version in kept:
+            with suppress(CheckpointError):  # damaged since: nothing can be resumed from it
+                named.update(self.read(version).manifest["spooled"].values())
         for name in self._files.names(self._spool):
             if f"{SPOOL}/{name}" not in named:
                 self._files.remove(self._spool / name)
@@ -228,6 +233,7 @@ class Checkpointer:
         store: PayloadStore,
         note: Callable[[str], None],
         resumed: Checkpoint | None = None,
+        incarnation: int = 0,
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         on_cut: Callable[[int], None] = lambda _version: None,
     ) -> None:
@@ -240,6 +246,7 @@ class Checkpointer:
             store: Holds the payloads of ready groups.
             note: Prints a line on the console.
             resumed: The checkpoint that the run continues from; None for a new run.
+            incarnation: Number of this driver or rollback, which no other one of the run has.
             in_thread: Runs blocking work.
             on_cut: Called with the version at every cut.
         """
@@ -250,7 +257,7 @@ class Checkpointer:
         self._note = note
         self._in_thread = in_thread
         self._on_cut = on_cut
-        self._incarnation = 0 if resumed is None else resumed.incarnation + 1
+        self._incarnation = incarnation
         self._spooled: dict[str, tuple[str, int, int]] = {}  # of the newest checkpoint: path, size, crc32
         self._taken_at = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
@@ -259,13 +266,17 @@ class Checkpointer:
         self.newest = None if resumed is None else resumed.version
 
     def is_due(self, version: int, *, is_last: bool) -> bool:
-        """Whether to take a checkpoint at this cut: at an interval, unless the one before is still being written, and
-        after the last step, from which a longer run continues.
+        """Whether to take a checkpoint at this cut.
+
+        One is taken after the first step, so that there is one to go back to, then at every interval unless the one
+        before is still being written, and after the last step, from which a longer run continues.
         """
         every, minutes = self._config.every_steps, self._config.every_minutes
         if is_last:
             return bool(every or minutes)
-        is_due = (every and version % every == 0) or (minutes and time.monotonic() - self._taken_at >= 60 * minutes)
+        waits_for_first = self.newest is None and self._writing is None
+        is_time = minutes and (waits_for_first or time.monotonic() - self._taken_at >= 60 * minutes)
+        is_due = is_time or (every and version % every == 0)
         return bool(is_due) and (self._writing is None or self._writing.done())
 
     async def take(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> None:
@@ -275,6 +286,20 @@ class Checkpointer:
         self._taken_at = time.monotonic()
         self._metrics["checkpoint/blocked_s"] = await self._trainer.snapshot()
         self._writing = asyncio.create_task(self._write(version, saved, run_state), name=f"checkpoint v{version}")
+
+    async def take_last(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> None:
+        """Take a checkpoint before the run ends early, unless there is one of this version or none is wanted."""
+        await self.written()
+        if version and version != self.newest and (self._config.every_steps or self._config.every_minutes):
+            await self.take(version, saved, run_state)
+            await self.written()
+
+    async def abandon(self) -> None:
+        """Stop writing: a rank that has to write its part is lost."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def written(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
@@ -328,17 +353,27 @@ class Checkpointer:
         return checkpoint
 
 
-def newest_checkpoint(run_dir: Path, files: Files | None = None) -> Checkpoint:
-    """The newest checkpoint of a run.
+def choose_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """The newest checkpoint that is complete and undamaged, or that of a step. All its files are read.
 
     Raises:
         CheckpointError: If there is none.
     """
-    folder = CheckpointFolder(run_dir, files)
+    folder = CheckpointFolder(run_dir)
     versions = folder.versions()
-    if not versions:
-        raise CheckpointError(
-            f"{folder.folder}: holds no complete checkpoint. A run writes one every checkpoint.every_minutes or "
-            "checkpoint.every_steps. Start a new run."
-        )
-    return folder.read(versions[-1])
+    reasons: list[str] = []
+    for version in reversed(versions if step is None else [one for one in versions if one == step]):
+        try:
+            checkpoint = folder.read(version)
+            verify(run_dir, [WrittenFile(*written) for written in checkpoint.manifest["files"]])
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            return checkpoint
+    found = f"steps {versions}" if versions else "none"
+    raise CheckpointError(
+        f"{folder.folder}: no complete checkpoint{'' if step is None else f' of step {step}'}; found {found}. "
+        + "".join(f"{reason} " for reason in reasons)
+        + "A run writes one every checkpoint.every_minutes or checkpoint.every_steps. Start a new run, which may begin "
+        "from a policy of this one: model.path=…"
+    )

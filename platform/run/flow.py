@@ -96,6 +96,10 @@ class FlowSnapshot:
     open_groups: tuple[OpenGroup, ...]
 
 
+class StopRequestedError(PenstockError):
+    """The user has stopped the run. Raised to the training loop where it waits for the next batch."""
+
+
 class Flow:
     """The running dataflow. `async with` starts admission on entry and cancels all running groups on exit."""
 
@@ -121,6 +125,7 @@ class Flow:
         self._cancelled_jobs: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
         self._consecutive_failures = 0
+        self._last_snapshot: FlowSnapshot | None = None
         self._num_logged_ignored = 0
         self._ignored_logged_at = -math.inf
         queue = EarlyLogprobsQueue(core.limits.batch_groups, core.find_ready)
@@ -136,6 +141,8 @@ class Flow:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, StopRequestedError) and not self.core.in_training:
+            self._last_snapshot = self.snapshot()
         if self._admission is not None:
             self._admission.cancel()
         for run in self._groups.values():
@@ -187,6 +194,11 @@ class Flow:
 
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
+
+    @property
+    def last_snapshot(self) -> FlowSnapshot | None:
+        """The flow when a stop was requested; None if it ended otherwise, or with a batch in training."""
+        return self._last_snapshot
 
     def snapshot(self) -> FlowSnapshot:
         """What a checkpoint keeps of the flow, taken at the cut: between `advance` and the next batch.

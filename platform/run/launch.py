@@ -7,16 +7,20 @@ the flow (flow_builder.py). The loop is `controller.train`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from penstock import __version__
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
 from penstock.dataflow.ledger import JournalEntry
 from penstock.dataflow.ports import EarlyLogprobWorker
+from penstock.dataflow.trajectory import Task
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
 from penstock.platform.config.schema import RunConfig
@@ -36,22 +40,26 @@ from penstock.platform.metrics.summary import (
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
-from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
+from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
-from penstock.platform.run.ledger_log import LedgerLog
-from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
+from penstock.platform.run.ledger_log import LedgerLog, next_incarnation
+from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies
-from penstock.rollout.tokenization.tokenizers import load_codec
+from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
+from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.runner import TrajectoryRunner
+
+MAX_ROLLBACKS_PER_HOUR = 5
+"""A trainer that loses ranks more often has a cause that going back does not mend."""
 
 
 def train(config: RunConfig, resumed: Checkpoint | None = None) -> int:
@@ -63,31 +71,32 @@ def train(config: RunConfig, resumed: Checkpoint | None = None) -> int:
     """
     run_dir = Path(config.run_dir) if resumed else prepare_run_dir(config)
     with locked(run_dir):
-        return run_to_end(lambda: _train(config, run_dir, resumed))
+        stop = Stop()
+        return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
 
 
-async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None) -> int:
+async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None, stop: Stop | None = None) -> int:
     console = RunConsole(config.total_steps)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
     memory.start()
-    first_step = 0 if resumed is None else resumed.version + 1
-    trackers = build_trackers(
-        config.tracker, run_dir, config.name, config.model_dump(mode="json"), first_step=first_step
-    )
-    hub = MetricsHub(trackers, console)
+    open_trackers = partial(build_trackers, config.tracker, run_dir, config.name, config.model_dump(mode="json"))
+    hub = MetricsHub(open_trackers(first_step=0 if resumed is None else resumed.version + 1), console)
     instruments = Instruments(hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note)
     events = EventTail()
     status: RunStatus = "failed"
     run: Run | None = None
+    rollbacks: list[float] = []
     try:
-        async with build_run(config, instruments, events, resumed) as run:
-            try:
-                await controller.train(run)
-            except BaseException:
-                await run.save_policy_at_end()
-                raise
-        status = "completed"
+        async with start_parts(config, instruments, resumed) as parts:
+            while status == "failed":
+                try:
+                    async with build_run(config, parts, instruments, events, resumed) as run:
+                        await train_to_end(run, stop or Stop())
+                    status = "completed"
+                except (TrainingError, WeightSendError) as error:
+                    resumed = await roll_back(config, parts, instruments, error, rollbacks)
+                    hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
         raise
@@ -106,6 +115,57 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
             console.final(summary, run_dir)
         hub.close(None)
     return EXIT_OK
+
+
+async def train_to_end(run: Run, stop: Stop) -> None:
+    """Train; however it ends, the policy is saved, and after a stop also a checkpoint."""
+    stop.handler = run.request_stop
+    try:
+        await controller.train(run)
+    except StopRequestedError as error:
+        await run.checkpoint_at_end()
+        await run.save_policy_at_end()
+        raise asyncio.CancelledError from error
+    except BaseException:
+        await run.save_policy_at_end()
+        raise
+    finally:
+        stop.handler = None
+
+
+async def roll_back(
+    config: RunConfig, parts: RunParts, instruments: Instruments, error: PenstockError, rollbacks: list[float]
+) -> Checkpoint:
+    """After the loss of a trainer rank, start the trainer anew from the newest checkpoint; the engines stay up.
+
+    Args:
+        config: Configuration of the run.
+        parts: What outlives the trainer.
+        instruments: Outputs of the run.
+        error: What ended the training.
+        rollbacks: Times of earlier rollbacks, monotonic seconds; this one is added.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        PenstockError: `error`, if no rank is lost, if there is no checkpoint, or after too many rollbacks in an hour.
+    """
+    lost = await parts.actors.lost_ranks()
+    now = time.monotonic()
+    rollbacks[:] = [*(at for at in rollbacks if now - at < 3600.0), now]
+    if not lost or len(rollbacks) > MAX_ROLLBACKS_PER_HOUR:
+        raise error
+    try:
+        checkpoint = choose_checkpoint(instruments.run_dir)
+    except CheckpointError:
+        raise error from None
+    instruments.note(
+        f"{', '.join(lost)} lost ({error}); the trainer goes back to the checkpoint of v{checkpoint.version} …"
+    )
+    await parts.actors.roll_back(config, str(checkpoint.path))
+    instruments.trajectories.drop_after(checkpoint.version)
+    return checkpoint
 
 
 def header_facts(config: RunConfig) -> dict[str, str]:
@@ -127,18 +187,36 @@ def _policy(config: RunConfig) -> str:
     return f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)"
 
 
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What outlives the loss of a trainer rank."""
+
+    held_out: list[Task]
+    actors: RunActors
+    codec: TokenCodec
+    episodes: EpisodePlayer
+
+
+@asynccontextmanager
+async def start_parts(
+    config: RunConfig, instruments: Instruments, resumed: Checkpoint | None
+) -> AsyncIterator[RunParts]:
+    """Start all processes of a run; they are ended on exit."""
+    held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+    instruments.note("starting Ray, the engines, the trainer and the reward workers …")
+    async with start_actors(config, None if resumed is None else str(resumed.path)) as actors:
+        codec = load_codec(model_path(config), config.env.reasoning)
+        async with episode_player(config, codec) as episodes:
+            yield RunParts(held_out, actors, codec, episodes)
+
+
 @asynccontextmanager
 async def build_run(
-    config: RunConfig, instruments: Instruments, events: EventTail, resumed: Checkpoint | None = None
+    config: RunConfig, parts: RunParts, instruments: Instruments, events: EventTail, resumed: Checkpoint | None = None
 ) -> AsyncIterator[Run]:
-    """Start all components of a run and yield the run. They are closed in reverse order on exit."""
+    """Connect the parts of a run and yield it. Its components are closed in reverse order on exit."""
+    actors, codec, episodes, held_out = parts.actors, parts.codec, parts.episodes, parts.held_out
     async with AsyncExitStack() as stack:
-        held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
-        instruments.note("starting Ray, the engines, the trainer and the reward workers …")
-        restore_from = None if resumed is None else str(resumed.path)
-        actors = await stack.enter_async_context(start_actors(config, restore_from))
-        codec = load_codec(model_path(config), config.env.reasoning)
-        episodes = await stack.enter_async_context(episode_player(config, codec))
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
@@ -151,11 +229,8 @@ async def build_run(
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
-        log = LedgerLog(
-            instruments.run_dir,
-            incarnation=0 if resumed is None else resumed.incarnation + 1,
-            version=0 if resumed is None else resumed.version,
-        )
+        incarnation = next_incarnation(instruments.run_dir)
+        log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
         stack.callback(log.close)
         core.ledger.on_event = partial(record_event, events, log)
         forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
@@ -170,7 +245,14 @@ async def build_run(
         )
         folder = CheckpointFolder(instruments.run_dir)
         checkpointer = Checkpointer(
-            config.checkpoint, folder, runtime.trainer, actors.store, instruments.note, resumed, on_cut=log.rotate
+            config.checkpoint,
+            folder,
+            runtime.trainer,
+            actors.store,
+            instruments.note,
+            resumed,
+            incarnation,
+            on_cut=log.rotate,
         )
         run = Run(config, runtime, held_out, flow, instruments, checkpointer)
         stack.push_async_callback(run.close)

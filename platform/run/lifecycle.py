@@ -43,11 +43,22 @@ def set_gc_thresholds() -> None:
     gc.set_threshold(GC_GENERATION0_THRESHOLD, 20, 100)
 
 
-def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+class Stop:
+    """How a run wants to be stopped.
+
+    Attributes:
+        handler: Called at the first signal; None while `main` is to be cancelled instead.
+    """
+
+    def __init__(self) -> None:
+        self.handler: Callable[[], None] | None = None
+
+
+def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], how: Stop | None = None) -> int:
     """Run `main` with an orderly shutdown on SIGINT and SIGTERM; returns its exit code.
 
-    The first signal cancels `main`, whose context managers stop all processes. A second one, more than `SAME_SIGNAL_S`
-    later, exits immediately.
+    The first signal cancels `main`, whose context managers stop all processes, or calls the handler of `how`. A second
+    one, more than `SAME_SIGNAL_S` later, exits immediately.
 
     Raises:
         Interrupted: After an orderly shutdown.
@@ -70,7 +81,10 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
                     os._exit(128 + signum)
                 first_at = loop.time()
                 signals.append(signum)
-                task.cancel()
+                if how is not None and how.handler is not None:
+                    how.handler()
+                else:
+                    task.cancel()
 
             for signum in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(signum, stop, signum)

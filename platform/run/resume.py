@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from penstock.dataflow.errors import CheckpointError, ConfigError
+from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.machine import check_machine
@@ -26,8 +26,8 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE
-from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR
-from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder
+from penstock.platform.metrics.trajectory_table import TrajectoryTable
+from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.launch import train
 from penstock.platform.run.run_dir import locked
 
@@ -83,9 +83,7 @@ def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, 
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
-    for file in (run_dir / TRAJECTORIES_DIR).glob("step_*.parquet"):
-        if int(file.stem.removeprefix("step_")) > checkpoint.version:
-            file.unlink()
+    TrajectoryTable(run_dir).drop_after(checkpoint.version)
     return train(config, checkpoint)
 
 
@@ -103,34 +101,6 @@ def read_saved_config(run_dir: Path) -> dict[str, Any]:
     saved = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(saved, dict)
     return {str(key): value for key, value in saved.items()}
-
-
-def choose_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
-    """The newest complete checkpoint, or that of a step.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
-    folder = CheckpointFolder(run_dir)
-    versions = folder.versions()
-    reasons: list[str] = []
-    for version in reversed(versions if step is None else [one for one in versions if one == step]):
-        try:
-            checkpoint = folder.read(version)
-            reason = folder.damage(checkpoint)
-        except CheckpointError as error:
-            reason = str(error)
-        else:
-            if reason is None:
-                return checkpoint
-        reasons.append(reason)
-    found = f"steps {versions}" if versions else "none"
-    raise CheckpointError(
-        f"{folder.folder}: no complete checkpoint{'' if step is None else f' of step {step}'}; found {found}. "
-        + "".join(f"{reason}. " for reason in reasons)
-        + "A run writes one every checkpoint.every_minutes or checkpoint.every_steps. Start a new run, which may begin "
-        "from a policy of this one: model.path=…"
-    )
 
 
 def enter_folder_of(run_dir: Path) -> None:

@@ -22,7 +22,7 @@ from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTab
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation, evaluation_from
-from penstock.platform.run.flow import Flow
+from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
 
@@ -228,6 +228,19 @@ class Run:
         if self.policy_version != self.version:
             await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
             self.policy_version = self.version
+
+    def request_stop(self) -> None:
+        """Stop at the next cut: the step and the publish that are under way are completed first."""
+        self._flow.fail(StopRequestedError(f"the run was stopped at v{self.version}"))
+
+    async def checkpoint_at_end(self) -> None:
+        """Take a checkpoint of a run that was stopped at a cut."""
+        if (saved := self._flow.last_snapshot) is not None:
+            await self._checkpointer.take_last(self.version, saved, self.state_dict())
+
+    async def abandon_checkpoint(self) -> None:
+        """Stop writing a checkpoint, since a trainer rank is lost."""
+        await self._checkpointer.abandon()
 
     async def save_policy_at_end(self) -> None:
         """Save the policy of a run that was interrupted or has failed; a failure to save is only noted.

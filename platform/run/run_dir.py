@@ -29,14 +29,16 @@ def prepare_run_dir(config: RunConfig) -> Path:
     """Create the run directory and write config.yaml, environment.json and data.json.
 
     Raises:
-        ConfigError: If the directory has contents that must not be deleted, or a task source cannot be loaded.
+        ConfigError: If the directory has contents that must not be deleted or belongs to a run that goes on, or a task
+            source cannot be loaded.
     """
     if refusal := occupied(config):
         raise ConfigError([refusal])
     data = fingerprints(config.env, config.seed)
     run_dir = Path(config.run_dir)
     if run_dir.exists():
-        shutil.rmtree(run_dir)
+        with locked(run_dir):  # not while a run goes on there
+            shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     (run_dir / DATA_FILE).write_text(json.dumps(data, indent=2) + "\n")

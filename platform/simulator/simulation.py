@@ -233,7 +233,7 @@ class Simulation:
         settings, outputs = run_config(config), instruments()
         folder = self.seams.checkpoints(RUN_DIR, self.disk)
         checkpointer = Checkpointer(
-            settings.checkpoint, folder, runtime.trainer, store, world.note, resumed, in_thread=at_once
+            settings.checkpoint, folder, runtime.trainer, store, world.note, resumed, world.incarnation, at_once
         )
         self.run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
         if resumed is not None:

@@ -74,6 +74,13 @@ class LocalEngine(Engine, Sleeper, Protocol):
         """
         ...
 
+    async def forget_versions(self) -> None:
+        """Abort all requests and go back to no version (-1), with empty caches.
+
+        After a rollback of the trainer the same version numbers are published again, with other weights.
+        """
+        ...
+
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Where this engine's ranks hold the tensors of a trainer, by the engine's own loader.
 

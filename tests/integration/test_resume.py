@@ -16,7 +16,7 @@ from penstock.dataflow.ledger import GroupState, LedgerEvent
 from penstock.platform.checks.load import compose_config
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import launch, resume
-from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder
+from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.ledger_log import surviving
 from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import prepare_run_dir
@@ -95,7 +95,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, un
     overrides = small_run_overrides(folder, name, character_tokenizer(), *FRESH, *EVERY_STEP)
     run_dir = folder / "runs" / name
     start_and_kill(folder, overrides, version=rng.randint(2, STEPS - 1))
-    newest = resume.choose_checkpoint(run_dir)
+    newest = choose_checkpoint(run_dir)
     resume_in_process(folder, run_dir)
     assert (run_dir / CHECKPOINTS / f"step_{STEPS}").is_dir()
     assert newest.version < STEPS
@@ -114,7 +114,7 @@ def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) 
     )
     run_dir = folder / "runs" / "stale"
     start_and_kill(folder, overrides, version=7)
-    checkpoint = resume.choose_checkpoint(run_dir)
+    checkpoint = choose_checkpoint(run_dir)
     live = checkpoint.manifest["flow"]["core"]["groups"]
     assert live, "groups were sampled ahead"
     resume_in_process(folder, run_dir)
@@ -133,7 +133,7 @@ def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) 
     assert {path.name for path in (run_dir / SPOOL).iterdir()} <= {
         Path(name).name
         for version in CheckpointFolder(run_dir).versions()
-        for name in resume.choose_checkpoint(run_dir, version).manifest["spooled"].values()
+        for name in choose_checkpoint(run_dir, version).manifest["spooled"].values()
     }, "spooled groups that no checkpoint names are removed"
 
 

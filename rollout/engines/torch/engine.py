@@ -161,6 +161,13 @@ class TorchEngine:
         """Whole, under the trainer's own names. See `LocalEngine`."""
         return training_layout(tensors)
 
+    async def forget_versions(self) -> None:
+        """See `LocalEngine`."""
+        for request_id in list(self._streams):
+            await self.abort(request_id)
+        await self._between_steps(lambda batch: setattr(batch, "version", UNPUBLISHED))
+        self.version = UNPUBLISHED
+
     async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
     ) -> list[list[VersionBufferHandle]]:

@@ -265,6 +265,14 @@ class VllmEngine:
         await llm.resume_generation()
         return checksum
 
+    async def forget_versions(self) -> None:
+        """See `LocalEngine`."""
+        async with self._updating:
+            llm = self._open()
+            await llm.pause_generation(mode="abort", clear_cache=True)
+            self.version, self._ack = UNPUBLISHED, None
+            await llm.resume_generation()
+
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Trace each worker's loader on the meta device. See `LocalEngine`."""
         rows = [(name, list(shape)) for name, shape in tensors]
