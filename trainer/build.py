@@ -47,7 +47,7 @@ def build_trainer(
     violations = trainer_violations(model, trainer) + algorithm_violations(algorithm)
     if algorithm.needs_critic and spec.critic is None:
         violations.append(
-            f"algorithm.advantage={algorithm.advantage.name} needs a critic, and there is none. Give one."
+            f"algorithm.advantage={algorithm.advantage.name} needs a critic, but TrainerSpec.critic is None. Set it."
         )
     if trainer.lora is not None and spec.kind == "reward":
         violations.append("trainer.lora with a reward model: its head starts at zero and has no adapter. Use null.")
@@ -76,18 +76,18 @@ def build_trainer(
     work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     critic = None
     if spec.critic is not None and algorithm.needs_critic:
-        its_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})
-        its_path = spec.critic.path or spec.model_path
-        its_backend = build_backend(load_value_model, its_path, model, its_trainer, spec.device)
-        critic = Critic(its_backend, spec, spec.critic, work)
+        critic_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})
+        critic_path = spec.critic.path or spec.model_path
+        critic_backend = build_backend(load_value_model, critic_path, model, critic_trainer, spec.device)
+        critic = Critic(critic_backend, spec, spec.critic, work)
     return PolicyTrainer(backend, spec, work, critic)
 
 
 def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
-    """Write the policy with its tokenizer in Hugging Face form, and its critic beside it, as `critic`. Collective.
+    """Write the policy with its tokenizer in Hugging Face form, and its critic next to it, as `critic`. Collective.
 
-    Each is written under another name and renamed when it is complete, so that a process that is killed meanwhile
-    leaves what was there before, and nothing that looks like a policy.
+    Each is written under another name and renamed when it is complete. So a process that is killed meanwhile leaves the
+    previous policy, and no incomplete one.
 
     Args:
         trainer: This rank's trainer.

@@ -53,7 +53,7 @@ class OptimizerConfig(BaseModel):
     gradient_clip_norm: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
-    def _decays_after_it_warmed_up(self) -> Self:
+    def _check_decay(self) -> Self:
         if 0 < self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"optimizer.decay_steps={self.decay_steps} counts the steps of the warm-up too, and warmup_steps="
@@ -67,9 +67,9 @@ class LoraConfig(BaseModel):
 
     Attributes:
         rank: Rows of A and columns of B.
-        alpha: With it fixed, the best learning rate hardly depends on the rank (and is about ten times that of
+        alpha: With a fixed alpha, the best learning rate hardly depends on the rank (and is about ten times that of
             whole weights).
-        targets: Linear layers, by the last part of their names or more of it (`q_proj`, `layers.0.mlp.up_proj`).
+        targets: Linear layers, by the end of their names (`q_proj`, `layers.0.mlp.up_proj`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -176,32 +176,32 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def compares_pairs(self) -> bool:
-        """The loss is of pairs of sequences, which a micro-batch must hold together."""
+        """Whether the loss compares pairs of sequences, which must be in one micro-batch."""
         return find("loss", self.loss.name).level == "pair"
 
     @property
     def kl_in_loss(self) -> float:
-        """β of the divergence in the loss; 0 if it is not there."""
+        """β of the divergence in the loss; 0 if it is not in the loss."""
         return self.kl.coefficient if self.kl.apply_to == "loss" else 0.0
 
     @property
     def kl_in_reward(self) -> float:
-        """β of the divergence in the reward; 0 if it is not there."""
+        """β of the divergence in the reward; 0 if it is not in the reward."""
         return self.kl.coefficient if self.kl.apply_to == "reward" else 0.0
 
     @property
     def needs_teacher(self) -> bool:
-        """A teacher has to score every sampled token."""
+        """Whether a teacher has to score every sampled token."""
         return self.loss.type == "distill"
 
     @property
     def needs_critic(self) -> bool:
-        """A critic has to value every sampled token."""
+        """Whether a critic has to value every sampled token."""
         return self.advantage.type == "gae"
 
     @property
     def needs_reference(self) -> bool:
-        """A reference policy has to score every sampled token."""
+        """Whether a reference policy has to score every sampled token."""
         return self.compares_pairs or self.kl_in_loss > 0 or self.kl_in_reward > 0
 
 
@@ -209,8 +209,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """The critic's own AdamW.
 
     Attributes:
-        lr: Learning rate. It is ten times the policy's: values have to be learned from nothing, while the policy only
-            moves.
+        lr: Learning rate. It is ten times the policy's, because values are learned from scratch.
     """
 
     lr: float = Field(default=1e-5, gt=0)
@@ -222,7 +221,7 @@ class CriticConfig(BaseModel):
     Attributes:
         path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
             language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
-        optimizer: Its own; everything else is as for the policy.
+        optimizer: The critic's own optimizer; all other settings are the trainer's.
         value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
     """
 
@@ -234,7 +233,7 @@ class CriticConfig(BaseModel):
 
 
 class ReferenceConfig(BaseModel):
-    """The frozen policy that the trained one is held to, by `algorithm.kl.coefficient` or by pairs (online_dpo, ipo).
+    """The frozen policy for `algorithm.kl.coefficient` and losses of pairs (online_dpo, ipo).
 
     Attributes:
         path: Hugging Face directory or hub name; None is the policy that training starts from.
@@ -256,7 +255,7 @@ class TeacherConfig(ReferenceConfig):
         path: Hugging Face directory or hub name.
         num_workers: Processes; each holds the whole teacher in float32.
         pool: Pool that they run on; None is the trainer's.
-        num_parameters: Its weights, for the estimate of memory; None: as many as the policy has.
+        num_parameters: Number of its parameters, for the estimate of memory; None: as many as the policy has.
     """
 
     num_parameters: int | None = Field(default=None, gt=0)
@@ -272,8 +271,8 @@ class SftConfig(BaseModel):
         eval_tasks: Held-out tasks per measurement.
         stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
             probability of the whole answer); None trains for `max_steps`.
-        max_greedy_accuracy: Kept is the best step at which greedy decoding is no better than this: a warm start
-            that leaves reinforcement learning something to show. 1 is no condition.
+        max_greedy_accuracy: The best step whose greedy accuracy is at most this is kept, so that reinforcement learning
+            can still improve on it. 1 is no condition.
         reuse: Do nothing where the run directory holds a finished run of the same configuration.
     """
 
@@ -296,7 +295,7 @@ class PreferenceConfig(BaseModel):
         num_steps: Optimizer steps.
         eval_every_steps: Held-out accuracy is measured this often.
         eval_pairs: Held-out pairs per measurement.
-        beta: β of DPO; a reward model has 1.
+        beta: β of DPO; a reward model always has 1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

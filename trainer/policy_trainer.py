@@ -1,4 +1,4 @@
-"""One rank of the trainer: takes a batch of groups, does one or several optimizer steps, returns a report. No Ray.
+"""One rank of the trainer: one or several optimizer steps per batch of groups. No Ray.
 
     forwards without gradient → advantages (whole batch, I9) → per mini-batch: token weights → plan (ranks,
     rows) → forward, loss, backward per micro-batch → clip and update → metrics reduced over ranks
@@ -47,7 +47,7 @@ from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
 
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
-"""Metrics that compare policies; supervised steps have none."""
+"""Metrics that compare policies; supervised steps do not report them."""
 
 
 class PolicyTrainer:
@@ -66,10 +66,10 @@ class PolicyTrainer:
         self._streamed: OpenUpdate | None = None
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
-        """Train one batch; after `accumulate`, its last part: same gradient and report as of the whole (I9).
+        """Train one batch, or after `accumulate` its last part, with the gradient and report of the whole batch (I9).
 
-        Of a batch in parts the normaliser is known only now, so the sum of gradients is divided before it is clipped.
-        Of several updates, each with its own normaliser, one that is not finite is skipped and the others go on.
+        The normaliser of a batch in parts is known only now, so the sum of gradients is divided before it is clipped.
+        If a batch is several updates, each has its own normaliser; one that is not finite is skipped.
 
         Args:
             payloads: The batch's groups with rewards, and with logprobs of the reference and the teacher if the
@@ -78,7 +78,7 @@ class PolicyTrainer:
             version: Policy version before the step.
 
         Returns:
-            version + 1 and metrics, or the same version if every update with something to learn from was skipped.
+            version + 1 and metrics, or the same version if all updates that had a gradient were skipped.
         """
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
@@ -122,7 +122,7 @@ class PolicyTrainer:
             version: As in `step`.
 
         Raises:
-            TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
+            TrainingError: If a batch is several updates, or there is a critic: both need the whole batch.
         """
         if self.critic is not None or self._algorithm.updates_per_batch > 1:
             updates = f"a batch is {self._algorithm.updates_per_batch} updates (algorithm.mini_batches x epochs)"
@@ -143,14 +143,14 @@ class PolicyTrainer:
         streamed.busy_s += time.perf_counter() - start
 
     def early_logprobs(self, payloads: Sequence[GroupPayload], version: int) -> None:
-        """Forward groups whose batch is not complete yet, for the step from `version`: same gradient and report."""
+        """Compute forwards for groups of an incomplete batch; the gradient and the report of the step stay the same."""
         self._forwards.ahead(payloads, version)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """One step of −logprob, the mean over all response tokens of the batch.
+        """One step on the mean of −logprob over all response tokens of the batch.
 
         Args:
-            examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
+            examples: (prompt ids, response ids) each; a response contains its end token, if there is one.
         """
         start = time.perf_counter()
         self._forwards.forget()
@@ -165,10 +165,10 @@ class PolicyTrainer:
     def preference_step(
         self, pairs: Sequence[Preference], reference_logprobs: Sequence[NDArray[np.float32]] | None = None
     ) -> dict[str, float]:
-        """One step of the pair loss, the mean over the pairs: DPO of a policy, Bradley-Terry of a reward model.
+        """One step on the mean of the pair loss: DPO of a policy, Bradley-Terry of a reward model.
 
         Args:
-            pairs: Of the batch.
+            pairs: The pairs of the batch.
             reference_logprobs: `preference_logprobs` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
@@ -187,7 +187,7 @@ class PolicyTrainer:
         return margins_of(self._preference_values(pairs))
 
     def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
-        """`[n]` per answer, chosen and rejected in turns: the policy's logprob of each of its n tokens."""
+        """`[n]` per answer, chosen and rejected alternating: the policy's logprob of each of its n tokens."""
         return [values.astype(np.float32) for values in self._preference_values(pairs)]
 
     def _preference_values(self, pairs: Sequence[Preference]) -> list[NDArray[np.float64]]:
@@ -206,11 +206,11 @@ class PolicyTrainer:
         return self.backend.export_weights()
 
     def training_sharding(self) -> TrainingSharding:
-        """Which tensors there are and how the ranks hold them."""
+        """The published tensors, and how the ranks share them."""
         return self.backend.training_sharding()
 
     def local_weights(self) -> dict[str, Tensor]:
-        """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""
+        """HF name -> this rank's part of the tensor, flat; aliases of live weights."""
         return self.backend.local_weights()
 
     def base_weights(self) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class PolicyTrainer:
             return self.backend.local_weights()
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of what engines add to their weights, on every rank. Collective."""
+        """Name and tensor of the additions to the engines' weights, on every rank. Collective."""
         for name, adapter in self.backend.gathered_adapters().items():
             yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
 
@@ -269,21 +269,21 @@ class PolicyTrainer:
     def _open(
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
     ) -> OpenUpdate:
-        """An update without gradient; `share` None: of a step that is not compared over ranks."""
+        """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
         unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
         return OpenUpdate(TokenMetrics(self.backend.device), share or unseen, is_first, is_first_epoch)
 
     def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
-        """Add a part of a batch in parts, whose normaliser is known at its end."""
+        """Add a part of a batch whose normaliser is known only at its end."""
         opened.normaliser += batch_normaliser(sequences, self._algorithm)
         self._backward(opened, sequences, self._objective, is_last=is_last)
 
     def _backward(
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
-        """Forward and backward over these sequences, micro-batch by micro-batch; no backward without a signal."""
+        """Run forward and backward over these sequences by micro-batch; no backward if the gradient is 0."""
         is_silent = loss_function is self._objective and not has_signal(sequences, self._algorithm)
-        # Also without a signal of its own, the last part closes the gradient of the parts before it.
+        # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
         learns = not is_silent or (is_last and opened.has_gradient)
         plan = self._passes.plan(sequences)
         if learns:
@@ -292,7 +292,8 @@ class PolicyTrainer:
         else:
             self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
         count = len(plan.ranks[self.backend.data_parallel_rank])
-        with torch.set_grad_enabled(learns):  # without one too in training mode, where the policy tells its entropies
+        # Also without a gradient the model is in training mode, in which it returns entropies.
+        with torch.set_grad_enabled(learns):
             for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
                 target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
                 opened.share.watch(target)

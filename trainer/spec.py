@@ -24,9 +24,9 @@ class TrainerSpec:
         publish_in: Parent of the folder for published versions; None: shared memory.
         kind: What the ranks train; a reward model by preferences only.
         restore_from: Folder of a checkpoint's trainer files to continue from; None: start from `model_path`.
-        policy_id: Which of the policies of a run they train.
-        critic: Of gae; None: there is none.
-        streams: Parts of a batch are trained while the rest of it is still being generated.
+        policy_id: Which policy of the run is trained.
+        critic: The critic of gae; None without one.
+        streams: Whether parts of a batch are trained while the rest is still being generated.
     """
 
     model_path: str

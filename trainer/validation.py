@@ -1,4 +1,4 @@
-"""Trainer settings that each are legal and together are not. Pure and light: it runs before any process starts."""
+"""Checks of trainer settings that are valid alone but not together. They run before any process starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.weights.model_config import ModelConfig
 
 
 def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
-    """One sentence per combination that cannot run, each beginning with its key path; empty if all is well."""
+    """One sentence per combination that cannot run, each beginning with its key path; empty if there is none."""
     violations = []
     sharing, longest = trainer.sequence_parallel_size, model.max_context_tokens
     if trainer.max_group_tokens < longest:
@@ -42,27 +42,27 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
 
 
 def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """What adapters, shared prompts and compiled layers cannot be trained with."""
+    """Check what adapters, shared prompts and compiled layers cannot be combined with."""
     if trainer.lora is not None and trainer.tensor_parallel_size > 1:
         yield (
             f"trainer.lora with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP splits linear "
             "layers by name, and would leave those that have an adapter whole. Use tensor_parallel_size=1 and "
             "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state."
         )
-    # Answers behind one prompt need a mask: by position ids alone each would see those before it.
+    # Answers after one shared prompt need a mask: by position ids alone, each would see the answers before it.
     if trainer.share_prompts and model.attention != "sdpa":
         yield (
             f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask, and finds sequences "
-            "by positions that restart at 0, so answers behind one prompt would see each other. Use "
+            "by positions that restart at 0, so answers after one prompt would see each other. Use "
             "model.attention=sdpa or share_prompts=false."
         )
     if trainer.share_prompts and trainer.sequence_parallel_size > 1:
         yield (
             f"trainer.share_prompts=true with trainer.sequence_parallel_size={trainer.sequence_parallel_size}: Ulysses "
-            "drops attention masks, so answers behind one prompt would see each other. Use sequence_parallel_size=1 or "
+            "drops attention masks, so answers after one prompt would see each other. Use sequence_parallel_size=1 or "
             "share_prompts=false."
         )
-    # Compiled layers are shown to be right under plain torch only.
+    # Compiled layers are tested under plain torch only.
     untested = {
         f"trainer.backend={trainer.backend}": trainer.backend != "torch",
         "trainer.lora": trainer.lora is not None,
@@ -84,16 +84,16 @@ def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str
         if any(f".{layer}".endswith(f".{target}") for layer in layers):
             continue
         near = get_close_matches(target, [*kinds, *layers], n=2) or kinds
-        why = "logprobs are computed from the head's weight itself" if target == "lm_head" else "nothing would train"
+        why = "logprobs are computed from the head's weight directly" if target == "lm_head" else "nothing would train"
         violations.append(
-            f"trainer.lora.targets: {target} names no linear layer of this model but for the head: {why}. "
+            f"trainer.lora.targets: {target} names no linear layer of this model except the head: {why}. "
             f"Nearest: {', '.join(near)}."
         )
     return violations
 
 
 def check_vocabulary(what: str, path: str, found: int, expected: int) -> None:
-    """A model that reads the policy's tokens has as many.
+    """Check that a model that reads the policy's tokens has the same number of tokens.
 
     Raises:
         ConfigError: If it has another number.
@@ -102,19 +102,19 @@ def check_vocabulary(what: str, path: str, found: int, expected: int) -> None:
         raise ConfigError(
             [
                 f"{what} {path}: its vocabulary has {found} tokens, the policy's (model.shape.vocab_size) {expected}: "
-                "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
+                "it would misread the policy's token ids. Use a model with the policy's tokenizer."
             ]
         )
 
 
 def _of_parallelism(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """What tensor and sequence parallelism cannot do."""
+    """Check what tensor and sequence parallelism cannot do."""
     shape = model.shape
     tp, sp = trainer.tensor_parallel_size, trainer.sequence_parallel_size
     tp_key, sp_key = "trainer.tensor_parallel_size", "trainer.sequence_parallel_size"
     if tp > 1 and sp > 1:
         yield (
-            f"{tp_key}={tp} with sequence_parallel_size={sp}: DeepSpeed knows either the groups of AutoTP or those of "
+            f"{tp_key}={tp} with sequence_parallel_size={sp}: DeepSpeed supports the groups of AutoTP or those of "
             "Ulysses in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to 1."
         )
     elif trainer.num_ranks % (tp * sp):
@@ -138,11 +138,11 @@ def _of_parallelism(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]
     if model.dtype == "bfloat16" and tp > 1 and trainer.zero_stage == 0:
         yield (
             f"{tp_key}={tp} with trainer.zero_stage=0 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
-            "takes the norm of one rank's parts for the gradient's, and would clip too little. Use "
+            "uses the norm of one rank's parts as that of the gradient, and would clip too little. Use "
             "trainer.zero_stage=1, 2 or 3."
         )
     if model.dtype == "bfloat16" and sp > 1 and trainer.zero_stage == 1:
         yield (
             f"{sp_key}={sp} with trainer.zero_stage=1 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
-            "takes sequence ranks for tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3."
+            "treats sequence ranks as tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3."
         )

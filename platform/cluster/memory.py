@@ -107,8 +107,8 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     kept = weights if weight_route(config) == "adapters" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        slots = weights * (weight_route(config) in DEVICE_BUFFER_ROUTES)
-        parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
+        buffers = weights * (weight_route(config) in DEVICE_BUFFER_ROUTES)
+        parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": buffers}
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
     on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}

@@ -163,8 +163,8 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     )
     engines = [placement.memory for placement in here if placement.role == "engine"]
     others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
-    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (
+    buffers = sum(memory.device.get("published", 0.0) for memory in engines) * (
         weight_route(config) in DEVICE_BUFFER_ROUTES
     )
-    turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
+    turns = max(training + buffers, training - passing + sum(memory.device_gib for memory in engines))
     return turns + others

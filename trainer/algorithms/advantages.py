@@ -1,4 +1,4 @@
-"""Advantages per token, from all that the groups of a batch earned. Numpy, float64.
+"""Advantages per token, from the rewards of the groups of a batch. Numpy, float64.
 
 An estimator of a group is `(rewards [G] float64, its settings) -> [G] float64`, one of a batch takes a
 `RewardBatch`. A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never
@@ -32,15 +32,15 @@ GroupEstimator = Callable[[NDArray[np.float64], Any], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """What advantages are made of.
+    """Inputs of the advantage estimators.
 
     Attributes:
         rewards: `[N]`, already with the overlong penalty.
-        groups: `[N] int`, whom each sequence is compared with.
+        groups: `[N] int`; sequences of the same number are compared with each other.
         penalties: `[n_i]` each: β · k of every sampled token (`kl.apply_to: reward`), else zeros.
-        carries_loss: `[n_i] bool` each; what was trimmed or masked does not.
+        carries_loss: `[n_i] bool` each; False for trimmed and masked tokens.
         parts: Named part of the reward -> `[N]`.
-        values: `[n_i]` each: V of a critic before each sampled token; empty: none.
+        values: `[n_i]` each: V of a critic before each sampled token; empty: there is no critic.
         attempts: `[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has
             its own.
     """
@@ -59,11 +59,11 @@ class RewardBatch:
         return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
 
     def attempts_of(self, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Of the sequences of a group: `[G]` one of each attempt, and per sequence which attempt, below G."""
+        """Of the sequences of a group: `[G]` one of each attempt, and per sequence the index of its attempt."""
         if self.attempts is None:
             return members, np.arange(len(members))
-        _, first, whose = np.unique(self.attempts[members], return_index=True, return_inverse=True)
-        return members[first], whose
+        _, first, attempt_of = np.unique(self.attempts[members], return_index=True, return_inverse=True)
+        return members[first], attempt_of
 
 
 def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
@@ -78,18 +78,18 @@ def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArra
     estimate: GroupEstimator = entry.load()
     per_sequence = np.zeros(len(batch.rewards))
     for members in batch.members:
-        attempts, whose = batch.attempts_of(members)
+        attempts, attempt_of = batch.attempts_of(members)
         if config.reward_weights:
             values = per_head(estimate, {name: part[attempts] for name, part in batch.parts.items()}, config)
         else:
-            penalties = np.bincount(whose, [batch.penalties[one].sum() for one in members])
+            penalties = np.bincount(attempt_of, [batch.penalties[one].sum() for one in members])
             values = np.asarray(estimate(batch.rewards[attempts] - penalties, config.advantage), np.float64)
         if values.shape != attempts.shape:
             raise ShapeError(
                 f"algorithm.advantage={config.advantage.name}: it gave shape {values.shape} for a group of "
                 f"{len(attempts)}. Return one number per member."
             )
-        per_sequence[members] = values[whose]
+        per_sequence[members] = values[attempt_of]
     return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_sequence, strict=True)]
 
 
@@ -98,7 +98,7 @@ def per_head(
 ) -> NDArray[np.float64]:
     """`Σ_h weight_h · A(R^h)`: every part of the reward is normalised in its group before they are summed.
 
-    So a part of small spread is not drowned by one of large spread. GDPO, arXiv 2601.05242.
+    So a part with a small spread counts as much as one with a large spread. GDPO, arXiv 2601.05242.
     """
     heads = [weight * estimate(parts[name], config.advantage) for name, weight in config.reward_weights.items()]
     return np.sum(heads, axis=0, dtype=np.float64)
@@ -155,8 +155,8 @@ def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[ND
     """
     baselined, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
     for members in batch.members:
-        attempts, whose = batch.attempts_of(members)
-        baselined[members] = centred(batch.rewards[attempts])[whose]
+        attempts, attempt_of = batch.attempts_of(members)
+        baselined[members] = centred(batch.rewards[attempts])[attempt_of]
         has_penalty = any(batch.penalties[one].any() for one in members)
         is_silent[members] = are_equal(batch.rewards[members]) and not has_penalty
     found = whitened(_returns_to_go(baselined, batch.penalties), batch.carries_loss, config)
@@ -165,20 +165,20 @@ def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[ND
 
 def gae(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
     """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`); V is 0 after the end."""
-    return whitened(_discounted_surprises(batch, config), batch.carries_loss, config)
+    return whitened(_discounted_td_errors(batch, config), batch.carries_loss, config)
 
 
 def gae_returns(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
-    """`A + V`, what the critic learns, with A before it is whitened: returns are in the units of the reward."""
-    advantages = _discounted_surprises(batch, config)
+    """`A + V`, the targets of the critic, with A before whitening: returns are in the units of the reward."""
+    advantages = _discounted_td_errors(batch, config)
     return [advantage + value for advantage, value in zip(advantages, batch.values, strict=True)]
 
 
-def _discounted_surprises(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
+def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
     """`A_t = Σ_k (γλ)^k δ_{t+k}`.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
-    skipped, not zeros. The reward comes at the last one. All sequences lie one after another under one scan.
+    skipped, not zeros. The last sampled token gets the reward. One scan covers all sequences, concatenated.
     """
     ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
     lasts = ends[[len(values) > 0 for values in batch.values]] - 1
@@ -187,10 +187,10 @@ def _discounted_surprises(batch: RewardBatch, config: GaeConfig) -> list[NDArray
     values = np.concatenate([np.zeros(0), *batch.values])
     following = np.append(values[1:], 0.0)[: len(values)]
     following[lasts] = 0.0
-    surprises = per_token + config.gamma * following - values
+    td_errors = per_token + config.gamma * following - values
     decay = np.full_like(values, config.gamma * config.lam)
     bounds = torch.from_numpy(np.append(0, ends))
-    advantages = reverse_scan(torch.from_numpy(surprises), torch.from_numpy(decay), bounds)
+    advantages = reverse_scan(torch.from_numpy(td_errors), torch.from_numpy(decay), bounds)
     return np.split(advantages.numpy(), ends[:-1])
 
 
@@ -199,7 +199,7 @@ def whitened(
 ) -> list[NDArray[np.float64]]:
     """`(A − mean) / (std + ε)`, mean and deviation over all tokens of the batch that carry loss; A if `whiten: none`.
 
-    Every rank has the whole batch here, so the statistics are global whatever it trains of it (I9).
+    Every rank has the whole batch here, so the statistics are those of the whole batch (I9).
     """
     if config.whiten == "none":
         return list(values)

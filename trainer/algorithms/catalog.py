@@ -1,11 +1,11 @@
-"""Every algorithm by kind and name: what it computes, where it comes from, which function it is. No torch here.
+"""Every algorithm by kind and name: its formula, its source and its function. Imports no torch.
 
 A new loss is a function in losses.py, an entry here, a settings class in config.py if it has settings, and
 conf/algorithm/loss/NAME.yaml. Your own loss needs none of them: `algorithm/loss=custom
 algorithm.loss.function=pkg.module:function`.
 
-`penstock algorithms` prints these, docs/paper_index.md lists them, the checks of a configuration read what they need,
-and `load` finds the function.
+`penstock algorithms` prints the entries, docs/paper_index.md lists them, the checks of a configuration use them, and
+`load` returns the function.
 
 Symbols: trajectory i of a group of G with reward R_i; sampled token t, n_i of them; N sequences of a batch;
 behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w = exp(p − b); sg = stop-gradient.
@@ -25,7 +25,7 @@ from penstock.envs.import_path import load_object
 
 Kind = Literal["advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting"]
 Level = Literal["token", "sequence", "pair", "group", "batch"]
-"""How far the computation of one number reaches."""
+"""The data from which one number is computed."""
 
 KINDS: tuple[Kind, ...] = (
     "advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting",
@@ -41,11 +41,11 @@ class Algorithm:
         formula: One line, in the symbols of the module.
         source: arXiv id, or author and year.
         function: `module:name` within trainer/algorithms, or the import path of a user's own.
-        level: How far one number reaches; of a correction with a weight, how far the weight does.
-        takes_weight: Of a loss: False if it looks at the behavior policy itself, or never does.
-        has_ratio: Of a loss: ρ is in it, so that at proximal=behavior it carries the step from the behavior policy.
+        level: The data from which one number is computed; of a correction with a weight, one weight.
+        takes_weight: Of a loss: False if it uses the behavior logprobs itself, or needs no correction.
+        has_ratio: Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy.
         needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
-        is_weight: A correction that weighs (at most one in a chain); the others only mask.
+        is_weight: Of a correction: whether it has a weight (at most one in a chain); the others only mask.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class Algorithm:
 
     @property
     def is_own(self) -> bool:
-        """Named by import path, not by us."""
+        """Whether it is the user's own function, named by its import path."""
         return self.name == self.function
 
     @property
@@ -131,7 +131,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "corrections:opsm", "sequence"),
     Algorithm("correction", "f_tis", "tis_token; sequence masked iff A < 0 and mean_t(b − c) > KL limit", "2605.22537",
               "corrections:f_tis", is_weight=True),
-    Algorithm("correction", "veto", "sequence masked iff any w < floor", "Liu et al., 2025", "corrections:veto",
+    Algorithm("correction", "veto", "sequence masked iff any w < min_weight", "Liu et al., 2025", "corrections:veto",
               "sequence"),
     Algorithm("kl", "k1", "c − r (in the reward only)", "Schulman, 2020", "kl:k1"),
     Algorithm("kl", "k2", "½ (c − r)²; its gradient is that of KL(π‖r)", "2506.09477", "kl:k2"),
@@ -144,7 +144,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("aggregation", "constant_length", "weight 1 / (N · max_new_tokens)", "2503.20783",
               "aggregation:constant_length"),
     Algorithm("proximal", "target", "p = sg(c): ρ ≡ 1, clips do nothing", "–", "proximal:target"),
-    Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ carries it all", "2506.13585", "proximal:behavior"),
+    Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ is the whole correction", "2506.13585", "proximal:behavior"),
     Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute"),
     Algorithm("proximal", "interpolate", "p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)",
               "2512.06547", "proximal:interpolate"),
@@ -160,7 +160,7 @@ _BY_NAME = {(algorithm.kind, algorithm.name): algorithm for algorithm in ALGORIT
 
 
 def find(kind: Kind, name: str) -> Algorithm:
-    """The entry of that kind and name; an import path is a user's own, and taken to judge tokens (or groups)."""
+    """The entry of that kind and name; an import path is assumed to work on tokens, or groups."""
     if algorithm := _BY_NAME.get((kind, name)):
         return algorithm
     assert is_import_path(name), f"{kind} {name!r} passed validation"

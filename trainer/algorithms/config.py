@@ -1,7 +1,7 @@
 """The variants of an algorithm: each loss, advantage estimator and correction has a section with its own settings only.
 
 A configuration chooses a variant by a config group (`algorithm/loss=dppo`), which replaces the whole section, so that
-no setting of another variant can stay behind. Formulas and papers of all names: catalog.py, `penstock algorithms`.
+no setting of another variant remains. Formulas and papers of all names: catalog.py, `penstock algorithms`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Custom(Variant):
 
     @property
     def name(self) -> str:
-        """The import path, which the catalog takes for a name."""
+        """The import path, which is its name in the catalog."""
         return self.function
 
 
@@ -150,7 +150,7 @@ class PairsConfig(Named):
         type: Always `online_dpo`.
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
-        beta: β: how strongly the reference holds the policy.
+        beta: β: how strongly the policy is kept close to the reference.
     """
 
     type: Literal["online_dpo"] = "online_dpo"
@@ -166,7 +166,7 @@ class IpoConfig(PairsConfig):
         type: Always `ipo`.
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
-        beta: β: how strongly the reference holds the policy.
+        beta: β: how strongly the policy is kept close to the reference.
         length: Whether an answer counts by the mean or by the sum of the logprobs of its tokens.
     """
 
@@ -234,7 +234,7 @@ class GaeConfig(Named):
         type: Always `gae`.
         gamma: γ, discount per token.
         lam: λ: 1 learns from whole returns; below 1 (PPO's paper: 0.95) the critic's own estimates replace a part of
-        them.
+            them.
         whiten: `batch` subtracts the mean over all loss tokens of the batch and divides by the deviation; `none` leaves
             the advantages as they are.
         std: Which standard deviation divides; `none` only subtracts the mean.
@@ -271,7 +271,7 @@ class TruncatedConfig(Variant):
     """Truncated importance weight, of tokens or of whole sequences.
 
     Attributes:
-        max_weight: C: larger weights are cut to it.
+        max_weight: C: larger weights are truncated to it.
     """
 
     max_weight: float = Field(default=2.0, ge=1)
@@ -315,7 +315,7 @@ class FTisConfig(Variant):
     """Truncated weight of tokens, and a mask of distant answers of negative advantage.
 
     Attributes:
-        max_weight: C: larger weights are cut to it.
+        max_weight: C: larger weights are truncated to it.
         max_kl: Answers of negative advantage whose mean b − c is larger are masked, nat per token.
     """
 
@@ -334,7 +334,7 @@ class VetoConfig(Variant):
 
 
 class CorrectionConfig(Variant):
-    """A chain of corrections: those that have a section, at most one of which weighs; all others mask.
+    """A chain of corrections: those that have a section. At most one of them has a weight; all others only mask.
 
     Attributes:
         decoupled: Weight w; masked above a bound.
@@ -345,7 +345,8 @@ class CorrectionConfig(Variant):
         mis_seq_geo: Mask of sequences by their geometric mean weight.
         opsm: Mask of distant answers of negative advantage.
         veto: Mask of sequences with an impossible token.
-        renormalize: Divide by what the masks kept instead of by the whole batch; not with a divergence in the loss.
+        renormalize: Divide by the weight of the kept tokens instead of the whole batch; not with a divergence in the
+            loss.
     """
 
     decoupled: DecoupledConfig | None = None
@@ -359,7 +360,7 @@ class CorrectionConfig(Variant):
     renormalize: bool = False
 
     @model_serializer(mode="wrap")
-    def _only_what_is_on(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out corrections that are off, so that a printed configuration shows the chain."""
         return {name: value for name, value in serialize(self).items() if value is not None}
 
@@ -382,11 +383,11 @@ class KlConfig(Variant):
     """Divergence from a frozen reference (section `reference`).
 
     Attributes:
-        coefficient: β; 0 needs no reference and starts none.
+        coefficient: β; with 0 no reference is started.
         apply_to: Whether it is added to the loss or subtracted from the reward.
         estimator: `k2` (gradient of the reverse KL) or `k3` (of the forward KL) in the loss, `k1` in the reward.
-        max_weight: C: in the loss, the divergence of a token is weighed by min(exp(c − b), C) where the policy loss
-            itself looks at the behavior policy.
+        max_weight: C: in the loss, the divergence of a token has the weight min(exp(c − b), C) if the policy loss uses
+            the behavior logprobs itself.
     """
 
     coefficient: float = Field(default=0.0, ge=0)

@@ -1,10 +1,9 @@
 """Behavior corrections: importance weights and masks for tokens of an older policy or another implementation.
 
 Each is `(LossTokens, settings of the correction) -> Correction`; a chain multiplies the weights (at most one is not 1)
-and masks what any of them masks. Nothing here carries a gradient, and rejected tokens keep their place in the
-normaliser (I9).
+and masks what any of them masks. Nothing here carries a gradient. Rejected tokens still count in the normaliser (I9).
 
-Shape legend: T loss tokens, S sequences. `w = exp(clamp(p − b, ±20))`; sums and means of a sequence are clamped after.
+Shape legend: T loss tokens, S sequences. `w = exp(clamp(p − b, ±20))`; of a sequence, the sum or mean is clamped.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 
 
 class Correction(NamedTuple):
-    """What multiplies each policy-loss term.
+    """Factors of the policy-loss terms.
 
     Attributes:
         weights: `[T]` ≥ 0.
@@ -50,11 +49,11 @@ CorrectionFunction = Callable[[LossTokens], Correction]
 
 @torch.no_grad()
 def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens) -> Correction:
-    """The product of the weights, and what any of the chain masks.
+    """Return the product of the weights, and the union of the masks.
 
-    Of an empty chain all weights are 1: right for on-policy tokens, or for losses that look at b themselves.
+    With an empty chain all weights are 1, which suits on-policy tokens and losses that use b themselves.
     """
-    total = _mask(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
+    total = _mask_only(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
     for correction in chain:
         weights, is_masked = correction(tokens)
         total = Correction(total.weights * weights, total.is_masked | is_masked)
@@ -64,7 +63,7 @@ def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens) -> Correcti
 def decoupled(tokens: LossTokens, config: DecoupledConfig) -> Correction:
     """Weight w; tokens with w > cap are masked. Decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298.
 
-    The loss clips around the proximal policy, the weight carries the step from behavior to proximal.
+    The loss clips around the proximal policy; the weight corrects the step from the behavior to the proximal policy.
     """
     weights = _weights(tokens)
     return Correction(weights, weights > config.max_weight)
@@ -72,13 +71,13 @@ def decoupled(tokens: LossTokens, config: DecoupledConfig) -> Correction:
 
 def tis_token(tokens: LossTokens, config: TruncatedConfig | FTisConfig) -> Correction:
     """Weight min(w, C). Truncated importance sampling: Ionides, 2008; for engines and trainers: Yao et al., 2025."""
-    return _weigh(_weights(tokens).clamp(max=config.max_weight))
+    return _weights_only(_weights(tokens).clamp(max=config.max_weight))
 
 
 def tis_seq(tokens: LossTokens, config: TruncatedConfig) -> Correction:
     """Weight min(exp(Σ_t (p − b)), C) of the sequence: no bias below C, and large variance."""
     ratio = clamped_exp(tokens.segment_sum(_log_weights(tokens)))
-    return _weigh(tokens.spread(ratio.clamp(max=config.max_weight)))
+    return _weights_only(tokens.spread(ratio.clamp(max=config.max_weight)))
 
 
 def mis_token(tokens: LossTokens, config: MisTokenConfig) -> Correction:
@@ -88,14 +87,14 @@ def mis_token(tokens: LossTokens, config: MisTokenConfig) -> Correction:
 
 
 def mis_seq_geo(tokens: LossTokens, config: MisSeqGeoConfig) -> Correction:
-    """A sequence is kept iff lo ≤ exp(mean_t (p − b)) ≤ hi: the geometric mean knows no length. Liu et al., 2025."""
+    """A sequence is kept iff lo ≤ exp(mean_t (p − b)) ≤ hi, bounds for any length of answer. Liu et al., 2025."""
     ratio = clamped_exp(tokens.segment_mean(_log_weights(tokens)))
-    return _mask(tokens, tokens.spread((ratio < config.min_weight) | (ratio > config.max_weight)))
+    return _mask_only(tokens, tokens.spread((ratio < config.min_weight) | (ratio > config.max_weight)))
 
 
 def opsm(tokens: LossTokens, config: OpsmConfig) -> Correction:
     """A sequence is masked iff A < 0 and mean_t (b − c) > δ. Off-policy sequence mask, DeepSeek-V3.2, 2512.02556."""
-    return _mask(tokens, _is_far_and_bad(tokens, config.delta))
+    return _mask_only(tokens, _is_distant_and_negative(tokens, config.delta))
 
 
 def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
@@ -103,13 +102,13 @@ def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
 
     KL(b‖c) is estimated by mean_t (b − c) over the sequence: its tokens were sampled by the behavior policy.
     """
-    return Correction(tis_token(tokens, config).weights, _is_far_and_bad(tokens, config.max_kl))
+    return Correction(tis_token(tokens, config).weights, _is_distant_and_negative(tokens, config.max_kl))
 
 
 def veto(tokens: LossTokens, config: VetoConfig) -> Correction:
     """A sequence is masked iff any of its tokens has w < min_weight: the policy would not have sampled it."""
     is_impossible = (_weights(tokens) < config.min_weight).to(tokens.behavior.dtype)
-    return _mask(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
+    return _mask_only(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
 
 
 def _log_weights(tokens: LossTokens) -> Tensor:
@@ -120,15 +119,15 @@ def _weights(tokens: LossTokens) -> Tensor:
     return clamped_exp(_log_weights(tokens))
 
 
-def _is_far_and_bad(tokens: LossTokens, limit: float) -> Tensor:
+def _is_distant_and_negative(tokens: LossTokens, limit: float) -> Tensor:
     """`[T] bool`: of negative advantage, in a sequence whose mean b − c is above `limit`."""
     drift = tokens.segment_mean((tokens.behavior - tokens.target).detach())
     return tokens.spread(drift > limit) & (tokens.spread(tokens.segment_mean(tokens.advantages)) < 0)
 
 
-def _weigh(weights: Tensor) -> Correction:
+def _weights_only(weights: Tensor) -> Correction:
     return Correction(weights, torch.zeros_like(weights, dtype=torch.bool))
 
 
-def _mask(tokens: LossTokens, is_masked: Tensor) -> Correction:
+def _mask_only(tokens: LossTokens, is_masked: Tensor) -> Correction:
     return Correction(torch.ones_like(tokens.behavior), is_masked)

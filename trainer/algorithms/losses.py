@@ -8,9 +8,9 @@ algorithm.loss.function=pkg.module:function`.
 Shape legend: T loss tokens, S sequences, P pairs, G members of a group. c target (with gradient), p proximal, b
 behavior; ρ = exp(c − p); A advantage; sg stop-gradient.
 
-A sequence lies whole in one micro-batch (batches/packing.py), so its sums are exact. Sums and means are taken first and
-clamped to ±20 then. The two members of a pair lie in one micro-batch too (units). Half of a pair's loss stands at each
-token of either member, to be weighed 1 / (P n_i), so all of it sums to the mean over the P pairs of the batch.
+A sequence is never split over micro-batches (batches/packing.py), so its sums are exact. Sums and means are computed
+first and then clamped to ±20. The two members of a pair are in one micro-batch too (units). Each token of either member
+gets half of the pair's loss and the weight 1 / (P n_i), so the total is the mean over the P pairs of the batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ppo_clip(tokens: LossTokens, config: ClippedConfig | DualClipConfig) -> Poli
 
 
 def dual_clip(tokens: LossTokens, config: DualClipConfig) -> PolicyLoss:
-    """As ppo_clip; for A < 0: `min(that, −A c_dual)`, so a huge ratio cannot push without bound. arXiv 1912.09729."""
+    """As ppo_clip; for A < 0: `min(that, −A c_dual)`, so the loss of a huge ratio is bounded. arXiv 1912.09729."""
     loss = ppo_clip(tokens, config)
     ceiling = -tokens.advantages * config.max_ratio
     is_bounded = ((tokens.advantages < 0) & (loss.terms > ceiling)).detach()
@@ -77,7 +77,7 @@ def reinforce(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
 
 
 def sapo(tokens: LossTokens, config: SapoConfig) -> PolicyLoss:
-    """`−(4/τ) σ(τ (ρ − 1)) A`, τ⁺ for A > 0, else τ⁻: a gate that fades as ρ leaves 1. arXiv 2511.20347.
+    """`−(4/τ) σ(τ (ρ − 1)) A`, τ⁺ for A > 0, else τ⁻: a gate whose slope falls as ρ leaves 1. arXiv 2511.20347.
 
     Its slope at ρ = 1 is that of −A ρ.
     """
@@ -88,12 +88,12 @@ def sapo(tokens: LossTokens, config: SapoConfig) -> PolicyLoss:
 
 
 def dppo(tokens: LossTokens, config: DppoConfig) -> PolicyLoss:
-    """`−keep A min(exp(c − b), cap)`; a token is dropped iff A pushes its probability on, beyond δ. arXiv 2602.04879.
+    """`−keep A min(exp(c − b), cap)`; drops tokens that A would move further than δ. arXiv 2602.04879.
 
     Dropped iff (A > 0 and π − μ > δ) or (A ≤ 0 and π − μ < −δ), with π = exp(c), μ = exp(b): the binary form of the
-    total variation between the policies. A probability bounds no ratio: π = 0.19 and μ = 1e-6 differ by less than 0.2
-    and by a factor of 190,000. So the weight is capped as in the authors' code: the gradient is −A min(exp(c − b), cap)
-    everywhere, also where the cap acts.
+    total variation between the policies. A limit on the difference does not limit the ratio: π = 0.19 and μ = 1e-6
+    differ by less than 0.2 and by a factor of 190,000. So the weight is capped as in the authors' code, and the
+    gradient is −A min(exp(c − b), cap) everywhere, also where the cap acts.
     """
     shift = tokens.target.detach().exp() - tokens.behavior.exp()
     goes_up = tokens.advantages > 0
@@ -107,7 +107,7 @@ def dppo(tokens: LossTokens, config: DppoConfig) -> PolicyLoss:
 def gspo(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
     """`ppo_clip` on `s_i = exp(mean_t(c − p))`, one term per sequence. GSPO, arXiv 2507.18071.
 
-    The term stands at each of its n_i tokens, and `seq_mean_token_mean` weighs each 1 / (N n_i). Advantages that differ
+    Each of the n_i tokens gets the term, with the weight 1 / (N n_i) by `seq_mean_token_mean`. Advantages that differ
     within a sequence are averaged.
     """
     advantages = tokens.segment_mean(tokens.advantages)
@@ -136,24 +136,24 @@ def _sequence_ratio(tokens: LossTokens) -> Tensor:
 
 def online_dpo(tokens: LossTokens, config: PairsConfig) -> PolicyLoss:
     """`−log σ(β Δ)`, `Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)`. DPO, arXiv 2305.18290; online, arXiv 2402.04792."""
-    return _at_the_tokens(tokens, -torch.nn.functional.logsigmoid(config.beta * pair_margins(tokens)))
+    return _spread_pair_losses(tokens, -torch.nn.functional.logsigmoid(config.beta * pair_margins(tokens)))
 
 
 def ipo(tokens: LossTokens, config: IpoConfig) -> PolicyLoss:
-    """`(Δ − 1/(2β))²`: the goal is a finite margin, so a pair that has reached it stops pushing. arXiv 2310.12036.
+    """`(Δ − 1/(2β))²`: the goal is a finite margin, where the gradient of a pair is 0. arXiv 2310.12036.
 
     `length`: `mean`, Δ of per-token means, so that the goal means the same for answers of any length (the authors'
     reading; TRL and AReaL do so); `sum`, Δ of sums as in DPO, the paper to the letter.
     """
     margins = pair_margins(tokens, per_token=config.length == "mean")
-    return _at_the_tokens(tokens, (margins - 1.0 / (2.0 * config.beta)).square())
+    return _spread_pair_losses(tokens, (margins - 1.0 / (2.0 * config.beta)).square())
 
 
 def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
     """`[P] float64` Δ: how much more than the reference the policy prefers the better member.
 
     Differences of each token are summed, in float64: the logprobs of a long answer add up to some ten thousand nats, of
-    which float32 keeps two decimals, and the margin is what is left of four such sums.
+    which float32 keeps two decimals, and the margin is the difference of four such sums.
 
     Args:
         tokens: With pairs.
@@ -167,7 +167,7 @@ def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
 def preference_pairs(
     rewards: NDArray[np.float64], eligible: Sequence[int], config: PairsConfig
 ) -> list[tuple[int, int]]:
-    """Pairs (better, worse) whose rewards differ by more than `max(margin, rounding_error)`: rounding makes none.
+    """Pairs (better, worse) whose rewards differ by more than `max(margin, rounding_error)`.
 
     Args:
         rewards: `[G]`.
@@ -184,7 +184,7 @@ def preference_pairs(
     return [(better, worse) for better, worse, gap in gaps if gap > least]
 
 
-def _at_the_tokens(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:
+def _spread_pair_losses(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:
     """`[P] float64` -> `[T]`: at each token half the losses of all pairs of its sequence."""
     members = tokens.pairs.T.flatten()
     halves = pair_losses.new_zeros(tokens.num_segments).index_add(0, members, 0.5 * pair_losses.repeat(2))
@@ -192,7 +192,7 @@ def _at_the_tokens(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:
 
 
 def sft(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
-    """`−c`: cross-entropy of the tokens, whatever they earned."""
+    """`−c`: cross-entropy of the tokens; rewards are not used."""
     del config
     return unclipped(-tokens.target)
 

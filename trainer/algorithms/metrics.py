@@ -1,10 +1,10 @@
 """Token metrics as sums and maxima, so that ranks and micro-batches add up to the exact global value.
 
-Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are untruncated, between the policy
-at the start of the step and the one that sampled, and logged with every correction: metrics after truncation hide what
-the truncation was for. Where a batch is several optimizer steps, only tokens whose logprob at its start is known are
-measured so, each once: those of the first update, or after a forward at the start those of the first epoch. Tokens of
-another policy are measured apart: they say nothing about the engines, nor about staleness.
+Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are those between the policy at the
+start of the step and the one that sampled. They are not truncated, because truncated ones would hide the outliers, and
+are logged with every correction. If a batch is several optimizer steps, only tokens whose logprob at the start of the
+batch is known are measured, each once: those of the first update, or, after a forward at the start, of the first epoch.
+Tokens of another policy are measured separately: they tell nothing about the engines or about staleness.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class TokenMetrics:
 
         Args:
             loss: The scalar Σ weight · term.
-            target: `[T]` logprobs under the policy as it is.
-            start: `[T]` logprobs at the start of the batch; None: not known any more, or measured before.
+            target: `[T]` logprobs under the current policy.
+            start: `[T]` logprobs at the start of the batch; None: no longer known, or already measured.
             entropies: `[T]` of the policy, nats.
-            micro_batch: What was recorded of the tokens, their staleness and their weights.
+            micro_batch: The recorded logprobs of the tokens, their staleness and their weights.
             terms: Which of them were rejected or clipped.
         """
         behavior, reference, staleness = (
@@ -117,14 +117,14 @@ class TokenMetrics:
     ) -> TokenSums:
         """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
         mine = torch.cat([self._sums, self._by_staleness.flatten()]).cpu().numpy()
-        everyone = all_reduce(mine, "sum")
-        by_staleness = everyone[len(SUMS) :].reshape(len(STALENESS_BUCKETS), len(BY_STALENESS))
-        return TokenSums(everyone[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_staleness)
+        total = all_reduce(mine, "sum")
+        by_staleness = total[len(SUMS) :].reshape(len(STALENESS_BUCKETS), len(BY_STALENESS))
+        return TokenSums(total[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_staleness)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSums:
-    """What all ranks gathered in one optimizer step, or in several added up."""
+    """Sums and maxima over all ranks, of one optimizer step or of several added up."""
 
     sums: NDArray[np.float64]
     maxima: NDArray[np.float64]
@@ -170,7 +170,7 @@ class TokenSums:
 
 
 def _by_staleness(sums: NDArray[np.float64], greatest: NDArray[np.float64]) -> dict[str, float]:
-    """What is always logged of behavior weights, for each bucket of staleness that holds tokens."""
+    """Metrics of the behavior weights, for each bucket of staleness that holds tokens."""
     metrics = {}
     for bucket, row, weight_max in zip(STALENESS_BUCKETS, sums.tolist(), greatest.tolist(), strict=True):
         of = dict(zip(BY_STALENESS, row, strict=True))

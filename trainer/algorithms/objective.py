@@ -2,8 +2,8 @@
 
     term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^staleness · [high entropy]
 
-v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks judge the gradient of the policy loss, not the
-divergence. u = min(exp(c − b), C) for losses that carry the step from the behavior policy themselves, else 1.
+v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks apply to the policy loss, not to the
+divergence. u = min(exp(c − b), C) for losses that contain the ratio to the behavior policy themselves, else 1.
 
 Shape legend: T loss tokens.
 """
@@ -29,7 +29,7 @@ class LossTerms(NamedTuple):
     """Per loss token of one micro-batch, `[T]`.
 
     Attributes:
-        terms: What is summed with the token weights; carries the gradient.
+        terms: To be summed with the token weights; they carry the gradient.
         is_masked: Rejected by a behavior correction.
         is_clipped_low: A lower bound of the loss acted.
         is_clipped_high: An upper bound did.
@@ -45,7 +45,7 @@ class Objective:
     """An algorithm as one function of a micro-batch."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Find what the configuration names.
+        """Load the functions that the configuration names.
 
         Raises:
             ConfigError: If an import path does not resolve.
@@ -58,18 +58,18 @@ class Objective:
             for name, settings in config.correction.chain.items()
         ]
         self._kl = find("kl", config.kl.estimator).load()
-        self._is_corrected_inside = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
+        self._loss_has_behavior_ratio = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
 
     def __call__(
         self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, *, is_first_update: bool = True
     ) -> LossTerms:
-        """Compose.
+        """Compute the loss terms of one micro-batch.
 
         Args:
             target: `[T]` logprobs with gradient.
             entropies: `[T]` of the same policy, nats.
-            micro_batch: Everything else.
-            is_first_update: The policy is still that of the start of the batch.
+            micro_batch: The recorded logprobs, advantages and staleness of the tokens.
+            is_first_update: Whether the policy is still the one from the start of the batch.
 
         Raises:
             ShapeError: If a user's own loss did not return a `PolicyLoss` of one term per token.
@@ -87,19 +87,20 @@ class Objective:
             teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
         )
         loss = self._loss(tokens, config.loss)
-        if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:  # a user's own loss is held to it
+        # A loss of the user's own may return anything.
+        if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:
             got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
             raise ShapeError(
-                f"algorithm.loss={config.loss.name}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
+                f"algorithm.loss={config.loss.name}: it returned {got} for {len(target)} tokens. Return a PolicyLoss "
                 "(trainer/algorithms/tokens.py) with one term per token."
             )
         correction = correct(self._chain, tokens)
         terms = loss.terms * correction.factors
         if config.kl_in_loss:
-            # v: where the chain has a weight, it multiplies the policy loss and the divergence alike. Where the policy
-            # loss carries the step from the behavior policy inside, the divergence gets it here.
+            # v: a weight of the chain multiplies the policy loss and the divergence. A policy loss that contains the
+            # ratio to the behavior policy leaves the divergence uncorrected, so the divergence is weighted here.
             weights = correction.weights
-            if self._is_corrected_inside:
+            if self._loss_has_behavior_ratio:
                 ratio = clamped_exp((tokens.target - tokens.behavior).detach())
                 weights = weights * ratio.clamp(max=config.kl.max_weight)
             weights = weights.masked_fill(correction.is_masked, 1.0)
@@ -107,8 +108,8 @@ class Objective:
         if config.staleness_decay < 1:
             terms = terms * staleness_factors(micro_batch.staleness, config.staleness_decay).to(terms.dtype)
         if config.entropy_top_share < 1:
-            dull = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
-            terms = terms.masked_fill(dull, 0.0)
+            has_low_entropy = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
+            terms = terms.masked_fill(has_low_entropy, 0.0)
         return LossTerms(terms, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
 
     def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:

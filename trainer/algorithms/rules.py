@@ -1,6 +1,6 @@
-"""Which algorithms go together: everything in one section that cannot work, and why. Pure and light: no torch.
+"""Checks of the algorithm section: combinations that cannot work, each with the reason. Imports no torch.
 
-What also depends on other sections (streaming, expiry, token budget) is in platform/checks/algorithm.py.
+Checks that depend on other sections (streaming, expiry, token budget) are in platform/checks/algorithm.py.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length"
 LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
 _READ_ADVANTAGES = ("opsm", "f_tis")
 _UNUSED_ADVANTAGE, _UNUSED_AGGREGATION = "grpo", "token_mean"
-"""The defaults, which stand in a configuration also where nothing reads them."""
+"""The defaults, which a configuration contains even if nothing uses them."""
 _COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
 """Masks of p − b, which is 0 everywhere at proximal=behavior."""
 
 
 def algorithm_violations(config: AlgorithmConfig) -> list[str]:
-    """A sentence each, all of them at once; empty if the algorithm is sound."""
-    return [*_of_corrections(config), *_of_terms(config), *_of_what_is_unused(config)]
+    """Return one sentence per violation; empty if the algorithm is valid."""
+    return [*_of_corrections(config), *_of_terms(config), *_of_unused_settings(config)]
 
 
 def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
-    """Those of the correction chain that weigh."""
+    """The corrections of the chain that have a weight."""
     return [entry for entry in (find("correction", name) for name in config.correction.chain) if entry.is_weight]
 
 
 def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
-    """At most one weight, counted once, of a loss that it can weigh."""
+    """Check that there is at most one weight, that it is not counted twice, and that the loss can take it."""
     chain = config.correction
     weights = [entry.name for entry in weights_in(config)]
     if len(weights) > 1:
@@ -40,7 +40,7 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
             "correct the same step twice. Keep one; the others may be masks (mis_seq_geo, opsm, veto)."
         )
     loss = find("loss", config.loss.name)
-    # At proximal=behavior the ratio carries all of w, and w is 1.
+    # At proximal=behavior the ratio contains the whole correction, and w is 1.
     if config.proximal == "behavior" and not loss.has_ratio:
         yield (
             f"algorithm.proximal=behavior with algorithm.loss={config.loss.name}: it has no ρ that could carry the "
@@ -59,7 +59,7 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
                     f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, "
                     "and they are the same. Use proximal=target, or opsm, which compares with the policy itself."
                 )
-    # Losses that look at b themselves, or have no token to weigh.
+    # Losses that use b themselves, or compare whole sequences.
     if loss.level == "pair" and chain.chain:
         yield (
             f"algorithm.correction={chain} with algorithm.loss={loss.name}: a correction judges one token or sequence, "
@@ -81,29 +81,29 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
-    """What the loss is made of goes together, and is averaged over what it is a number of."""
-    # What is a number of a sequence counts once per sequence.
+    """Check that the terms of the loss match each other and the aggregation."""
+    # A term of a sequence must count once per sequence.
     if config.loss.type == "gspo" and config.aggregation != "seq_mean_token_mean":
         yield (
-            f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: its one term per sequence stands at "
-            "every token, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
+            f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: every token gets the one term of "
+            "its sequence, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
         )
     for kind, name in (("loss", config.loss.name), *(("correction", name) for name in config.correction.chain)):
         is_of_sequence = name in ("gspo_token", "topr", "tis_seq")
         if is_of_sequence and config.aggregation not in SEQUENCE_MEANS:
             yield (
-                f"algorithm.aggregation={config.aggregation} with algorithm.{kind}={name}: its ratio is of whole "
-                f"sequences, so they are what is averaged. Use one of {', '.join(SEQUENCE_MEANS)}."
+                f"algorithm.aggregation={config.aggregation} with algorithm.{kind}={name}: its ratio is that of a "
+                f"whole sequence, so the average must be over sequences. Use one of {', '.join(SEQUENCE_MEANS)}."
             )
-    # Factors of tokens need terms of tokens.
+    # Factors per token need terms per token.
     factors = {"staleness_decay": config.staleness_decay, "entropy_top_share": config.entropy_top_share}
     for key, value in factors.items():
         if value < 1 and (find("loss", config.loss.name).level == "pair" or config.loss.type == "gspo"):
             yield (
-                f"algorithm.{key}={value:g} with algorithm.loss={config.loss.name}: it chooses among tokens of a "
-                f"sequence, and their terms are all the same one. Use {key}=1."
+                f"algorithm.{key}={value:g} with algorithm.loss={config.loss.name}: it weights the tokens of a "
+                f"sequence, but they all have the same term. Use {key}=1."
             )
-    # Each estimator of the divergence where its gradient is that of a divergence.
+    # The gradient of an estimator is that of a divergence only in one of the two places.
     if config.kl_in_loss and config.kl.estimator == "k1":
         yield (
             "algorithm.kl.estimator=k1 with algorithm.kl.apply_to=loss: the gradient of c − r has zero mean, so it "
@@ -126,7 +126,7 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl.coefficient={config.kl.coefficient:g} with algorithm.loss={config.loss.name}: the pair's "
             "own β (algorithm.loss.beta) holds the policy to the reference. Use kl.coefficient=0."
         )
-    # A trust region that moves with the policy is none.
+    # A trust region that moves with the policy does not limit it.
     if config.updates_per_batch > 1 and config.proximal == "target" and config.loss.type in LOSSES_OF_RATIO:
         yield (
             f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
@@ -134,29 +134,29 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
             "interpolate (none) or behavior."
         )
-    # Parts of the reward can be normalised apart only by an estimator of groups, and only if nothing else is added.
+    # Parts of the reward are normalised separately only by an estimator of groups, and only if nothing else is added.
     others = {
         "advantage": find("advantage", config.advantage.name).level != "group",
         "overlong.mode": config.overlong.mode == "penalty",
         "kl.apply_to": config.kl_in_reward > 0,
         "loss": config.compares_pairs,
     }
-    for key, is_in_the_way in others.items():
-        if config.reward_weights and is_in_the_way:
+    for key, conflicts in others.items():
+        if config.reward_weights and conflicts:
             section = attrgetter(key)(config)
             value = getattr(section, "name", section)
             yield (
                 f"algorithm.reward_weights with algorithm.{key}={value}: each part is normalised in its group and then "
-                "summed, and that works on the reward as a whole. Use one of the two."
+                "summed, but that needs the reward as a whole. Use one of the two."
             )
 
 
-def _of_what_is_unused(config: AlgorithmConfig) -> Iterator[str]:
-    """A policy has no values; losses of pairs and of a teacher read no advantage, and a pair has no ratio to centre.
+def _of_unused_settings(config: AlgorithmConfig) -> Iterator[str]:
+    """Check settings that have no effect: losses of pairs and of a teacher use no advantage, and pairs have no ratio.
 
-    Only the defaults, which cost nothing, may stand beside them.
+    The defaults are accepted there, because they cost nothing.
     """
-    of_pair, of_teacher = "it compares the rewards of a pair", "a teacher's logprobs stand in its place"
+    of_pair, of_teacher = "it compares the rewards of a pair", "the teacher's logprobs replace it"
     has_none = config.compares_pairs or config.needs_teacher
     if has_none and config.advantage.type != _UNUSED_ADVANTAGE:
         yield (
@@ -179,5 +179,5 @@ def _of_what_is_unused(config: AlgorithmConfig) -> Iterator[str]:
     if config.compares_pairs and config.proximal in ("recompute", "interpolate"):
         yield (
             f"algorithm.proximal={config.proximal} with algorithm.loss={config.loss.name} has no effect: a pair is "
-            "compared with the reference, and has no ratio to centre. Use proximal=target."
+            "compared with the reference, so there is no ratio. Use proximal=target."
         )

@@ -1,7 +1,7 @@
-"""What every policy loss and every correction sees of one micro-batch, and what it answers.
+"""Inputs and results of the policy losses and the corrections, for one micro-batch.
 
 Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs.
-Natural logs; float32 in training, float64 in tests: nothing here fixes a precision.
+Natural logs; float32 in training, float64 in tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LossTokens:
         target: `[T]` c, log-probability under the trained policy.
         proximal: `[T]` p, centre of the trust region.
         behavior: `[T]` b, as recorded when the token was sampled.
-        reference: `[T]` r, of the frozen reference; anything if there is none.
+        reference: `[T]` r, of the frozen reference; arbitrary if there is none.
         advantages: `[T]` A.
         segments: `[T] int64`, which of the S sequences each token belongs to.
         num_segments: S; a sequence may have no token here.
@@ -32,7 +32,7 @@ class LossTokens:
         teacher: `[T]` log-probability under a teacher.
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
-        returns: `[T]` what V should be.
+        returns: `[T]` targets of V.
     """
 
     target: Tensor
@@ -57,12 +57,12 @@ class LossTokens:
         return self.segment_sum(per_token) / self.segment_sum(torch.ones_like(per_token)).clamp(min=1.0)
 
     def spread(self, per_segment: Tensor) -> Tensor:
-        """`[S] -> [T]`: every token gets what its sequence has."""
+        """`[S] -> [T]`: every token gets the value of its sequence."""
         return per_segment.index_select(0, self.segments)
 
 
 class PolicyLoss(NamedTuple):
-    """Per-token loss terms, before correction and aggregation. A term of a sequence stands at each of its tokens.
+    """Per-token loss terms, before correction and aggregation. A term of a sequence is repeated at each of its tokens.
 
     Attributes:
         terms: `[T]`, to be minimised; carries the gradient.

@@ -7,11 +7,11 @@ What is done here and why:
 - The client optimizer is torch AdamW, because DeepSpeed's own optimizers are compiled at first use.
 - Gradient clipping is always written: DeepSpeed clips at 1.0 when it is not. At stage 0 in float32 it reports no norm,
   so norm and clip are computed here and DeepSpeed's clip is off (0.0).
-- Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; stage 0 does it here.
-- Tensor parallelism is AutoTP with a plan of ours (`tensor_parallel.py`), sequence parallelism is Ulysses. Ranks count
-  as (data, tensor) or (data, sequence), the last fastest.
-- ZeRO-3 under AutoTP: the model is loaded whole. Loading in partitions would partition what AutoTP leaves whole over
-  all ranks and what it splits over the data-parallel ones.
+- Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; at stage 0 this file does the same.
+- Tensor parallelism is AutoTP with our plan (`tensor_parallel.py`), sequence parallelism is Ulysses. Ranks are numbered
+  as (data, tensor) or (data, sequence), the last index fastest.
+- ZeRO-3 under AutoTP: the model is loaded whole. Loading in partitions would partition the tensors that AutoTP
+  leaves whole over all ranks, and those that it splits over the data-parallel ranks only.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class DeepSpeedBackend:
         Args:
             engine: DeepSpeed's.
             hf_config: Kept alive: transformers has only a weak reference; without ours, ZeRO-3 loading is off.
-            trainer: The settings it was made with.
+            trainer: The settings of the engine.
             shapes: HF name -> full shape of every tensor, tied ones once.
-            split: Which part of each this rank has; None: all of it.
-            clips_here: DeepSpeed does not clip.
+            split: Which part of each tensor this rank has; None: all of it.
+            clips_here: Whether this class clips the gradient instead of DeepSpeed.
         """
         self.rank = torch.distributed.get_rank()
         self.data_parallel_size = trainer.data_parallel_size
@@ -135,7 +135,7 @@ class DeepSpeedBackend:
                 return OptimizerResult(math.inf, is_skipped=True)
             self._engine.step()
             return OptimizerResult(norm, is_skipped=False)
-        # ZeRO keeps gradients in buffers of its own; it divides them by its loss scale when it steps.
+        # ZeRO keeps gradients in its own buffers and divides them by its loss scale when it steps.
         if normaliser != 1.0:
             self._engine.optimizer.override_loss_scale(normaliser)
         try:
@@ -163,7 +163,7 @@ class DeepSpeedBackend:
                 yield name, whole
 
     def _replica(self) -> Iterator[tuple[str, Tensor]]:
-        """On the ranks of the first replica, all of them together one policy: name and this rank's part."""
+        """On the ranks of the first replica, which together have the policy: name and this rank's part."""
         parameters = list(hf_parameters(self._engine.module))
         is_first = self.rank < (1 if self._split is None else self._split.size)
         if not self._is_partitioned:
@@ -321,14 +321,14 @@ def build_deepspeed_backend(
 
     A process may have several, of one ZeRO stage, without tensor or sequence parallelism.
 
-    `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` stand in the environment.
+    `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` must be set in the environment.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
-    # The shared-memory communicator would be built with a C++ compiler at first use; gloo does without.
+    # The shared-memory communicator would be built with a C++ compiler at first use; gloo does not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if device == "cpu" else "nccl"
     deepspeed.init_distributed(
@@ -361,7 +361,7 @@ def build_deepspeed_backend(
 
 
 def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
-    """The DeepSpeed configuration. The batch size is nominal: micro-batches are counted in tokens, by us."""
+    """The DeepSpeed configuration. The batch size is nominal: our micro-batches are counted in tokens."""
     bucket = min(_BUCKET_ELEMENTS, model.shape.num_parameters)
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
@@ -414,7 +414,7 @@ def full_shape(parameter: Any) -> Shape:
 
 
 def take_split(policy: PolicyModel, shapes: dict[str, Shape]) -> TensorSplit:
-    """Read the splits that AutoTP has made, and set the policy head's part of the vocabulary. Collective."""
+    """Read the splits that AutoTP has made, and set which part of the vocabulary the head has. Collective."""
     from deepspeed.utils import groups
 
     rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
@@ -433,7 +433,7 @@ def register_ulysses(policy: PolicyModel, model: ModelConfig, trainer: TrainerCo
     """Replace the attention function of transformers, in this process, by one that exchanges stretches for heads.
 
     Returns:
-        DeepSpeed's module of process groups. A second trainer of a process goes on with those and that function.
+        DeepSpeed's module of process groups. A second trainer of a process uses the same groups and function.
     """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -466,20 +466,20 @@ def of_deepspeed(owner: Any, name: str) -> Any:
 
 
 def check_partitions(held: Mapping[str, int], num_elements: Mapping[str, int], num_replicas: int, rank: int) -> None:
-    """Whether ZeRO-3 really partitioned as weights/layout/training.py has it.
+    """Check that ZeRO-3 has partitioned as weights/layout/training.py assumes.
 
     Rank r of W holds the elements [r · p, (r + 1) · p) of a tensor of n in row-major order, p = ceil(n / W), the last
-    ones padding. A version of DeepSpeed that pads to something else, or partitions over other ranks, has another p:
-    training would go on, and versions be published from wrong places.
+    ones padding. A version of DeepSpeed that pads or partitions differently has another p: training would continue,
+    but the wrong elements would be published.
 
     Args:
         held: HF name -> elements that this rank has of a tensor, padding included.
-        num_elements: Of what the ranks partition among themselves, the whole tensor or a tensor-parallel rank's part.
+        num_elements: HF name -> elements that the replicas partition: the tensor or a tensor-parallel rank's part.
         num_replicas: W.
         rank: For the message.
 
     Raises:
-        WeightSyncError: With the first tensor that is otherwise, and both sizes.
+        WeightSyncError: With the first tensor that differs, and both sizes.
     """
     for name, found in held.items():
         part = -(-num_elements[name] // num_replicas)

@@ -1,9 +1,9 @@
-"""What DeepSpeed AutoTP is told to split, and whole tensors from their parts. No deepspeed here.
+"""The split plan for DeepSpeed AutoTP, and gathering of whole tensors. Imports no deepspeed.
 
-AutoTP could read the plan of transformers or guess by names. We say it ourselves, and read from the live model what it
-has made of it. Three choices of ours:
+AutoTP could read the plan of transformers or guess by names. We pass an explicit plan and read the resulting splits
+from the live model. Three choices:
 - An untied head is split by rows and never gathered: `vocabulary_parallel_logprobs` works on its local rows.
-- A tied head stays whole with its embedding. AutoTP would split both by vocabulary and bring a loss of its own.
+- A tied head stays whole with its embedding. AutoTP would split both by vocabulary and use its own loss.
 - Norms of single heads (q_norm, k_norm) are whole, but each rank sees its own heads only: their gradients are summed.
 """
 
@@ -45,7 +45,7 @@ def autotp_settings(size: int, *, is_tied: bool) -> dict[str, Any]:
 
 
 def axis_of(name: str) -> int | None:
-    """The axis along which AutoTP splits a tensor, by what it was told; None: it stays whole."""
+    """The axis along which AutoTP splits a tensor by this plan; None: it stays whole."""
     of_weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
     if re.match(_COLUMN, of_weight) or re.match(_HEAD, name):
         return 0
@@ -53,7 +53,7 @@ def axis_of(name: str) -> int | None:
 
 
 def expected_splits(tensors: Iterable[TensorSpec], size: int, num_kv_heads: int) -> dict[str, tuple[Box, ...]]:
-    """What AutoTP will make of a model, for a plan without it: attention in whole key/value heads, else equal parts."""
+    """The splits that AutoTP will make, computed without it: attention in whole key/value heads, else equal parts."""
     splits = {}
     for name, shape in tensors:
         axis = axis_of(name)
@@ -65,14 +65,14 @@ def expected_splits(tensors: Iterable[TensorSpec], size: int, num_kv_heads: int)
 
 
 def splits_of(shapes: Mapping[str, Shape], held: Sequence[Mapping[str, Shape]]) -> dict[str, tuple[Box, ...]]:
-    """What AutoTP has made of a model: every tensor is whole on all ranks, or split along one axis in their order.
+    """The splits that AutoTP has made: every tensor is whole on all ranks, or split along one axis in their order.
 
     Args:
         shapes: HF name -> full shape.
-        held: By rank: HF name -> shape of what it has.
+        held: By rank: HF name -> shape of its part.
 
     Raises:
-        ConfigError: If the parts of a tensor do not make a whole: it would be published from wrong places.
+        ConfigError: If the parts of a tensor do not make a whole; the wrong elements would be published.
     """
     splits, violations = {}, []
     for name, shape in shapes.items():
@@ -108,7 +108,7 @@ class TensorSplit:
         rank: This one, in the group.
         group: The tensor-parallel ranks.
         shapes: HF name -> full shape.
-        splits: HF name -> what each rank has; tensors that are not there are whole on all.
+        splits: HF name -> the part of each rank; a tensor without an entry is whole on all.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class TensorSplit:
     splits: Splits
 
     def box(self, name: str) -> Box:
-        """What this rank has of a tensor."""
+        """This rank's part of a tensor."""
         return self.splits[name][self.rank] if name in self.splits else whole(self.shapes[name])
 
     def gather(self, name: str, local: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class TensorSplit:
 
 
 def check_splittable(shapes: Mapping[str, Shape], size: int) -> None:
-    """Refuse a model with a matrix that AutoTP is not told to split: the others would not fit to it.
+    """Refuse a model with a matrix outside the plan: its shape would not match the matrices that are split.
 
     Raises:
         ConfigError: With one sentence for the first such tensor.

@@ -53,11 +53,11 @@ class TrainingSequence:
         staleness: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         teacher_logprobs: Likewise, of a teacher.
-        prompt_length: Tokens before the first sampled one, which may be computed once for several sequences; 0: none.
+        prompt_length: Tokens before the first sampled one, which several sequences may share; 0: none.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
-        unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
-        group: Position of its group in the batch; a mini-batch is of whole groups.
-        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
+        unit: Sequences of one unit share a micro-batch; None: it may be in any.
+        group: Position of its group in the batch; mini-batches contain whole groups.
+        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None without one.
         old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
         returns: `[len(targets)]`, targets of the critic.
     """
@@ -96,10 +96,10 @@ class MicroBatchPlan:
     """One forward-backward on one rank.
 
     Attributes:
-        rows: Sequence indices of each row, in order. No rows: an empty micro-batch that only keeps ranks in step.
+        rows: Sequence indices of each row, in order. No rows: an empty micro-batch that keeps the ranks in step.
         row_length: L, tokens; every row is padded to it.
-        shared: Like `rows`: how many first tokens of each sequence are those of the last one before it with a 0 here,
-            and are not laid out again; empty: none are.
+        shared: Like `rows`: the number of first tokens that a sequence shares with the nearest sequence before it that
+            has 0 here. They are computed with that one only. Empty: nothing is shared.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -129,12 +129,12 @@ class BatchPlan:
 
     @property
     def shared_lengths(self) -> list[int]:
-        """Of every prompt that is not computed because another sequence has brought it, tokens."""
+        """Length of every prompt that is not computed because another sequence contains it, tokens."""
         rows = [row for rank in self.ranks for micro_batch in rank for row in micro_batch.shared]
         return [length for row in rows for length in row if length]
 
     def unpacked(self, bundles: Sequence[Sequence[int]], shared: Sequence[Sequence[int]] | None = None) -> BatchPlan:
-        """The plan of sequences, from one of bundles of them; `shared` as in `MicroBatchPlan`, per bundle."""
+        """Turn a plan of bundles into a plan of their sequences; `shared` as in `MicroBatchPlan`, per bundle."""
 
         def in_rows(micro_batch: MicroBatchPlan, of_bundle: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(one for bundle in row for one in of_bundle[bundle]) for row in micro_batch.rows)
@@ -157,10 +157,10 @@ def plan_batch(
     """Place every sequence of length ≥ 1 in exactly one row of one micro-batch of one rank.
 
     Args:
-        lengths: Input tokens of each sequence. A sequence of length 0 has nothing to compute and is left out.
+        lengths: Input tokens of each sequence. A sequence of length 0 needs no computation and is left out.
         num_ranks: Data-parallel ranks.
         max_tokens: Padded tokens of one micro-batch, at most.
-        units: Per sequence, which others it stays with; None: it goes anywhere.
+        units: Per sequence, the unit that stays together; None: it may be anywhere.
         attention_share: a of the cost model, per token.
         layout: How rows are formed.
 
@@ -191,7 +191,7 @@ def plan_batch(
     plans = [_plan_rank(lengths, share, max_tokens, attention_share, layout) for share in shares]
     count = max(len(plan) for plan in plans)
     if layout == "single_row" and count > 1:
-        # Ranks that are balanced before rows are filled may each need a row more than they should.
+        # Balancing sequences before rows are filled may give every rank one row more than necessary.
         most = max(sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares)
         rows = fill_rows(lengths, range(len(lengths)), max_tokens)
         shared_out = _share_rows(lengths, rows, num_ranks, attention_share, most)
@@ -205,7 +205,7 @@ def plan_batch(
 
 
 def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float) -> list[list[int]]:
-    """Give each sequence to a rank, costliest first, each to the rank with the least so far (LPT; Graham 1969).
+    """Assign sequences to ranks, costliest first, each to the rank with the lowest cost so far (LPT; Graham 1969).
 
     Returns:
         For each rank, indices of its sequences (those of length ≥ 1), longest first.
@@ -222,7 +222,7 @@ def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float
 def _share_rows(
     lengths: Sequence[int], rows: Sequence[tuple[int, ...]], num_ranks: int, attention_share: float, most_cost: float
 ) -> list[list[tuple[int, ...]]] | None:
-    """Give each rank equally many rows: the costliest first, to the rank with the lowest cost that is not full.
+    """Assign equally many rows to each rank: the costliest first, to the rank with the lowest cost that is not full.
 
     Returns:
         For each rank its rows; None if a rank would cost more than `most_cost` and than `MAX_IMBALANCE` of the mean.
@@ -256,12 +256,12 @@ def fill_rows(lengths: Sequence[int], indices: Sequence[int], capacity: int) -> 
     free: list[tuple[int, int]] = []
     for index in _longest_first(lengths, indices):
         length = lengths[index]
-        place = bisect_left(free, (length, -1))
-        if place == len(free):
+        position = bisect_left(free, (length, -1))
+        if position == len(free):
             free_tokens, row = capacity, len(rows)
             rows.append([])
         else:
-            free_tokens, row = free.pop(place)
+            free_tokens, row = free.pop(position)
         rows[row].append(index)
         insort(free, (free_tokens - length, row))
     return [tuple(rows[row]) for _, row in free]
@@ -270,10 +270,10 @@ def fill_rows(lengths: Sequence[int], indices: Sequence[int], capacity: int) -> 
 def _plan_rank(
     lengths: Sequence[int], share: Sequence[int], max_tokens: int, attention_share: float, layout: RowLayout
 ) -> list[MicroBatchPlan]:
-    """The micro-batches of one rank's sequences.
+    """Plan the micro-batches of one rank's sequences.
 
-    Of rows under a mask a few lengths are tried and the cheapest is kept. Short rows waste no attention (which computes
-    every pair of a row, also those that the mask removes), long rows waste no padding.
+    For rows under a mask, a few lengths are tried and the cheapest is kept. Short rows waste less attention (which
+    computes every pair of a row, also those that the mask removes), long rows waste less padding.
     """
     if not share:
         return [EMPTY_MICRO_BATCH]
@@ -289,7 +289,8 @@ def _plan_rank(
         rows = fill_rows(lengths, share, capacity)
         plans: list[MicroBatchPlan] = []
         start = 0
-        while start < len(rows):  # the fullest first: the others are padded to its length
+        # The first row of a micro-batch is its fullest; the others are padded to its length.
+        while start < len(rows):
             stop = start + max(1, max_tokens // sum(lengths[index] for index in rows[start]))
             plans.append(_micro_batch(lengths, rows[start:stop]))
             start = stop
@@ -309,7 +310,7 @@ def _longest_first(lengths: Sequence[int], indices: Sequence[int]) -> list[int]:
 
 
 def _bundles(lengths: Sequence[int], units: Sequence[int | None]) -> list[list[int]]:
-    """Indices that stay together, in order of their first; those of length 0 are alone."""
+    """Indices that stay together, ordered by their first one; those of length 0 are alone."""
     bundles: list[list[int]] = []
     of_unit: dict[int, list[int]] = {}
     for index, (length, unit) in enumerate(zip(lengths, units, strict=True)):
@@ -327,9 +328,9 @@ class _Block:
     """Sequences that share one copy of their prompt.
 
     Attributes:
-        unit: Of all of them.
+        unit: The unit of all of them.
         prompt_length: Tokens.
-        num_tokens: Of the prompt and of what follows it in each.
+        num_tokens: Tokens of the prompt and of everything after it in each sequence.
     """
 
     unit: int | None
@@ -337,11 +338,11 @@ class _Block:
     num_tokens: int
     members: list[int] = field(default_factory=list)
 
-    def gains(self, one: TrainingSequence, max_tokens: int, attention_share: float) -> bool:
-        """Whether one more member fits and saves more than the masked attention between members costs.
+    def should_add(self, one: TrainingSequence, max_tokens: int, attention_share: float) -> bool:
+        """Whether one more member fits, and saves more than the masked attention between members costs.
 
-        With t tokens in the block, n in the sequence and r of them behind the prompt: by `sequence_cost`, t + r in one
-        row cost no more than t and n in two.
+        With t tokens in the block, n in the sequence and r of them after the prompt: by `sequence_cost`, t + r in one
+        row cost no more than t and n in two rows.
         """
         rest = one.num_inputs - self.prompt_length
         if self.num_tokens + rest > max_tokens:
@@ -353,13 +354,13 @@ class _Block:
 def plan_with_shared_prompts(
     sequences: Sequence[TrainingSequence], num_ranks: int, max_tokens: int, *, attention_share: float = 0.0
 ) -> BatchPlan:
-    """`plan_batch` in masked rows, with sequences of equal prompt (and equal unit) behind one copy of it.
+    """`plan_batch` in masked rows, where sequences of equal prompt (and equal unit) share one copy of it.
 
-    A block that would not fit the budget, or whose attention would cost more than the prompt, is several blocks, each
-    with its own copy.
+    A block that would not fit the budget, or whose attention would cost more than the prompt, becomes several blocks,
+    each with its own copy.
 
     Args:
-        sequences: Of the batch. One without loss has nothing to compute and is left out.
+        sequences: Those of the batch. One without loss needs no computation and is left out.
         num_ranks: Data-parallel ranks.
         max_tokens: Padded tokens of one micro-batch, at most.
         attention_share: As in `plan_batch`.
@@ -374,7 +375,7 @@ def plan_with_shared_prompts(
             continue
         prompt = (one.unit, tuple(one.token_ids[: one.prompt_length].tolist()))
         block = newest.get(prompt)
-        if block is None or not one.prompt_length or not block.gains(one, max_tokens, attention_share):
+        if block is None or not one.prompt_length or not block.should_add(one, max_tokens, attention_share):
             block = newest[prompt] = _Block(one.unit, one.prompt_length, one.prompt_length)
             blocks.append(block)
         block.members.append(index)
@@ -386,6 +387,6 @@ def plan_with_shared_prompts(
         units=[block.unit for block in blocks],
         attention_share=attention_share,
     )
-    # The first member of a block brings the prompt for the others.
+    # The first member of a block contains the prompt for the others.
     shared = [[0, *[block.prompt_length] * (len(block.members) - 1)] for block in blocks]
     return plan.unpacked([block.members for block in blocks], shared)

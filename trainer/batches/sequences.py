@@ -1,8 +1,7 @@
 """From groups (RL), examples (supervised) or pairs (preferences) to the sequences of one optimizer step.
 
-A sequence is a thread of a trajectory, of most the only one: which of its tokens carry loss, what they earned, in which
-pairs. Advantages and normalisers are computed here, over the whole batch, before any split into ranks or micro-batches
-(I9).
+A sequence is a thread of a trajectory (most trajectories have one), with its loss tokens, advantages and pairs.
+Advantages and normalisers are computed here, over the whole batch, before any split into ranks or micro-batches (I9).
 
 Shape legend: N sequences, n_i sampled tokens of one, P pairs.
 """
@@ -36,26 +35,26 @@ from penstock.trainer.config import AlgorithmConfig
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, response token ids)."""
 ModelKind = Literal["policy", "reward"]
-_NOTHING = 0
-"""Stands where a token would follow the last one; it is never seen by the model."""
+_PLACEHOLDER_ID = 0
+"""Takes the position after the last token; the model never sees it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TrainingSample:
     """One sequence of the batch.
 
     Attributes:
-        trajectory: It alone (`Trajectory.separate`).
+        trajectory: The thread as a trajectory of its own (`Trajectory.split_threads`).
         group: Position of its group in the batch.
         baseline: Members of equal baseline are compared: of a group, or the threads of one name in it.
         attempt: Members of equal attempt share one reward, which counts once: threads of a trajectory.
         num_overlong: Sampled tokens that the overlong penalty counts: of the longest thread of its attempt.
         reward: As scored.
         carries_loss: `[n_i] bool`, of its sampled tokens.
-        reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
+        reference_logprobs: `[n_i] float32` logprobs of the reference policy; None if there is none.
         values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
-        teacher: `[n_i] float32` logprobs of a teacher; None if there is none.
-        proximal: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
+        teacher_logprobs: `[n_i] float32` logprobs of a teacher; None if there is none.
+        proximal_logprobs: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
     """
 
     trajectory: Trajectory
@@ -65,10 +64,10 @@ class Member:
     num_overlong: int
     reward: float
     carries_loss: NDArray[np.bool_]
-    reference: NDArray[np.float32] | None
+    reference_logprobs: NDArray[np.float32] | None
     values: NDArray[np.float32] | None = None
-    teacher: NDArray[np.float32] | None = None
-    proximal: NDArray[np.float32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
+    proximal_logprobs: NDArray[np.float32] | None = None
 
     @property
     def behavior(self) -> NDArray[np.float32]:
@@ -76,7 +75,7 @@ class Member:
         return self.trajectory.behavior_logprobs[self.trajectory.loss_mask]
 
 
-def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) -> list[Member]:
+def batch_samples(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) -> list[TrainingSample]:
     """Return all sequences of the batch. `overlong` may mask truncated answers or leave them out.
 
     Raises:
@@ -85,7 +84,7 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
     """
     if not payloads:
         raise TrainingError("trainer: a step was requested with 0 groups, but at least 1 is needed.")
-    members: list[Member] = []
+    samples: list[TrainingSample] = []
     attempts, baselines = count(), dict[tuple[int, str | None], int]()
     for group, payload in enumerate(payloads):
         is_by_thread = has_thread_rewards(payload.trajectories)
@@ -105,7 +104,8 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
             is_cut = trajectory.finish_reason == "length"
             sequences = trajectory.split_threads()
-            if not math.isfinite(reward):  # not every loss reads a reward of its own, but none may train on NaN
+            # Not every loss uses the reward of each trajectory, but none may train on NaN.
+            if not math.isfinite(reward):
                 sequences = tuple(
                     replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, np.nan)) for one in sequences
                 )
@@ -116,8 +116,8 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
                     continue
                 thread = one.threads[0].name if one.threads else MAIN_THREAD
                 is_masked = is_cut and algorithm.overlong.mode == "mask"
-                members.append(
-                    Member(
+                samples.append(
+                    TrainingSample(
                         trajectory=one,
                         group=group,
                         baseline=baselines.setdefault((group, thread if is_by_thread else None), len(baselines)),
@@ -125,19 +125,19 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
                         num_overlong=one.num_sampled_tokens if is_by_thread else longest,
                         reward=float(one.reward if is_by_thread and one.reward is not None else reward),
                         carries_loss=is_new_enough(one, payload.min_version) & (not is_masked),
-                        reference=reference,
+                        reference_logprobs=reference,
                         values=value,
-                        teacher=teacher,
-                        proximal=proximal,
+                        teacher_logprobs=teacher,
+                        proximal_logprobs=proximal,
                     )
                 )
-    return members
+    return samples
 
 
 def _of_sequences(
     payload: GroupPayload, scores: NDArray[np.float32] | None, what: str
 ) -> Sequence[NDArray[np.float32] | None]:
-    """Each sequence's part of what there is of a group's sampled tokens; None for each if there is nothing."""
+    """Split the scores of a group's sampled tokens by sequence; None for each if there are no scores."""
     counts = [one.num_sampled_tokens for one in all_sequences([payload])]
     if scores is None:
         return [None] * len(counts)
@@ -155,7 +155,7 @@ def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
 
 
 def prompt_length(trajectory: Trajectory) -> int:
-    """Tokens before the first sampled one; of a thread these are all that it began with."""
+    """Tokens before the first sampled one; of a thread, all tokens that it began with."""
     return int(trajectory.loss_mask.argmax())
 
 
@@ -172,10 +172,10 @@ def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int6
 
 
 def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
-    """`[G] float64` rewards of a group; of all that are not finite, NaN.
+    """`[G] float64` rewards of a group; those that are not finite become NaN.
 
     Raises:
-        TrainingError: If a member was not scored: it must never count as 0.
+        TrainingError: If a trajectory was not scored; it must never count as 0.
     """
     for one in payload.trajectories:
         if one.reward is None:
@@ -187,8 +187,8 @@ def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
     return np.where(np.isfinite(rewards), rewards, np.nan)
 
 
-def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_tokens: int) -> RewardBatch:
-    """What the advantages are made of.
+def reward_batch(members: Sequence[TrainingSample], algorithm: AlgorithmConfig, max_new_tokens: int) -> RewardBatch:
+    """Return the inputs of the advantage estimators.
 
     Raises:
         TrainingError: If a part named by `reward_weights` is missing.
@@ -201,11 +201,13 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
     if not algorithm.kl_in_reward:
         penalties = [np.zeros_like(behavior) for behavior in behaviors]
     else:
-        # β k(b, r): the reward is about what was sampled, so the policy in it is the one that sampled.
+        # β k(b, r): a reward concerns the sampled answer, so its divergence is that of the policy that sampled it.
         estimate, penalties = find("kl", algorithm.kl.estimator).load(), []
         for one, behavior in zip(members, behaviors, strict=True):
-            assert one.reference is not None, "the trainer refuses batches without reference logprobs"
-            divergence = estimate(torch.from_numpy(behavior), torch.from_numpy(one.reference.astype(np.float64)))
+            assert one.reference_logprobs is not None, "the trainer refuses batches without reference logprobs"
+            divergence = estimate(
+                torch.from_numpy(behavior), torch.from_numpy(one.reference_logprobs.astype(np.float64))
+            )
             penalties.append(algorithm.kl_in_reward * np.asarray(divergence.numpy()))
     for name in algorithm.reward_weights:
         for trajectory in (one.trajectory for one in members):
@@ -230,17 +232,17 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
 
 
 def batch_pairs(
-    everyone: Sequence[Member], rewards: RewardBatch, algorithm: AlgorithmConfig
+    samples: Sequence[TrainingSample], rewards: RewardBatch, algorithm: AlgorithmConfig
 ) -> dict[int, tuple[int, ...]]:
     """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs.
 
     Raises:
-        TrainingError: If the loss compares pairs, and a trajectory is no single sequence.
+        TrainingError: If the loss compares pairs, and a trajectory has several threads.
     """
     preferred: dict[int, tuple[int, ...]] = {}
     if not isinstance(algorithm.loss, PairsConfig):
         return preferred
-    for one in everyone:
+    for one in samples:
         if one.trajectory.threads:
             raise TrainingError(
                 f"algorithm.loss={algorithm.loss.name} prefers one answer to another, but "
@@ -250,7 +252,8 @@ def batch_pairs(
             )
     for members in rewards.members:
         eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
-        bad = [one for one in eligible if math.isnan(rewards.rewards[one])]  # poisoned, so any pair makes a bad step
+        # A member without a finite reward has NaN logprobs, so any pair with it makes the step a bad step.
+        bad = [one for one in eligible if math.isnan(rewards.rewards[one])]
         for better, worse in (
             [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm.loss)
         ):
@@ -273,14 +276,14 @@ def policy_sequences(
         algorithm: Which advantage and aggregation.
         max_new_tokens: The sampling limit, tokens.
         version: Policy version before the step, from which staleness is counted.
-        normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
-        policy_id: Who is trained. What another policy sampled has no staleness: the value is `OF_ANOTHER_POLICY`.
+        normaliser: Normaliser of the aggregation if these groups are not the whole batch; None: theirs.
+        policy_id: The policy that is trained. Tokens of another policy have the staleness `OF_ANOTHER_POLICY`.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm)
+    members = batch_samples(payloads, algorithm)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     returns = (
@@ -305,15 +308,15 @@ def policy_sequences(
                 behavior_logprobs=member.behavior[keep],
                 advantages=advantage[keep],
                 staleness=np.asarray(staleness, np.int64)[keep],
-                reference_logprobs=None if member.reference is None else member.reference[keep],
+                reference_logprobs=None if member.reference_logprobs is None else member.reference_logprobs[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
                 group=member.group,
                 prompt_length=prompt_length(member.trajectory),
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if returns is None else returns[index][keep],
-                teacher_logprobs=None if member.teacher is None else member.teacher[keep],
-                proximal_logprobs=None if member.proximal is None else member.proximal[keep],
+                teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
+                proximal_logprobs=None if member.proximal_logprobs is None else member.proximal_logprobs[keep],
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)
@@ -324,8 +327,8 @@ def mini_batches(
 ) -> Iterator[list[TrainingSequence]]:
     """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
 
-    Advantages are those of the whole batch, normalisers those of the mini-batch. Groups arrive shortest answers first,
-    so they are shuffled, by version and epoch: alike on every rank.
+    Advantages are those of the whole batch, normalisers those of the mini-batch. Groups of short answers arrive first,
+    so groups are shuffled, by version and epoch: in the same way on every rank.
 
     Raises:
         TrainingError: If there are fewer groups than mini-batches.
@@ -344,9 +347,12 @@ def mini_batches(
         for chosen in np.array_split(shuffled, algorithm.mini_batches):
             of_share = set(chosen.tolist())
             kept = [index for index, one in enumerate(sequences) if one.group in of_share]
-            place = {index: position for position, index in enumerate(kept)}  # pairs are within a group
+            # Pairs are within a group, so both members are in the mini-batch.
+            position_of = {index: position for position, index in enumerate(kept)}
             share = [
-                replace(sequences[index], preferred_to=tuple(place[worse] for worse in sequences[index].preferred_to))
+                replace(
+                    sequences[index], preferred_to=tuple(position_of[worse] for worse in sequences[index].preferred_to)
+                )
                 for index in kept
             ]
             yield weigh(share, algorithm, max_new_tokens, None)
@@ -372,7 +378,7 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
-    """Divisor of the weights of a batch. The normalisers of its parts add up to that of the batch."""
+    """Divisor of the weights of a batch; the sum of the normalisers of its parts."""
     if algorithm.compares_pairs:
         return float(sum(len(sequence.preferred_to) for sequence in sequences))
     return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
@@ -381,7 +387,7 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
 def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
-    """Set the token weights. A pair's term is repeated at every token of its members, so these weights average it."""
+    """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it."""
     mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
     total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
     weights = aggregation.token_weights(_counts(sequences), mode, max_new_tokens, total)
@@ -393,7 +399,7 @@ def _counts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
 
 
 def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
-    """One sequence per example; every response token weighs 1 / (response tokens of the batch)."""
+    """One sequence per example; every response token has the weight 1 / (response tokens of the batch)."""
     total = max(sum(len(response) for _, response in examples), 1)
     return [
         TrainingSequence(
@@ -420,7 +426,7 @@ def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
 
 
 class Preference(NamedTuple):
-    """Two answers to one prompt, as token ids; their end tokens are part of them."""
+    """Two answers to one prompt, as token ids, with their end tokens."""
 
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
@@ -436,16 +442,16 @@ def preference_sequences(
     """The chosen and the rejected answer of every pair, both in one micro-batch.
 
     Args:
-        pairs: Of the batch.
-        kind: What the model is.
-        algorithm: With a loss of pairs.
-        reference_logprobs: `[n]` per answer, chosen and rejected in turns: the reference's logprob of each of its n
+        pairs: The pairs of the batch.
+        kind: Whether the model is a policy or a reward model.
+        algorithm: An algorithm with a loss of pairs.
+        reference_logprobs: `[n]` per answer, chosen and rejected alternating: the reference's logprob of each of its n
             tokens, which is compared with the policy's token by token. None: 0.
     """
     sequences: list[TrainingSequence] = []
     for index, pair in enumerate(pairs):
         for answer in (pair.chosen, pair.rejected):
-            token_ids = [*pair.prompt, *answer, _NOTHING]
+            token_ids = [*pair.prompt, *answer, _PLACEHOLDER_ID]
             targets = np.arange(len(pair.prompt), len(token_ids) - 1) if kind == "policy" else [len(token_ids) - 1]
             sequences.append(
                 TrainingSequence(

@@ -86,9 +86,9 @@ class Critic:
         self._updates.append(np.append(totals_of_all, result.grad_norm))
 
     def take_metrics(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-        """Of the updates since the last call; `sequences` are those of the whole batch.
+        """Metrics of the updates since the last call; `sequences` are those of the whole batch.
 
-        Explained variance is `1 − Var(ret − V) / Var(ret)` with V of before the updates, over all loss tokens.
+        Explained variance is `1 − Var(ret − V) / Var(ret)` with V from before the updates, over all loss tokens.
         """
         updates, self._updates = self._updates, []
         num_skipped, self._num_skipped = self._num_skipped, 0

@@ -1,4 +1,4 @@
-"""A policy that is not trained: the logprobs it gives to tokens that another one sampled. No Ray here.
+"""A policy that is not trained: its logprobs of tokens that another policy sampled. No Ray here.
 
 Shape legend: n sampled tokens of one group, its members one after another.
 """
@@ -26,7 +26,7 @@ class FrozenPolicy:
 
     Attributes:
         max_tokens: Padded tokens of one forward.
-        temperature: Of sampling; the same as the trainer's, or the two could not be compared.
+        temperature: The sampling temperature; the same as the trainer's, so that logprobs can be compared.
     """
 
     model: PolicyModel
@@ -60,6 +60,6 @@ class FrozenPolicy:
         for micro_batch in plan.ranks[0]:
             batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
             logprobs, _ = batch.inputs.call(self.model, self.temperature)
-            places = starts[batch.sequence_index] + batch.token_index
-            found[places] = logprobs[: batch.num_tokens].float().cpu().numpy()
+            positions = starts[batch.sequence_index] + batch.token_index
+            found[positions] = logprobs[: batch.num_tokens].float().cpu().numpy()
         return found

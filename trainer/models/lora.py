@@ -1,12 +1,12 @@
-"""LoRA: the policy stays as it was loaded, and a low-rank addition to some of its weights is trained. peft's layers.
+"""LoRA with the layers of peft: loaded weights are frozen, and a low-rank addition to some of them is trained.
 
     W' = W + s·B·A,  s = alpha / rank;  W [out, in] frozen, A [rank, in] random, B [out, rank] zero at first
 
-So training starts at the loaded policy, gradients and optimizer state are of A and B only, and with s = 0 the policy is
-the one that it started from: its own reference. Hu et al., arXiv 2106.09685.
+So training starts at the loaded policy, gradients and optimizer state exist for A and B only, and with s = 0 the model
+is the initial policy, which serves as the reference. Hu et al., arXiv 2106.09685.
 
-The layers are put into the Hugging Face model in place, so its body and head are called as ever. There is no dropout:
-it would make the trainer's logprobs differ from those of the engines, and that difference is read as staleness.
+The layers are put into the Hugging Face model in place, so its body and head are called as before. There is no
+dropout: it would make the trainer's logprobs differ from those of the engines, like staleness does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.trainer.validation import unmatched_targets
 from penstock.weights.model_config import ModelConfig
 
 _NAME = "default"
-"""peft's for the only adapter of a layer."""
+"""peft's name of the only adapter of a layer."""
 
 
 class Adapter(NamedTuple):
-    """What is added to one weight: scale · up @ down.
+    """The addition to one weight: scale · up @ down.
 
     Attributes:
         down: A `[rank, in]`.
@@ -60,9 +60,9 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is the one that training started from.
+        """Context in which the model is the initial policy.
 
-        By s = 0, not by leaving the layers out: ZeRO-3 relies on every forward using its parameters in one order.
+        It sets s = 0 and does not skip the layers: ZeRO-3 needs every forward to use the parameters in one order.
         """
         try:
             for layer in self._layers.values():
@@ -115,7 +115,8 @@ def load_adapted_policy(
 
     policy = load_policy(path, model, gradient_checkpointing=gradient_checkpointing)
     causal_lm = policy.causal_lm
-    head = causal_lm.get_output_embeddings()  # has none: `kernels.linear_logprob` reads its weight by itself
+    # The head gets no adapter: `kernels.linear_logprob` reads its weight directly.
+    head = causal_lm.get_output_embeddings()
     linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear) and one is not head]
     if violations := unmatched_targets(linear, lora.targets):
         raise ConfigError(violations)

@@ -35,7 +35,7 @@ class PolicyModel(nn.Module):
 
     @property
     def hf_model(self) -> Any:
-        """What is saved."""
+        """The Hugging Face model, which is what is saved."""
         return self.causal_lm
 
     def forward(
@@ -81,7 +81,7 @@ def hidden_at(
 def compile_body(model: Any, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the layers of a `PolicyModel` or `ValueModel` at their first call; names of parameters stay.
 
-    For any row length at once. A graph each for: one row or several, with a mask or without, training or evaluation.
+    One graph serves all row lengths. One row or several, a mask or none, training or evaluation have separate graphs.
     """
     model.hf_model.base_model.compile(backend=backend, dynamic=True)
 
@@ -101,11 +101,11 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> PolicyModel:
-    """Load a policy in float32, whatever the checkpoint's precision: masters are float32.
+    """Load a policy in float32 regardless of the checkpoint's dtype, because master weights are float32.
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Says which attention.
+        model: Its attention implementation is used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -128,7 +128,7 @@ def restore_rotary_buffers(model: nn.Module) -> None:
     """Recompute rotary frequencies in float32 wherever a cast of the whole module has rounded them.
 
     DeepSpeed casts buffers with the weights (ZeRO-3 while loading). In bfloat16 a frequency is off by up to 0.4 %, so
-    angles are wrong by more than a radian from position 300 on. Rotary modules hold nothing but what their config says.
+    angles are wrong by more than a radian from position 300 on. A rotary module can be rebuilt from its config.
     """
     for module in list(model.modules()):
         rounded = [name for name, buffer in module.named_buffers(recurse=False) if "inv_freq" in name]

@@ -1,4 +1,4 @@
-"""A small policy from nothing: random weights in the shape the config gives."""
+"""A small policy with random weights, in the shape that the config gives."""
 
 from __future__ import annotations
 

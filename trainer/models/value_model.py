@@ -1,6 +1,6 @@
 """A model that gives one number per token: a critic, or (read at the last token) a reward model.
 
-It is a Hugging Face sequence classifier with one label, so what one of them saves the other, or anyone, can load.
+It is a Hugging Face sequence classifier with one label, so a saved critic can serve as a reward model, and vice versa.
 
 Shape legend: R rows, L row length, K target tokens, H hidden.
 """
@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
 
     @property
     def hf_model(self) -> Any:
-        """What is saved."""
+        """The Hugging Face model, which is what is saved."""
         return self.classifier
 
     def forward(
@@ -58,7 +58,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Attention.
+        model: Its attention implementation is used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -68,7 +68,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it would warn of the new head
+    logging.set_verbosity_error()  # or it warns about the new head
     with boundary(ConfigError, f"critic or reward model: {path} cannot be loaded"):
         classifier, loading = AutoModelForSequenceClassification.from_pretrained(
             path,

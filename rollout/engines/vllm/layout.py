@@ -140,12 +140,14 @@ def joined(ranks: Sequence[RankLayout]) -> Layout:
     lost = [name for name, shards in layout.shards.items() if not shards]
     kept = [name for name in ranks[0].form if name not in written]
     if lost or kept:
-        raise WeightSyncError(
-            f"weights: {lost[0]} ({len(lost)} such tensors) is nowhere in the engine: vLLM's loader leaves it out. "
+        what = (
+            f"{lost[0]} ({len(lost)} such tensors) is nowhere in the engine: vLLM's loader leaves it out."
             if lost
-            else f"weights: parameter {kept[0]} ({len(kept)} such) of the engine is in no tensor that is published and "
-            "would keep old weights. "
-            "Are model.path and the engine's model the same? Otherwise use rollout/engine=torch."
+            else f"parameter {kept[0]} ({len(kept)} such) of the engine is in no tensor that is published and would "
+            "keep old weights."
+        )
+        raise WeightSyncError(
+            f"weights: {what} Are model.path and the engine's model the same? Otherwise use rollout/engine=torch."
         )
     return layout
 

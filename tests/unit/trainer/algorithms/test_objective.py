@@ -151,7 +151,7 @@ class TestOwnLoss:
     def test_what_is_not_a_policy_loss_is_refused(self) -> None:
         d = data(LENGTHS["ragged"], 2)
         config = algorithm_config(loss=f"{self.OWN}.a_tensor", correction="none")
-        with pytest.raises(ShapeError, match="it gave Tensor for 16 tokens"):
+        with pytest.raises(ShapeError, match="it returned Tensor for 16 tokens"):
             composed(d, config, np.zeros(16, np.int64), np.ones(16))
 
     @pytest.mark.parametrize(

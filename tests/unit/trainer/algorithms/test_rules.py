@@ -52,7 +52,7 @@ SOUND = [
     {"loss": "my_pkg.my_loss", "advantage": "my_pkg:my_advantage"},
 ]
 UNSOUND = [
-    ({"loss": "distill", "advantage": "rloo"}, "a teacher's logprobs stand in its place"),
+    ({"loss": "distill", "advantage": "rloo"}, "the teacher's logprobs replace it"),
     ({"loss": "distill", "correction": ["tis_token", "opsm"]}, "masks answers of negative advantage"),
     ({"loss": "distill", "proximal": "behavior", "correction": "none"}, "has no ρ"),
     ({"mini_batches": 2}, "mini_batches=2 x epochs=1"),
@@ -70,11 +70,11 @@ UNSOUND = [
     ({"loss": "ipo", "correction": "none", "kl_coefficient": 0.1}, "the pair's own β"),
     ({"loss": "ipo", "correction": "none", "advantage": "gae"}, "it compares the rewards of a pair"),
     ({"loss": "online_dpo", "correction": "none", "aggregation": "constant_length"}, "the mean over the pairs"),
-    ({"loss": "online_dpo", "correction": "none", "proximal": "recompute", "epochs": 2}, "has no ratio to centre"),
+    ({"loss": "online_dpo", "correction": "none", "proximal": "recompute", "epochs": 2}, "so there is no ratio"),
     ({"loss": "gspo", "aggregation": "seq_mean_token_mean"}, "one term per sequence: it would get the mean weight"),
     ({"loss": "gspo", "correction": "none"}, "would count by its length"),
     ({"loss": "gspo", "correction": "none", "aggregation": "seq_mean_token_sum"}, "would count by its length"),
-    ({"loss": "gspo_token", "correction": "none"}, "sequences, so they are what is averaged"),
+    ({"loss": "gspo_token", "correction": "none"}, "sequence, so the average must be over sequences"),
     ({"correction": ["tis_seq"]}, "algorithm.correction=tis_seq"),
     ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "zero mean"),
     ({"kl_coefficient": 0.1, "kl_in": "reward"}, "only k1 gives"),

@@ -41,14 +41,14 @@ class Case(NamedTuple):
         return {**self.rest, self.key: self.value}
 
 
-ONE_UPDATE = "the ratio is 1"
+ONE_UPDATE = "the ratio to the proximal policy is 1"
 CASES = [
-    Case("advantage", "rloo", SFT, "looks at no advantage"),
+    Case("advantage", "rloo", SFT, "uses no advantage"),
     Case("advantage_std", "none", {"advantage": "gae", "whiten": "none"}, "whiten=none: only the whitening"),
-    Case("advantage_std", "none", TEACHER, "looks at no advantage"),
-    Case("std_epsilon", 0.5, {"advantage_std": "none"}, "no division that it could keep finite"),
-    Case("reward_weights", {"right": 2.0}, TEACHER, "looks at no advantage"),
-    Case("whiten", "none", {"advantage": "gae", "loss": "sft", "correction": "none"}, "looks at no advantage"),
+    Case("advantage_std", "none", TEACHER, "uses no advantage"),
+    Case("std_epsilon", 0.5, {"advantage_std": "none"}, "no division that it keeps finite"),
+    Case("reward_weights", {"right": 2.0}, TEACHER, "uses no advantage"),
+    Case("whiten", "none", {"advantage": "gae", "loss": "sft", "correction": "none"}, "uses no advantage"),
     Case("loss", "dual_clip", {}, ONE_UPDATE),
     Case("loss", "sapo", {"sapo_tau_negative": 1.0}, ONE_UPDATE),
     Case("loss", "cispo", {"proximal": "interpolate"}, "algorithm.proximal=interpolate"),
@@ -59,18 +59,18 @@ CASES = [
     Case("cispo_low", 0.01, {"loss": "cispo"}, ONE_UPDATE),
     Case("sapo_tau_positive", 2.0, {"loss": "sapo"}, ONE_UPDATE),
     Case("sapo_tau_negative", 2.1, {"loss": "sapo"}, ONE_UPDATE),
-    Case("value_clip", 0.001, {"advantage": "gae"}, "at the one update of a batch"),
-    Case("proximal", "interpolate", {}, "it is proximal=target"),
-    Case("proximal", "recompute", {"loss": "reinforce", "correction": "opsm", "epochs": 2}, "at the proximal policy"),
+    Case("value_clip", 0.001, {"advantage": "gae"}, "with one update per batch"),
+    Case("proximal", "interpolate", {}, "it equals proximal=target"),
+    Case("proximal", "recompute", {"loss": "reinforce", "correction": "opsm", "epochs": 2}, "uses the proximal policy"),
     Case("proximal", "behavior", {"loss": "dppo", "correction": "none"}, "with algorithm.loss=dppo"),
     Case("kl_max_weight", 1.0, {"kl_coefficient": 0.1}, "the correction weighs the divergence"),
     Case("renormalize", True, {"correction": "tis_token"}, "rejects no token"),
     Case("kl_in", "reward", {}, "weight 0 is not computed"),
-    Case("kl_coefficient", 0.5, {"kl_in": "reward", "kl_estimator": "k1"} | TEACHER, "looks at no reward"),
+    Case("kl_coefficient", 0.5, {"kl_in": "reward", "kl_estimator": "k1"} | TEACHER, "uses no reward"),
     Case("kl_estimator", "k3", {}, "weight 0 is not computed"),
-    Case("overlong", "penalty", SFT, "looks at no reward"),
+    Case("overlong", "penalty", SFT, "uses no reward"),
     Case("overlong_ramp_share", 0.9, {"overlong": "mask"}, "only the penalty has a ramp"),
-    Case("overlong_ramp_share", 0.9, {"overlong": "penalty"} | TEACHER, "looks at no reward"),
+    Case("overlong_ramp_share", 0.9, {"overlong": "penalty"} | TEACHER, "uses no reward"),
     Case("staleness_decay", 0.1, {}, "with dataflow.max_staleness=0"),
 ]  # fmt: skip
 
@@ -218,8 +218,8 @@ def test_a_preset_whose_loss_has_no_effect_is_told_with_key_value_and_what_to_do
     assert finding.severity == "warning"
     assert finding.message == (
         "algorithm.loss=sapo has no effect with algorithm.proximal=target, algorithm.mini_batches=1, "
-        "algorithm.epochs=1: one optimizer update per batch is around the policy itself, so that the ratio is 1 and "
-        "the gradient is that of ppo_clip and of reinforce. Use algorithm.proximal=behavior with "
+        "algorithm.epochs=1: with one optimizer update per batch the ratio to the proximal policy is 1, so the "
+        "gradient equals that of ppo_clip and of reinforce. Use algorithm.proximal=behavior with "
         "algorithm/correction=none, or several updates with proximal=recompute, or leave loss at ppo_clip."
     )
 

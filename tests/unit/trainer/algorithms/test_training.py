@@ -16,7 +16,7 @@ from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
-from penstock.trainer.batches.sequences import batch_members, policy_sequences, reward_batch
+from penstock.trainer.batches.sequences import batch_samples, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.algorithms import algorithm_config
@@ -228,7 +228,7 @@ def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) ->
 
 def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
     config = algorithm_config(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
-    members = batch_members(aged, config)
+    members = batch_samples(aged, config)
     found = reward_batch(members, config, max_new_tokens=30)
     lengths = [one.trajectory.num_sampled_tokens for one in members]
     expected = [one.reward - min(max((n - 10) / 20, 0), 1) for one, n in zip(members, lengths, strict=True)]
