@@ -61,8 +61,8 @@ def async_vs_sync(seeds: Iterable[int]) -> dict[str, Any]:
     seeds = list(seeds)
     figures: dict[str, Any] = {
         "cost_model": f"{DEVICES} devices x 16 slots; 64 groups x 8; lognormal mean 4096, sigma 1.0, cap 32768; "
-        f"training on all devices takes {TRAIN_SHARE} of token-balanced generation on all; publish 0.56 s beside and "
-        "0.1 s of stall, colocated 0 s and 0.1 s; rewards 0.1 s",
+        f"training on all devices takes {TRAIN_SHARE} of token-balanced generation on all; publish 0.56 s during "
+        "generation and 0.1 s of stall, colocated 0 s and 0.1 s; rewards 0.1 s",
     }
     for name, decode in MODELS.items():
         base = with_train_share({**LONGTAIL, **decode})
@@ -221,7 +221,7 @@ def episode_s(config: SimulationConfig) -> float:
 
 
 def prefix_routing(seeds: Iterable[int]) -> dict[str, Any]:
-    """Makespan of one batch of groups with long prompts: members beside their prefix, or wherever it is idle."""
+    """Makespan of one batch of groups with long prompts: members where their prefix is, or on any idle engine."""
     seeds = list(seeds)
     base = SimulationConfig(
         profile="short",

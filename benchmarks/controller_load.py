@@ -4,9 +4,9 @@
 
 Time is CPU time of one process on one core, over the shipping flow, core, pool and runner; the simulated parts are in
 it, with engines and rewards that do no more than answer. Memory is what a live group holds while its trajectories are
-sampled. Both stand beside a bare asyncio program with as many tasks of the same shape (a task in which coroutines wait
-for each other, and the innermost for a future), run just before: what asyncio takes of the figures, on this machine at
-this moment.
+sampled. Both are compared with a bare asyncio program with as many tasks of the same shape (a task in which coroutines
+wait for each other, and the innermost for a future), run just before: it shows the share of asyncio in the figures, on
+this machine at this moment.
 """
 
 from __future__ import annotations

@@ -92,10 +92,9 @@ def main() -> None:
         "",
     ]
     lines += [
-        "The same acts in a reward, in a step of an environment, and in a tool, with `isolation: strict`:",
-        f"{len(committed)} acts; {num_bad}",
-        "left a process or kept the next episode from being played; none read, wrote or reached anything of the",
-        "host. `error: …` is reported to the model, and the episode continues.",
+        "Hostile acts in a reward, in a step of an environment, and in a tool, with `isolation: strict`:",
+        f"{len(committed)} acts; {num_bad} left a process or prevented the next episode; none read, wrote or reached",
+        "anything of the host. `error: …` is reported to the model, and the episode continues.",
         "",
         "| act | what contains it | record: reward | record: step | record: tool |",
         "| --- | --- | --- | --- | --- |",

@@ -3,9 +3,9 @@
     python benchmarks/kernel_costs.py cpu     (10 min, 12 GiB of memory; writes results/kernels_cpu.md and .json)
     python benchmarks/kernel_costs.py gpu     (5 min, a GPU of 80 GB; writes results/kernels_gpu.md and .json)
 
-`cpu`: logprobs from hidden states beside log_softmax and gather. `gpu`: every kernel beside plain torch, torch.compile
-and, if it is installed (`pip install -e '.[cuda,bench]'`), liger-kernel, as a share of the matrix-product rate and the
-copy bandwidth measured in the same run. Without a GPU it says so and writes nothing.
+`cpu`: logprobs from hidden states against log_softmax and gather. `gpu`: every kernel against plain torch,
+torch.compile and, if it is installed (`pip install -e '.[cuda,bench]'`), liger-kernel, as a share of
+the matrix-product rate and the copy bandwidth measured in the same run. Without a GPU it writes nothing.
 """
 
 from __future__ import annotations

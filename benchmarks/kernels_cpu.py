@@ -128,7 +128,7 @@ def run_cpu(work: Work, rounds: int, say: Callable[[str], None]) -> dict[str, An
     if available_bytes() < needed:
         raise SystemExit(
             f"The naive version takes about {needed / GIB:.0f} GiB, {available_bytes() / GIB:.0f} GiB are available: "
-            "it would be killed. Free memory, or give fewer --tokens."
+            "it would be killed. Free memory, or pass fewer --tokens."
         )
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for round_ in range(rounds):
@@ -144,7 +144,7 @@ def cpu_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list
     runs = results["runs"]
     rows = []
     for name, unit, scale in (("cpu_s", "s", 1.0), ("wall_s", "s", 1.0), ("peak_bytes", "GiB", GIB)):
-        label = {"cpu_s": "processor time", "wall_s": "wall time", "peak_bytes": "peak extra memory"}[name]
+        label = {"cpu_s": "CPU time", "wall_s": "wall time", "peak_bytes": "peak extra memory"}[name]
         values = {variant: [run[name] / scale for run in some] for variant, some in runs.items()}
         ratios = [ours / theirs for ours, theirs in zip(values["penstock"], values["naive"], strict=True)]
         cells = [f"{median(some):.2f} ({min(some):.2f} … {max(some):.2f}) {unit}" for some in values.values()]

@@ -1,4 +1,4 @@
-"""The kernels on a GPU beside plain torch, torch.compile and liger-kernel.
+"""The kernels on a GPU compared with plain torch, torch.compile and liger-kernel.
 
 Two ceilings are measured in the same run: the rate of a bf16 product of the forward pass's own shape (a slice of the
 head), and the bandwidth of a device copy. A share is the time that the contained work takes at the ceiling over the

@@ -2,13 +2,13 @@
 
     python benchmarks/tool_latency.py [--policy DIR] [--steps 20] [--rounds 1] [--eta 4] [--tool-in environment]
 
-Both sides are `penstock train experiment=arithmetic` with the environment of examples/slow_environment.py: after the
+Both runs are `penstock train experiment=arithmetic` with the environment of examples/slow_environment.py: after the
 policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at most 30 s). With `--tool-in reward` the
-tool sleeps in the reward instead (examples/slow_tool.py). The sides differ in `dataflow.max_staleness` only. The runs
+tool sleeps in the reward instead (examples/slow_tool.py). The runs differ in `dataflow.max_staleness` only. They
 alternate; measured are groups per second from the end of one step to the end of a later one, without the first
 `--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation.
 
-The limit beside the figure: with enough concurrency asynchronous training is limited by the trainer alone, and a
+The upper limit of the gain: with enough concurrency asynchronous training is limited by the trainer alone, and a
 synchronous step lasts at least as long as the slowest of its B·G tool calls, so
 
     limit = (trainer's step + E[max of B·G latencies]) ÷ trainer's step

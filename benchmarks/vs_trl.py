@@ -1,4 +1,4 @@
-"""Step time of the demo beside that of TRL's `GRPOTrainer`: same policy, prompts, batch, lengths and learning rate.
+"""Step time of the demo compared with TRL's `GRPOTrainer`: same policy, prompts, batch, lengths and learning rate.
 
     python benchmarks/vs_trl.py [--rounds 2] [--steps 25] [--policy DIR]
 

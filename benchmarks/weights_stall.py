@@ -203,10 +203,10 @@ def stall_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], li
     notes = [
         f"{size / 2**30:.2f} GiB in float32, 2 partitioned ranks to tensor parallelism 2, {results['rounds']} rounds; "
         "one thread per process, 4 processes; median (least … greatest), calls included",
-        "stall: time that an engine is frozen, without vLLM's own pause; during decoding: checksums, writing or "
+        "stall: how long an engine is frozen, without vLLM's own pause; during decoding: checksums, writing or "
         "transfer, staging",
-        "extra memory: of an engine rank for a version, in addition to its parameters (on GPUs a shard also with the "
-        "first); in shared memory: of the node",
+        "extra memory: of a version on an engine rank, in addition to its parameters (on GPUs the first row needs a "
+        "shard as well); in shared memory: of the node",
         "all engine parameters were equal after every transport, by their checksums",
     ]
     return ["weights.staging, transport", "stall", "during decoding", "extra memory", "in shared memory"], rows, notes
