@@ -171,6 +171,9 @@ class InProcessActors:
     async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> InProcessPublisher:
         return InProcessPublisher(self.trainer, pool, probe, config.weights.probe_every)
 
+    async def lost_ranks(self) -> list[str]:
+        return []
+
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> TorchEngine:
         raise AssertionError(f"{engine_id} is lost")
 

@@ -92,10 +92,10 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
             while status == "failed":
                 try:
                     async with build_run(config, parts, instruments, events, resumed) as run:
-                        await train_to_end(run, stop or Stop())
+                        await train_to_end(run, parts.actors, stop or Stop())
                     status = "completed"
-                except (TrainingError, WeightSendError) as error:
-                    resumed = await roll_back(config, parts, instruments, error, rollbacks)
+                except RanksLostError as lost:
+                    resumed = await roll_back(config, parts, instruments, lost, rollbacks)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
@@ -117,8 +117,16 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     return EXIT_OK
 
 
-async def train_to_end(run: Run, stop: Stop) -> None:
-    """Train; however it ends, the policy is saved, and after a stop also a checkpoint."""
+class RanksLostError(PenstockError):
+    """Trainer ranks are dead or do not answer, and so the policy is lost. The cause is what ended the training."""
+
+
+async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
+    """Train; however it ends, the policy is saved, and after a stop also a checkpoint.
+
+    Raises:
+        RanksLostError: If the policy cannot be saved, because trainer ranks are lost.
+    """
     stop.handler = run.request_stop
     try:
         await controller.train(run)
@@ -126,6 +134,12 @@ async def train_to_end(run: Run, stop: Stop) -> None:
         await run.checkpoint_at_end()
         await run.save_policy_at_end()
         raise asyncio.CancelledError from error
+    except (TrainingError, WeightSendError) as error:
+        if lost := await actors.lost_ranks():
+            await run.abandon_checkpoint()
+            raise RanksLostError(f"lost {', '.join(lost)}: {error}") from error
+        await run.save_policy_at_end()
+        raise
     except BaseException:
         await run.save_policy_at_end()
         raise
@@ -134,7 +148,7 @@ async def train_to_end(run: Run, stop: Stop) -> None:
 
 
 async def roll_back(
-    config: RunConfig, parts: RunParts, instruments: Instruments, error: PenstockError, rollbacks: list[float]
+    config: RunConfig, parts: RunParts, instruments: Instruments, lost: RanksLostError, rollbacks: list[float]
 ) -> Checkpoint:
     """After the loss of a trainer rank, start the trainer anew from the newest checkpoint; the engines stay up.
 
@@ -142,27 +156,25 @@ async def roll_back(
         config: Configuration of the run.
         parts: What outlives the trainer.
         instruments: Outputs of the run.
-        error: What ended the training.
+        lost: Which ranks are lost, and why.
         rollbacks: Times of earlier rollbacks, monotonic seconds; this one is added.
 
     Returns:
         The checkpoint.
 
     Raises:
-        PenstockError: `error`, if no rank is lost, if there is no checkpoint, or after too many rollbacks in an hour.
+        RanksLostError: `lost`, if there is no checkpoint, or after too many rollbacks in an hour.
     """
-    lost = await parts.actors.lost_ranks()
     now = time.monotonic()
     rollbacks[:] = [*(at for at in rollbacks if now - at < 3600.0), now]
-    if not lost or len(rollbacks) > MAX_ROLLBACKS_PER_HOUR:
-        raise error
+    if len(rollbacks) > MAX_ROLLBACKS_PER_HOUR:
+        raise lost
     try:
         checkpoint = choose_checkpoint(instruments.run_dir)
     except CheckpointError:
-        raise error from None
-    instruments.note(
-        f"{', '.join(lost)} lost ({error}); the trainer goes back to the checkpoint of v{checkpoint.version} …"
-    )
+        raise lost from lost.__cause__
+    instruments.note(str(lost))
+    instruments.note(f"the trainer goes back to the checkpoint of v{checkpoint.version}; the engines stay up …")
     await parts.actors.roll_back(config, str(checkpoint.path))
     instruments.trajectories.drop_after(checkpoint.version)
     return checkpoint
@@ -229,7 +241,8 @@ async def build_run(
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
-        incarnation = next_incarnation(instruments.run_dir)
+        # Of the checkpoint too: if the disk refused the ledger, its number must not name spooled groups once more.
+        incarnation = max(next_incarnation(instruments.run_dir), 0 if resumed is None else resumed.incarnation + 1)
         log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
         stack.callback(log.close)
         core.ledger.on_event = partial(record_event, events, log)
