@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
@@ -28,6 +30,7 @@ class Trainer:
 
     Attributes:
         saved: Where it was told to save, relative to the folder of the run, and its version then.
+        snapshots: Its version at each snapshot for a checkpoint.
         fails_to_save: Raised by `save`.
     """
 
@@ -37,6 +40,7 @@ class Trainer:
     num_steps: int = 0
     mismatches: list[float] = field(default_factory=list)
     saved: list[tuple[str, int]] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
     fails_to_save: Exception | None = None
 
     async def step(self, batch):
@@ -55,10 +59,16 @@ class Trainer:
         self.saved.append((str(Path(path).relative_to(self.run_dir)), self.version))
 
     async def snapshot(self) -> float:
+        self.snapshots.append(self.version)
         return 0.0
 
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
         return []
+
+
+async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+    """Does blocking work in the event loop, so that a checkpoint is complete before the next step."""
+    return work(*args)
 
 
 @dataclass
@@ -123,6 +133,11 @@ def run_of(
         EngineMonitor(EnginePool([engine], 4)),
     )
     checkpointer = Checkpointer(
-        simulated.checkpoint, CheckpointFolder(run_dir), side.trainer, flows.ports.store, notes.append
+        simulated.checkpoint,
+        CheckpointFolder(run_dir),
+        side.trainer,
+        flows.ports.store,
+        notes.append,
+        in_thread=at_once,
     )
     return Run(simulated.model_copy(update={"trainer": trainer}), side, [], flows, kept, checkpointer)

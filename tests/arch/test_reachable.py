@@ -49,6 +49,7 @@ ALLOWED = {
     "platform/checks/load.py:compose_config": "benchmarks and tests compose without looking at the machine",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
+    "platform/run/ledger_log.py:surviving": "penstock chaos will read with it what a killed driver trained",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/engines/vllm/engine.py:log_engine_initialized": "vLLM calls it",
@@ -129,7 +130,7 @@ class Project:
         self.named_in_conf = {name.replace(":", ".") for text in texts for name in IMPORT_PATH.findall(text)}
 
     def modules_of(self, names: Iterable[str]) -> Iterator[str]:
-        """The modules that dotted names are, or lie in."""
+        """The modules that dotted names are, or are in."""
         for name in names:
             parts = name.split(".")
             while parts and ".".join(parts) not in self.modules:
@@ -151,7 +152,7 @@ def unreachable_modules(project: Project) -> list[str]:
 
 
 def unused_definitions(project: Project) -> list[str]:
-    """`path:name` of what stands at the top of a module and is used neither there nor by another module."""
+    """`path:name` of definitions at the top of a module that neither it nor another module uses."""
     imported = project.named_in_conf.union(*(module.imports for module in project.modules.values()))
     found = []
     for dotted, module in project.modules.items():

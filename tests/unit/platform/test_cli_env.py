@@ -1,4 +1,4 @@
-"""`penstock env`: an environment is looked at and played without a model; what is wrong with it is a line."""
+"""`penstock env`: an environment is checked and played without a model; each error is one line."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_a_reward_of_single_turn_tasks_is_checked_with_gold_and_garbage(reward: 
     assert exit_code == code
 
 
-def test_what_scores_episodes_is_not_named_and_what_scores_answers_is_asked_for() -> None:
+def test_a_reward_is_required_for_answers_and_not_for_episodes() -> None:
     assert "name what scores an answer by --reward" in invoke("check", "checked_envs:Answered")[1]
     exit_code, output = invoke("check", "checked_envs:Good", "--reward", "checked_envs:exact")
-    assert (exit_code, "has episodes, which are played" in output) == (2, True)
+    assert (exit_code, "has episodes with their own reward" in output) == (2, True)
 
 
-def test_a_reward_in_a_jail_needs_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_in_a_sandbox_needs_grants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret")
     words = ("check", "checked_envs:Answered", "--reward", "checked_envs:asking")
     assert invoke(*words)[0] == 0
@@ -167,7 +167,7 @@ def test_mistakes_are_named(words: list[str], said: str) -> None:
     assert said in output
 
 
-def test_play_shows_what_the_environment_says() -> None:
+def test_play_shows_the_observations_of_the_environment() -> None:
     console = Console(record=True, width=200)
     answers = iter(["9", "right", ""])
     assert run_env_play("checked_envs:Good", [], lambda: next(answers), console) == 0

@@ -24,7 +24,7 @@ async def test_the_policy_is_saved_before_the_last_evaluation_which_may_fail(tmp
     assert [note for note in notes if "the judge is down" in note and f"v{STEPS}" in note]
 
 
-async def test_failed_evaluations_before_and_beside_training_are_notes_and_counted(tmp_path: Path) -> None:
+async def test_failed_evaluations_before_and_during_training_are_reported_and_counted(tmp_path: Path) -> None:
     evaluator = Evaluator(fails_at={0, 2})
     run, logged = run_of(set(), tmp_path, [], every_steps=1, evaluator=evaluator), []
     log = run._instruments.hub.log
@@ -39,12 +39,13 @@ async def test_a_skipped_step_repeats_neither_the_checkpoint_nor_the_evaluation_
     evaluator = Evaluator()
     run = run_of({0, 2, 3, 5}, tmp_path, [], every_steps=1, evaluator=evaluator)
     await controller.train(run)
-    checkpoints = [(f"checkpoints/step_{version}/policy", version) for version in range(1, STEPS + 1)]
-    assert run.trainer.saved == [*checkpoints, ("policy", STEPS)]
+    assert run.trainer.snapshots == [1, 2, 3, STEPS], "each version once"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_3", f"step_{STEPS}"]
+    assert run.trainer.saved == [("policy", STEPS)]
     assert evaluator.asked == [0, 1, 2, 3, STEPS], "each version once"
 
 
-async def test_a_policy_that_cannot_be_saved_at_the_end_is_said_and_hides_no_cause(tmp_path: Path) -> None:
+async def test_a_policy_that_cannot_be_saved_at_the_end_is_reported_and_hides_no_cause(tmp_path: Path) -> None:
     notes: list[str] = []
     run = run_of(set(), tmp_path, notes)
     run.version = 2
