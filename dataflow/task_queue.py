@@ -12,6 +12,7 @@ admitted and then goes first, regardless of the weight of its stream. It can nei
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter, deque
@@ -215,7 +216,10 @@ class TaskQueue:
                 | {"requeues": queued.requeues, "max_new_tokens": queued.max_new_tokens}
                 for due, queued in self._requeued
             ],
-            "hooks": {name: hook.state_dict() for name, hook in self._hooks() if isinstance(hook, StatefulHook)},
+            # Copied, because a checkpoint is written while hooks go on.
+            "hooks": {
+                name: copy.deepcopy(hook.state_dict()) for name, hook in self._hooks() if isinstance(hook, StatefulHook)
+            },
         }
 
     def load_state_dict(

@@ -105,7 +105,8 @@ class BadBatches:
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / BAD_BATCHES_DIR
-        self._num_written = 0
+        # A resumed run keeps the batches from before.
+        self._num_written = max((int(path.stem) for path in self._directory.glob("*.parquet")), default=0)
 
     def write(self, version: int, batch: Sequence[GroupPayload], metrics: Mapping[str, float]) -> Path | None:
         """Write one batch atomically and return its path; None, with a warning, if it cannot be written.

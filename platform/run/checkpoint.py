@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +33,10 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.run.durable_files import DiskFiles, Files
 from penstock.platform.run.flow import FlowSnapshot
+from penstock.platform.run.ledger_log import LEDGER
 from penstock.trainer.checkpoint import verify
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the layout. A reader knows its own and all older ones."""
@@ -110,6 +114,14 @@ class CheckpointFolder:
         files, data = self._files, encode(tuple(group.packed() for group in saved.open_groups))
         files.write(folder / OPEN_GROUPS, data)
         files.sync(folder / OPEN_GROUPS)
+        for name, num_bytes, _ in manifest["trainer_files"]:
+            found = files.size(folder / name)
+            if found != num_bytes:
+                raise CheckpointError(
+                    f"{folder / name}: the trainer ranks wrote {num_bytes} bytes, and the driver finds "
+                    f"{'no file' if found is None else f'{found} bytes'}. Ranks on other nodes need a run directory on "
+                    "a file system that all nodes share. Use one: run_dir=…"
+                )
         final = folder.with_suffix("")
         manifest["files"].append((f"{CHECKPOINTS}/{final.name}/{OPEN_GROUPS}", len(data), zlib.crc32(data)))
         manifest = {"format": FORMAT, "penstock": __version__, "time": time.time(), **manifest, "flow": saved.state}
@@ -214,6 +226,17 @@ class CheckpointFolder:
         return decode(data, str(path))
 
 
+def next_incarnation(run_dir: Path) -> int:
+    """A number that no driver and no rollback of this run has used, in any file that is left; 0 for a new run."""
+    names = [path.name for folder in (SPOOL, LEDGER) for path in (run_dir / folder).glob("*-*")]
+    used = [int(name.partition("-")[0]) for name in names if name.partition("-")[0].isdecimal()]
+    folder = CheckpointFolder(run_dir)
+    for version in folder.versions():
+        with suppress(CheckpointError):
+            used.append(folder.read(version).incarnation)
+    return max(used, default=-1) + 1
+
+
 class Checkpointer:
     """Takes the checkpoints of a run when they are due.
 
@@ -316,7 +339,7 @@ class Checkpointer:
         started = time.monotonic()
         try:
             checkpoint = await self._write_files(version, saved, run_state)
-        except (PenstockError, OSError) as error:
+        except (PenstockError, OSError, TypeError, ValueError) as error:  # a hook's state may be no JSON
             self._num_failed += 1
             self._metrics["checkpoint/failed"] = float(self._num_failed)
             before = "there is none before it" if self.newest is None else f"that of v{self.newest} is kept"
@@ -369,6 +392,8 @@ def choose_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         except CheckpointError as error:
             reasons.append(str(error))
         else:
+            for reason in reasons:
+                logger.warning("%s Step %d is taken instead.", reason, version)
             return checkpoint
     found = f"steps {versions}" if versions else "none"
     raise CheckpointError(

@@ -126,12 +126,14 @@ class Flow:
         self._failure: Exception | None = None
         self._consecutive_failures = 0
         self._last_snapshot: FlowSnapshot | None = None
+        self.is_running = False
         self._num_logged_ignored = 0
         self._ignored_logged_at = -math.inf
         queue = EarlyLogprobsQueue(core.limits.batch_groups, core.find_ready)
         self._early_logprobs = None if ports.forward is None else EarlyLogprobs(ports.forward, queue)
 
     async def __aenter__(self) -> Self:
+        self.is_running = True
         for run in self._groups.values():  # restored from a checkpoint
             if self.core.find_ready(run.group_id) is None:
                 run.start()
@@ -141,8 +143,10 @@ class Flow:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.is_running = False
         if isinstance(error, StopRequestedError) and not self.core.in_training:
             self._last_snapshot = self.snapshot()
+            self.core.ledger.on_event = None  # what a resume continues has not ended
         if self._admission is not None:
             self._admission.cancel()
         for run in self._groups.values():

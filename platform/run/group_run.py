@@ -66,6 +66,8 @@ class GroupRun(RolloutContext):
             progress.trajectory = replace(sampled)  # it gets its reward while the checkpoint is being written
         elif outcome is None and turn is not None:
             progress.deltas = turn.deltas
+        elif outcome is None and index in self.saved_tokens:  # it has not started since the last resume
+            progress.deltas = (self.saved_tokens[index],)
         return progress
 
     def restore(self, saved: OpenGroup) -> None:

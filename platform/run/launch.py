@@ -40,14 +40,20 @@ from penstock.platform.metrics.summary import (
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
-from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    CheckpointFolder,
+    choose_checkpoint,
+    next_incarnation,
+)
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
-from penstock.platform.run.ledger_log import LedgerLog, next_incarnation
+from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
@@ -62,17 +68,23 @@ MAX_ROLLBACKS_PER_HOUR = 5
 """A trainer that loses ranks more often has a cause that going back does not mend."""
 
 
-def train(config: RunConfig, resumed: Checkpoint | None = None) -> int:
-    """Run `penstock train` to its end; returns the exit code.
+def train(config: RunConfig) -> int:
+    """Run `penstock train` to its end; returns the exit code."""
+    run_dir = prepare_run_dir(config)
+    with locked(run_dir):
+        return train_in(config, run_dir)
+
+
+def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None) -> int:
+    """Train in a run directory whose lock is held; returns the exit code.
 
     Args:
         config: Configuration of the run.
-        resumed: Checkpoint of its run directory to continue from; None starts a new run.
+        run_dir: Its directory.
+        resumed: Checkpoint in it to continue from; None starts a new run.
     """
-    run_dir = Path(config.run_dir) if resumed else prepare_run_dir(config)
-    with locked(run_dir):
-        stop = Stop()
-        return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
+    stop = Stop()
+    return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
 
 
 async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None, stop: Stop | None = None) -> int:
@@ -144,7 +156,7 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         await run.save_policy_at_end()
         raise
     finally:
-        stop.handler = None
+        stop.handler = lambda: False
 
 
 async def roll_back(
@@ -170,7 +182,7 @@ async def roll_back(
     if len(rollbacks) > MAX_ROLLBACKS_PER_HOUR:
         raise lost
     try:
-        checkpoint = choose_checkpoint(instruments.run_dir)
+        checkpoint = await asyncio.to_thread(choose_checkpoint, instruments.run_dir)
     except CheckpointError:
         raise lost from lost.__cause__
     instruments.note(str(lost))
@@ -241,8 +253,7 @@ async def build_run(
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
-        # Of the checkpoint too: if the disk refused the ledger, its number must not name spooled groups once more.
-        incarnation = max(next_incarnation(instruments.run_dir), 0 if resumed is None else resumed.incarnation + 1)
+        incarnation = next_incarnation(instruments.run_dir)
         log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
         stack.callback(log.close)
         core.ledger.on_event = partial(record_event, events, log)

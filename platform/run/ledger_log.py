@@ -75,12 +75,6 @@ class LedgerLog:
             self.error = error
 
 
-def next_incarnation(run_dir: Path) -> int:
-    """A number that no driver or rollback of this run has used; 0 for a new run."""
-    used = [int(path.stem.partition("-v")[0]) for path in (run_dir / LEDGER).glob("*-v*.log")]
-    return max(used, default=-1) + 1
-
-
 def surviving(run_dir: Path) -> Iterator[JournalEntry]:
     """Yield the events of the lineage that survives, in order."""
     segments: dict[int, list[int]] = {}

