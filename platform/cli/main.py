@@ -262,6 +262,23 @@ def checkpoints(
     return run_checkpoints(run, plain_console(), step, to_hf)
 
 
+@app.command(no_args_is_help=True)
+@exits
+def chaos(
+    overrides: Overrides = None,
+    *,
+    kills: Annotated[int, typer.Option(help="Number of processes to kill.", min=1)] = 5,
+    seed: Annotated[int, typer.Option(help="Decides which kinds of process are killed, and when.")] = 0,
+) -> int:
+    """Train while processes are killed at random, resume the driver, and check that nothing was lost.
+
+    Exit code 1 if a promise was broken: a group trained twice, a ledger that does not balance, no policy.
+    """
+    from penstock.platform.cli.chaos import run_chaos
+
+    return run_chaos(overrides or [], kills, seed, plain_console())
+
+
 @app.command()
 @exits
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> int:
