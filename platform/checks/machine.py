@@ -22,6 +22,7 @@ from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
+from penstock.platform.metrics.run_files import CONFIG_FILE
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.transport.allocator import expandable_segments
 from penstock.weights.transport.shared_memory import remove_abandoned_directories
@@ -56,7 +57,7 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
     """
     yield from check_model_paths(config, command)
     if command != "eval":
-        if not is_resumed:
+        if not is_resumed and not (config.resume == "auto" and (Path(config.run_dir) / CONFIG_FILE).exists()):
             yield from check_run_dir(config)
         yield from check_disk(config, command)
     if config.cluster.address == "local":

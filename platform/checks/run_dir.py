@@ -65,4 +65,4 @@ def read_data(run_dir: Path) -> dict[str, Fingerprint]:
 def essence(config: RunConfig) -> str:
     """Return the configuration as text, without the keys that only control the handling of an old run."""
     sft = None if config.sft is None else config.sft.model_copy(update={"reuse": False})
-    return to_yaml(config.model_copy(update={"overwrite": False, "sft": sft}))
+    return to_yaml(config.model_copy(update={"overwrite": False, "resume": "never", "sft": sft}))

@@ -96,7 +96,7 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 RUNS: dict[Command, tuple[str, str]] = {
-    "train": ("penstock.platform.run.launch:train", "Train a policy by reinforcement learning."),
+    "train": ("penstock.platform.run.resume:train", "Train a policy by reinforcement learning."),
     "sft": (
         "penstock.platform.run.offline_training:run_sft",
         "Train a policy on gold answers (supervised warm start).",

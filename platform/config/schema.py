@@ -208,6 +208,8 @@ class RunConfig(Section):
         seed: Seed of tasks, sampling and initial weights.
         total_steps: Number of batches to train.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
+        resume: `auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start
+            the same command again.
         warm_start: Overrides of the `penstock sft` that `penstock train` runs first if `model.path` does not exist;
             None: `model.path` must exist.
     """
@@ -217,6 +219,7 @@ class RunConfig(Section):
     seed: int = Field(ge=0)
     total_steps: int = Field(ge=1)
     overwrite: bool = False
+    resume: Literal["never", "auto"] = "never"
     model: ModelConfig
     trainer: TrainerConfig
     algorithm: AlgorithmConfig

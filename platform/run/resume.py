@@ -1,4 +1,4 @@
-"""`penstock resume`: continue a run from a checkpoint, exactly once.
+"""`penstock resume`, and `penstock train resume=auto`: continue a run from a checkpoint, exactly once.
 
 What is compared first: the configuration (changed keys are named, and only some may change without `--allow-changed`),
 the tasks, and the files of the checkpoint. Then the run continues as `penstock train` does, in the same directory.
@@ -29,8 +29,9 @@ from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
+from penstock.platform.run import launch
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
-from penstock.platform.run.launch import train_in
+from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.run_dir import locked
 
 FREE_KEYS = (
@@ -73,23 +74,48 @@ def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, 
         checkpoint = choose_checkpoint(run_dir, step)
         enter_folder_of(run_dir)
         config = changed_config(saved, overrides, run_dir)
-        problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
+        return _continue(config, saved, checkpoint, allows_changed=allows_changed)
+
+
+def train(config: RunConfig) -> int:
+    """Run `penstock train`; with `resume=auto` it continues the run that is in its directory, if there is one.
+
+    Raises:
+        ConfigError: As `resume`.
+    """
+    run_dir = Path(config.run_dir)
+    if config.resume == "never" or not (run_dir / CONFIG_FILE).exists():
+        return launch.train(config)
+    if not CheckpointFolder(run_dir).versions():  # it ended before its first step
+        return launch.train(config.model_copy(update={"overwrite": True}))
+    with locked(run_dir):
+        checkpoint = choose_checkpoint(run_dir)
         if checkpoint.version >= config.total_steps:
-            problems.append(
-                f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left "
-                f"to train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
-            )
-        findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
-        findings += check_plugins(config, "train")
-        problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
-        if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
-        write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
-        TrajectoryTable(run_dir).drop_after(checkpoint.version)
-        reached = max((record.step for record in read_metrics(run_dir)), default=0)
-        again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
-        print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
-        return train_in(config, run_dir, checkpoint)
+            print(f"{run_dir} has been trained to step {checkpoint.version} of {config.total_steps}: nothing is left")
+            return EXIT_OK
+        return _continue(config, read_saved_config(run_dir), checkpoint, allows_changed=False)
+
+
+def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoint, *, allows_changed: bool) -> int:
+    """Continue a run whose lock is held."""
+    run_dir = Path(config.run_dir)
+    problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
+    if checkpoint.version >= config.total_steps:
+        problems.append(
+            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
+            f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
+        )
+    findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
+    findings += check_plugins(config, "train")
+    problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
+    TrajectoryTable(run_dir).drop_after(checkpoint.version)
+    reached = max((record.step for record in read_metrics(run_dir)), default=0)
+    again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
+    print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
+    return launch.train_in(config, run_dir, checkpoint)
 
 
 def changes_of_learning(
@@ -160,7 +186,9 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each changed key that changes what the run learns."""
     before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
-        is_free = key in ("run_dir", "overwrite") or any(key == one or key.startswith(f"{one}.") for one in FREE_KEYS)
+        is_free = key in ("run_dir", "overwrite", "resume") or any(
+            key == one or key.startswith(f"{one}.") for one in FREE_KEYS
+        )
         if before.get(key) != now.get(key) and not is_free:
             yield (
                 f"{key}={now.get(key)}: the run began with {before.get(key)}, and this changes what it learns. Leave "

@@ -181,6 +181,22 @@ def test_going_back_behind_a_later_checkpoint_has_to_be_allowed(folder: Path) ->
     assert CheckpointFolder(run_dir).versions() == [first, first + 1]
 
 
+def test_the_same_command_started_again_continues_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = small_run_overrides(
+        folder, "again", character_tokenizer(), *FRESH, *EVERY_STEP[2:], "total_steps=4", "checkpoint.every_steps=1"
+    )
+    start_and_kill(folder, overrides, version=3)
+    with in_process(folder):
+        config = compose_config([*overrides, "resume=auto"])
+        assert resume.train(config) == 0
+        assert "from the checkpoint of step 2; the run had reached step 3" in capsys.readouterr().out
+        assert read_summary(folder / "runs" / "again")["steps"] == 4
+        assert resume.train(config) == 0
+        assert "nothing is left" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match=r"seed=1: the run began with 0"):
+            resume.train(compose_config([*overrides, "resume=auto", "seed=1", "total_steps=9"]))
+
+
 def test_what_cannot_be_resumed_says_why(folder: Path, uninterrupted: Path) -> None:
     with in_process(folder):
         with pytest.raises(ConfigError, match=r"total_steps=20: the checkpoint is of step 20"):
