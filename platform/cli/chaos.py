@@ -31,6 +31,7 @@ from penstock.platform.checks.load import load_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.ledger_log import surviving
 
 if TYPE_CHECKING:
@@ -111,12 +112,13 @@ def _drive(
 ) -> None:
     """Train to the end through all kills."""
     run_dir, deadline = Path(config.run_dir), time.monotonic() + RUN_LIMIT_S
-    driver = _start(["train", *overrides, *OVERRIDES], log)
+    driver, started = _start(["train", *overrides, *OVERRIDES], log), time.time()
     try:
         while True:
             pause_s = rng.uniform(0.0, LONGEST_PAUSE_S)
             kind, stops = rng.choice([DRIVER, *KINDS]), rng.random() < STOPPED_SHARE
-            has_ended = _wait(driver, lambda: _has_checkpoint(run_dir), deadline) or (
+            # Not while it starts: what fails then ends a run, and is started again by who started it.
+            has_ended = _wait(driver, lambda: _has_stepped(run_dir, started), deadline) or (  # noqa: B023 - called at once
                 outcome.kills.total() < num_kills and _sleep(driver, pause_s)
             )
             if not has_ended and outcome.kills.total() >= num_kills:
@@ -147,7 +149,7 @@ def _drive(
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
                 outcome.resumes += 1
-                driver = _start(["resume", str(run_dir)], log)
+                driver, started = _start(["resume", str(run_dir)], log), time.time()
             else:
                 with suppress(psutil.NoSuchProcess):
                     victim.send_signal(signal.SIGSTOP if stops else signal.SIGKILL)
@@ -193,8 +195,11 @@ def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _has_checkpoint(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("step_*[0-9]"))
+def _has_stepped(run_dir: Path, started: float) -> bool:
+    """Whether the driver that was started then has completed a step, and there is a checkpoint to go back to."""
+    if not CheckpointFolder(run_dir).versions():
+        return False
+    return any("reward/mean" in record.metrics and record.time_s > started for record in read_metrics(run_dir))
 
 
 def _wait(driver: subprocess.Popen[bytes], is_so: Callable[[], bool], deadline: float) -> bool:
