@@ -34,12 +34,12 @@ Program = Callable[[openai.AsyncOpenAI], Awaitable[EpisodeReply | None]]
 
 
 @dataclass
-class SayingEngine:
+class ReplyingEngine:
     """Answers `reply(text of the context)`, encoded letter by letter, so that its ids differ from those of the text."""
 
     reply: Callable[[str], str]
     codec: TokenCodec = CODEC
-    engine_id: EngineId = field(default_factory=lambda: EngineId("saying"))
+    engine_id: EngineId = field(default_factory=lambda: EngineId("replying"))
     version: int = 0
     served: list[tuple[str, tuple[int, ...], list[int]]] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
@@ -132,7 +132,7 @@ async def run_agent(program: Program, engine: Any, **kwargs: Any) -> Trajectory:
     return trajectory
 
 
-def check_tokens(engine: SayingEngine, trajectory: Trajectory) -> None:
+def check_tokens(engine: ReplyingEngine, trajectory: Trajectory) -> None:
     """Check that every request continued exactly the earlier tokens, and that the mask marks the sampled tokens."""
     served = [(prompt, ids) for name, prompt, ids in engine.served if name == trajectory.trajectory_id]
     token_ids, mask = trajectory.token_ids.tolist(), np.zeros(len(trajectory.token_ids), np.bool_)

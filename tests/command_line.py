@@ -1,4 +1,4 @@
-"""Running the real `penstock` command as a user would, and reading what it leaves."""
+"""Running the real `penstock` command as a user would, and reading its output files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_metric(run_dir: Path, name: str) -> list[float]:
 
 
 def fresh_mismatches(run_dir: Path) -> list[float]:
-    """Of each step whose tokens were all sampled by the version that it trained: largest |proximal − behavior|, nat.
+    """Largest |proximal − behavior| in nat of each step whose tokens were all sampled by the trained version.
 
     In float32 it is rounding, below 1e-4, unless the trainer sees other tokens than the engine.
     """

@@ -57,7 +57,7 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _composed_once() -> Iterator[None]:
-    """While somebody works, configurations are composed from what Hydra has composed before."""
+    """In `make test`, configurations are composed from earlier results of Hydra."""
     with pytest.MonkeyPatch.context() as patch:
         if not IS_FULL:
             patch.setattr(compose, "_compose", compose_choices_once)
@@ -66,7 +66,7 @@ def _composed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _offline_for_this_test_only() -> Iterator[None]:
-    """A dry run says in the environment that the network is not asked; in a test's own process that would last."""
+    """Reset the offline variables that a dry run sets, which would otherwise last in a test's own process."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     before = {name: os.environ.get(name) for name in names}
     yield
@@ -188,12 +188,12 @@ SUMS = [
     "model.shape.hidden_size=96",
     "model.shape.intermediate_size=256",
 ]
-"""Shorter sums than the demo's, and a third of its parameters: what is learnt in a quarter of the time."""
+"""Shorter sums than the demo's, and a third of its parameters: it is learned in a quarter of the time."""
 
 
 @pytest.fixture(scope="session")
 def warm_policy(workspace: Path) -> Path:
-    """Two-digit sums, stopped half-way up: below a greedy accuracy of a half, so that there is room to rise by 0.2."""
+    """Two-digit sums, stopped below a greedy accuracy of a half, so that it can still rise by 0.2."""
     done = run_cli(
         "sft",
         "experiment=arithmetic_sft",

@@ -14,10 +14,10 @@ INTERVAL_S = 1.0
 def coverage_init(registry: Any, options: dict[str, str]) -> None:
     """Called by coverage.py when a process begins."""
     del registry, options
-    threading.Thread(target=save_for_ever, name="coverage", daemon=True).start()
+    threading.Thread(target=save_every_second, name="coverage", daemon=True).start()
 
 
-def save_for_ever() -> None:
+def save_every_second() -> None:
     while True:
         time.sleep(INTERVAL_S)
         measuring = coverage.Coverage.current()

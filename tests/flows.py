@@ -57,7 +57,7 @@ def make_flow(
     forward: EarlyLogprobWorker | None = None,
     max_context: int | None = None,
 ) -> Flow:
-    """Groups of two over `engines`; what is not said is small and quick."""
+    """Groups of two over `engines`; other settings are small and quick."""
     limits = FlowLimits(batch, eta, steps, surplus, on_expiry, max_requeues, max_live)
     core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s, max_context_tokens=max_context)

@@ -88,7 +88,7 @@ async def play_steps_and_tools(
 async def _play(host: EpisodeHost, entry_point: str, act: HostileAct, trap: Trap, outside: dict[str, Any]) -> Played:
     text = act.name if entry_point == "step" else f'<tool_call>{{"name": "act", "arguments": {{"what": "{act.name}"}}}}'
     try:
-        record = _told(await _step(host, text, trap, outside))
+        record = _text_of(await _step(host, text, trap, outside))
     except TrajectoryError as failure:
         record = f"{failure.kind}: {failure.detail}"
     if _HUNG.search(record):
@@ -103,7 +103,7 @@ async def _step(host: EpisodeHost, text: str, trap: Trap, outside: dict[str, Any
         return await episode.step(Action(text))
 
 
-def _told(reply: EpisodeReply) -> str:
+def _text_of(reply: EpisodeReply) -> str:
     content = reply.get("content", "")
     return content if isinstance(content, str) else content[0]["content"]
 

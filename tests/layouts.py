@@ -41,7 +41,7 @@ def read(name: str) -> Frozen:
     return Frozen(tensors, layouts)
 
 
-def torch_side(tensors: Iterable[TensorSpec] | None = None) -> EngineLayout:
+def torch_layout(tensors: Iterable[TensorSpec] | None = None) -> EngineLayout:
     """How a torch engine holds these tensors, by default those of the tiny policy."""
     return EngineLayout("torch", training_layout(read("tiny").tensors if tensors is None else tensors))
 

@@ -1,6 +1,6 @@
-"""Two tiers: what `make test` runs while somebody works, and everything, which `make test-full` runs.
+"""Two tiers: what `make test` runs during work, and everything, which `make test-full` runs.
 
-A test that is marked `full` is left to the second. A test over many seeds or examples takes fewer of them in the first.
+A test that is marked `full` runs only in the second. A test over many seeds or examples uses fewer in the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def by_tier(default: _Size, full: _Size) -> _Size:
 
 
 def examples(count: int) -> int:
-    """Examples of a property: 20 at most while somebody works."""
+    """Number of examples of a property; at most 20 in `make test`."""
     return by_tier(min(count, 20), count)
 
 

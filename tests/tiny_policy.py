@@ -9,7 +9,7 @@ from penstock.weights.model_config import ModelShape
 SPECIAL_TOKENS = types.SimpleNamespace(
     bos_token_id=None, eos_token_id=1, pad_token_id=0, save_pretrained=lambda path: None
 )
-"""Stands for the tokenizer where no text is read."""
+"""Replaces the tokenizer where no text is read."""
 
 
 def tiny_shape(vocab_size: int, hidden_size: int = 32, head_dim: int = 8) -> ModelShape:

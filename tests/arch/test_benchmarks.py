@@ -1,4 +1,4 @@
-"""Scripts that users start by name run: none stands in the way of a package, and their imports work."""
+"""Scripts that users start by name run: none hides a package of its name, and their imports work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ import transformers.integrations.hub_kernels
 
 
 def named_in_documents() -> list[Path]:
-    """Benchmarks that a reader is told to start."""
+    """Benchmarks that documents tell a reader to start."""
     texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
     names = {name for text in texts for name in re.findall(r"python benchmarks/(\w+\.py)", text)}
     return [ROOT / "benchmarks" / name for name in sorted(names)]
@@ -97,7 +97,7 @@ def test_every_benchmark_that_documents_name_can_be_imported() -> None:
     [script for script in named_in_documents() if "ArgumentParser" in script.read_text(encoding="utf-8")],
     ids=lambda script: script.stem,
 )
-def test_every_benchmark_that_documents_name_tells_its_arguments(script: Path) -> None:
+def test_every_benchmark_that_documents_name_prints_its_arguments(script: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script), "--help"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=240
     )

@@ -1,4 +1,4 @@
-"""How files are named and where they lie."""
+"""How files are named and where they are."""
 
 from __future__ import annotations
 

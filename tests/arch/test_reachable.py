@@ -49,7 +49,6 @@ ALLOWED = {
     "platform/checks/load.py:compose_config": "benchmarks and tests compose without looking at the machine",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
-    "platform/run/ledger_log.py:surviving": "penstock chaos will read with it what a killed driver trained",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/engines/vllm/engine.py:log_engine_initialized": "vLLM calls it",

@@ -16,7 +16,7 @@ def read(path: str) -> str:
 
 
 def cells(results: str, row: str) -> list[str]:
-    """What stands in a row of the first table of a results file, after its name."""
+    """The cells of a row of the first table of a results file, after its name."""
     (line,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", read(f"benchmarks/results/{results}"), re.MULTILINE)
     return [cell.strip() for cell in line.split("|")]
 
@@ -32,7 +32,7 @@ def test_results_name_the_commit_and_the_machine(path: Path) -> None:
         assert re.search(rf"^- {what}: \S", text, re.MULTILINE), f"no line `- {what}: …` (benchmarks/provenance.py)"
 
 
-def test_the_readme_quotes_the_newest_figures_beside_trl() -> None:
+def test_the_readme_quotes_the_newest_figures_of_the_comparison_with_trl() -> None:
     ours, theirs, _ = cells("vs_trl.md", "step, median, s")
     num_steps, of_theirs, _ = cells("vs_trl.md", "steps measured, n")
     assert num_steps == of_theirs

@@ -10,7 +10,7 @@ from tests.command_line import ENVIRONMENT, PENSTOCK
 
 
 def start_train(workspace: Path, *overrides: str) -> subprocess.Popen[str]:
-    """`penstock train` in a session of its own, its output to be read line by line."""
+    """`penstock train` in its own process group, with an output that is read line by line."""
     return subprocess.Popen(
         [PENSTOCK, "train", *overrides],
         cwd=workspace,

@@ -1,4 +1,4 @@
-"""An engine's process is killed while it samples: the run goes on without it, or once it is back; nothing is lost."""
+"""An engine's process is killed while it samples: the run continues without it or after a restart; nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only reward worker is killed while it scores: the next process scores what it had; nothing is sampled again."""
+"""The only reward worker is killed while it scores: the next process scores the same trajectories again."""
 
 from __future__ import annotations
 

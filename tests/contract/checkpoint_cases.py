@@ -1,4 +1,4 @@
-"""Pairs of trainers, one that is saved and one that goes on from it, and the program of one rank of either.
+"""Pairs of trainers, one that is saved and one that continues from it, and the program of one rank of either.
 
     python -m tests.contract.checkpoint_cases PHASE FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL
 

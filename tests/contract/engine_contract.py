@@ -109,7 +109,7 @@ class EngineContract:
         for prompt, output in zip(prompts, outputs, strict=True):
             np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
 
-    async def test_abort_ends_a_request_with_its_tokens_and_frees_its_place(self, harness: Harness) -> None:
+    async def test_abort_ends_a_request_with_its_tokens_and_frees_its_slot(self, harness: Harness) -> None:
         doomed = StreamingRequests(harness, [prompt_of(8)], max_new_tokens=500)
         bystander = asyncio.create_task(harness.sample(prompt_of(5), max_new_tokens=100))
         await doomed.all_moved()
@@ -147,7 +147,7 @@ class EngineContract:
         assert after.tokens_generated - before.tokens_generated == 8 * 300
         assert after.busy_s > during.busy_s > before.busy_s
 
-    async def test_adapters_are_added_to_the_base_for_every_version_anew(self, harness: Harness) -> None:
+    async def test_adapters_are_added_to_the_unchanged_base_for_every_version(self, harness: Harness) -> None:
         await harness.publish(seed=0)
         crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(4)], max_new_tokens=300)
         await crowd.all_moved()

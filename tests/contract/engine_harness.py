@@ -150,7 +150,7 @@ class Harness:
         reference: Reference,
         connect: Callable[[], Awaitable[TinyPublisher]],
     ) -> Harness:
-        """Start the engine, ask it to generate too early, connect a publisher, then publish version 0."""
+        """Start the engine, send a request too early, connect a publisher, then publish version 0."""
         harness = cls(engine, spec, reference)
         await asyncio.wait_for(engine.start(), 240)
         assert engine.version == -1

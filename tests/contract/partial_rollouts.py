@@ -1,6 +1,6 @@
-"""What partial rollouts need of every engine: a request for (prompt, sampled so far) goes on as if never interrupted.
+"""What partial rollouts need of every engine: a request for (prompt, sampled so far) continues as if never interrupted.
 
-Run on each real engine beside `EngineContract`. The runner and the pool are the ones that ship.
+Runs on each real engine, in addition to `EngineContract`, with the runner and the pool that ship.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class PartialRolloutContract:
             assert (left.spans, left.finish_reason) == (right.spans, right.finish_reason)
             np.testing.assert_allclose(left.behavior_logprobs, right.behavior_logprobs, atol=1e-4)
 
-    async def test_a_trajectory_resumed_under_newer_weights_knows_who_sampled_what(self, harness: Harness) -> None:
+    async def test_a_trajectory_resumed_under_newer_weights_records_which_version_sampled_which_tokens(
+        self, harness: Harness
+    ) -> None:
         engine = AbortsOnce(harness.engine)
         first = harness.engine.version
         task, sampling = Task(TaskId("t"), "12+34="), SamplingParams(120, temperature=1.0)

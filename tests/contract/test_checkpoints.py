@@ -1,4 +1,4 @@
-"""From a checkpoint any backend goes on, with any ZeRO stage, number of ranks and tensor-parallel size."""
+"""Any backend continues from a checkpoint, with any ZeRO stage, number of ranks and tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def saved(form: str, folder: Path) -> dict[Case, list[dict[str, float]]]:
 
 @pytest.fixture(scope="module")
 def restored(form: str, folder: Path, saved: dict) -> dict[Pair, list[dict[str, float]]]:
-    """By pair: metrics of the same steps of the trainer that goes on."""
+    """By pair: metrics of the same steps of the trainer that continues."""
     pairs = pairs_of(form)
     of_torch = {pair: restore(pair, folder) for pair in pairs if pair.goes_on.backend == "torch"}
     return of_torch | run("restore", form, folder, [pair.goes_on for pair in pairs])

@@ -27,7 +27,7 @@ from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import remove_directories_of
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, prompt_of, within
 from .version_buffer_stories import OWN_SIZES, Story
@@ -69,7 +69,7 @@ async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes
 ) -> None:
     tensors, engine = tiny_tensors(5), harness.engine
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
+    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
     transfer = ShardTransfer.between(*sides, "float32", None)
     handles = await engine.make_version_buffers(transfer.buffers, "float32", NUM_RANKS)
     story = Story(transfer, handles, tensors, NUM_RANKS, version=1)

@@ -1,4 +1,4 @@
-"""`model.head_dtype=float32` on both sides: a bfloat16 engine's logprobs are the trainer's, not rounded logits."""
+"""`model.head_dtype=float32` everywhere: a bfloat16 engine's logprobs are the trainer's, not rounded logits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_head_of_the_torch_engine_is_the_trainers(
 @pytest.mark.integration
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 @pytest.mark.parametrize(("head_dtype", "computed_in"), [("float32", torch.float32), ("model", torch.bfloat16)])
-def test_vllm_computes_its_head_in_what_it_is_told(
+def test_vllm_computes_its_head_in_the_configured_dtype(
     tiny_model_config: ModelConfig, head_dtype: HeadDType, computed_in: torch.dtype
 ) -> None:
     """vLLM's own configuration of the engine, read back: it may ignore an override that it does not know."""

@@ -27,7 +27,7 @@ from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 from .engine_harness import make_spec, prompt_of, within
 
@@ -57,7 +57,7 @@ class Publishing:
 
     def __init__(self, trainer: PolicyTrainer, engine: TorchEngine, model: ModelConfig, directory: Path) -> None:
         self.trainer, self.engine, self.version = trainer, engine, -1
-        side = torch_side(trainer.training_sharding().tensors)
+        side = torch_layout(trainer.training_sharding().tensors)
         self._transfer = ShardTransfer.between(trainer.training_sharding(), side, "float32", str(directory))
         self._writer = ShardWriter(self._transfer, 0, ShardFiles(self._transfer))
 

@@ -130,7 +130,7 @@ async def test_a_manifest_of_another_model_is_refused_before_it_touches_the_weig
     assert (await fresh.sample([2, 3], max_new_tokens=4)).spans == ((0, 4),)
 
 
-async def test_a_tied_head_may_be_published_beside_its_embedding(fresh: Harness, tiny_tensors, tmp_path: Path) -> None:
+async def test_a_tied_head_may_be_published_with_its_embedding(fresh: Harness, tiny_tensors, tmp_path: Path) -> None:
     from penstock.weights.transport.shared_memory import write_version
 
     tensors = tiny_tensors(9)

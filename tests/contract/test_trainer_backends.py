@@ -121,7 +121,7 @@ class TrainerContract:
         if reference["adapters"]:
             assert relative_error(result["adapters"], reference["adapters"]) < 1e-5
 
-    def test_a_critic_beside_the_policy_equals_plain_torch(self, result: dict, reference: dict) -> None:
+    def test_a_critic_next_to_the_policy_equals_plain_torch(self, result: dict, reference: dict) -> None:
         assert result["critic"].keys() == reference["critic"].keys()
         if reference["critic"]:
             assert relative_error(result["critic"], reference["critic"]) < 1e-5

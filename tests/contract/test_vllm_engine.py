@@ -71,7 +71,7 @@ async def test_only_a_dead_core_is_the_loss_of_the_engine(tiny_model_config: Mod
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
     class Llm:
-        """Raises, in the place of AsyncLLM."""
+        """Replaces AsyncLLM and raises."""
 
         def __init__(self, error: Exception, errored: bool) -> None:
             self._error, self.errored = error, errored
@@ -109,7 +109,7 @@ async def test_only_a_dead_core_is_the_loss_of_the_engine(tiny_model_config: Mod
 async def test_whole_tensors_go_through_vllms_own_loader(
     harness: Harness, tiny_tensors: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """`weights=gather`. Refused before anything freezes: what is damaged, and what the model has no place for."""
+    """`weights=gather`. Damaged tensors, and tensors that the model does not have, are refused before a freeze."""
     if harness.spec.engine.tensor_parallel_size > 1:
         pytest.skip(
             "refused by the configuration: whole tensors cannot be compared with what each worker holds of them"

@@ -46,7 +46,7 @@ DAILY = {"qwen3", "qwen3_moe", "gpt_oss"}
 
 
 class Case(NamedTuple):
-    """A model on both sides.
+    """A model in the trainer and in the engine.
 
     Attributes:
         config: Of transformers.
@@ -114,7 +114,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def build(case: Case, tp: int, device: str) -> Any:
-    """vLLM's model of the rank that this process stands for, before anything is loaded."""
+    """vLLM's model of the rank that this process simulates, before anything is loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -245,7 +245,7 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
 
 
 @pytest.mark.full
-def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name() -> None:
+def test_whole_tensors_that_the_model_does_not_have_are_refused_by_name() -> None:
     from penstock.rollout.engines.vllm.layout import stand_in_groups
     from penstock.rollout.engines.vllm.live import LiveTensors
 
@@ -311,7 +311,7 @@ def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.
         plain_layout(model.config, [one for one in model.tensors if one.name != "model.norm.weight"], "float32", 1)
 
 
-def test_a_worker_tells_its_layout_beside_its_live_model_and_says_where_the_two_differ() -> None:
+def test_a_worker_reports_where_its_layout_and_its_live_model_differ() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.v1.engine import UtilityResult

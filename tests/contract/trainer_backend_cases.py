@@ -33,7 +33,7 @@ from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
 from tests.algorithms import algorithm_config
-from tests.layouts import read, torch_side
+from tests.layouts import read, torch_layout
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
 VOCAB = 24
@@ -297,7 +297,7 @@ def published(
 ) -> list[dict[str, np.ndarray]]:
     """What the ranks of an engine find in the files of a version; every training rank writes its part."""
     training = trainer.training_sharding()
-    engine = torch_side(training.tensors)
+    engine = torch_layout(training.tensors)
     if kind == "vllm":
         engine = EngineLayout("vllm", read("trained_tied" if case.is_tied else "trained_untied").layouts[size])
     where = str(folder / "shards" / f"{kind}-{size}-{case.shape.vocab_size}")

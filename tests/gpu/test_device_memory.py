@@ -14,7 +14,7 @@ from penstock.weights.transport.device_memory import VersionBuffer
 from penstock.weights.transport.shards import ShardTransfer
 from tests.contract.test_device_memory import NUM_RANKS, written
 from tests.contract.version_buffer_stories import Story
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -27,7 +27,7 @@ def test_ranks_write_into_a_gpus_version_buffer(
         pytest.skip("there is one GPU")
     tensors = {"model.norm.weight": torch.randn(1001), "model.embed_tokens.weight": torch.randn(300, 7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
+    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
     transfer = ShardTransfer.between(*sides, "bfloat16", None)
     buffer = VersionBuffer(transfer.buffers[0], torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", writers_see)

@@ -19,7 +19,7 @@ from penstock.weights.transport.process_group.endpoints import (
 )
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,7 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     training = TrainingSharding(specs, num_replicas=1, is_partitioned=False)
     store = serve_store("127.0.0.1")
     group_spec = TransferGroupSpec(
-        transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
+        transfer=ShardTransfer.between(training, torch_layout(specs), "bfloat16", None),
         num_training=1,
         receivers=(ReceiverAddress("engine-0", "node"),),
         on_devices=True,

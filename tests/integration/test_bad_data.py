@@ -1,4 +1,4 @@
-"""A datum that cannot be sampled costs its group, on the real engine; the run goes on and says what was wrong."""
+"""A task that cannot be sampled costs its group, on the real engine; the run continues and reports the cause."""
 
 from __future__ import annotations
 

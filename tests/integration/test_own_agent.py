@@ -1,4 +1,4 @@
-"""An agent program that asks the policy itself trains from config alone."""
+"""An agent program that calls the policy itself trains from config alone."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles
 from penstock.weights.transport.shared_memory import remove_directories_of
 from tests.command_line import ENVIRONMENT
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 pytestmark = [
     pytest.mark.integration,
@@ -101,7 +101,7 @@ class DamagedOnce(SharedMemoryTransport):
     """Changes one bit of `version` in the copy that all engines read, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
-        super().__init__(node.trainer, engines, torch_side(), "float32", WAIT_S)
+        super().__init__(node.trainer, engines, torch_layout(), "float32", WAIT_S)
         self._damaged: int | None = version
 
     async def send(self, version: int) -> PublishHandle:
@@ -132,7 +132,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_continues_with
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_and_training_continues(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    transport = SharedMemoryTransport(node.trainer, engines, torch_layout(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), transport)
     await publisher.publish(0)
     await publisher.close()
@@ -155,7 +155,7 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_and_trainin
 async def test_a_killed_engine_is_restarted_and_has_the_served_version_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
-    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    transport = SharedMemoryTransport(node.trainer, engines, torch_layout(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), transport)
 
     async def start(engine_id: EngineId) -> RemoteEngine:
@@ -191,7 +191,7 @@ async def test_a_killed_engine_is_restarted_and_has_the_served_version_before_it
 
 async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_its_progress(node: Node) -> None:
     engines = await node.engines("waiting")
-    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    transport = SharedMemoryTransport(node.trainer, engines, torch_layout(), "float32", WAIT_S)
     await transport.send(0)
     transport._timeout_s = 1.0
     (rank,) = node.trainer._ranks

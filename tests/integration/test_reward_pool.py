@@ -43,7 +43,7 @@ def judged(*overrides: str) -> RunConfig:
 
 
 def release_lease(rewards: RewardClient) -> None:
-    """End the workers, whether Ray has given them a place or not."""
+    """End the workers, whether Ray has placed them or not."""
     for worker in rewards._workers:
         ray.kill(worker.actor)
 

@@ -1,4 +1,4 @@
-"""The RLHF chain of docs/algorithms.md as it stands there: some 25 minutes on two cores."""
+"""The RLHF chain of docs/algorithms.md, unchanged: about 25 minutes on two cores."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_a_reward_model_of_ranked_answers_raises_the_true_reward_by_either_algor
         done = run_cli("train", f"experiment={name}", "evaluation.num_tasks=32", cwd=tmp_path, timeout_s=1200)
         assert done.returncode == 0, done.stdout + done.stderr
         earned = read_metric(runs / f"{name}-seed0", "reward/part/true")
-        # From 0.35 to 0.8 where this was measured; the policy is never told of it.
+        # It rose from 0.35 to 0.8 when this was measured; the policy is not trained on it.
         assert np.mean(earned[-5:]) > np.mean(earned[:3]) + 0.15, algorithm

@@ -115,7 +115,7 @@ def digest(policy: Path) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a reward that tells answers of a random policy apart."""
+    """A folder with a reward that differs between answers of a random policy."""
     place = tmp_path_factory.mktemp("synchronous")
     (place / "variety_reward.py").write_text(REWARD)
     return place

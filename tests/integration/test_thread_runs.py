@@ -1,4 +1,4 @@
-"""A game of two sides and drafts that fork and join train in one run, with config only."""
+"""A game of two players and drafts that fork and join train in one run, with config only."""
 
 from __future__ import annotations
 

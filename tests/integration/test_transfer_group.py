@@ -42,7 +42,7 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import default_directory, remove_directories_of
 from tests.command_line import ENVIRONMENT
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 pytestmark = [
     pytest.mark.integration,
@@ -145,7 +145,9 @@ async def test_gathered_versions_reach_engines_on_every_node_through_the_object_
 async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
     trainer, _, pool, _ = nodes
     config = WeightsConfig(transport="process_group", timeout_s=60.0)
-    transport = ProcessGroupTransport(trainer, EngineReceivers(pool, trainer.node_id), torch_side(), "float32", config)
+    transport = ProcessGroupTransport(
+        trainer, EngineReceivers(pool, trainer.node_id), torch_layout(), "float32", config
+    )
     publisher = ActorWeightPublisher(pool, config, transport)
     for version in range(2):
         report = await publisher.publish(version)
@@ -178,7 +180,7 @@ async def test_in_place_updates_reach_engines_on_every_node_and_a_damaged_versio
     trainer, engines, pool, _ = nodes
     config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
     receivers = EngineReceivers(pool, trainer.node_id)
-    transport = DamagedOnce(trainer, receivers, torch_side(), "float32", config)
+    transport = DamagedOnce(trainer, receivers, torch_layout(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     for version in (2, 3, 4):
         report = await publisher.publish(version)  # engines acknowledge what they read back
@@ -200,7 +202,7 @@ async def test_versions_go_from_every_node_to_every_node_and_a_lost_weight_recei
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
     receivers = NodeReceivers(pool, trainer.node_id, config)
-    transport = ProcessGroupTransport(trainer, receivers, torch_side(), "float32", config)
+    transport = ProcessGroupTransport(trainer, receivers, torch_layout(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     shares = []
     for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters

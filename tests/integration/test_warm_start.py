@@ -48,7 +48,7 @@ def test_one_command_makes_the_policy_and_trains_it_stage_by_stage(tmp_path: Pat
     assert "does not exist yet" not in again.stdout, "a policy that is there is used"
 
 
-def test_a_warm_start_that_cannot_run_is_said_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_warm_start_that_cannot_run_is_reported_before_anything_is_created(tmp_path: Path) -> None:
     broken = run_cli("train", *STAGES, 'warm_start=["experiment=arithmetic_sft","sft.batch_size=0"]', cwd=tmp_path)
     assert broken.returncode == 2
     assert "warm_start: sft.batch_size=0" in broken.stderr

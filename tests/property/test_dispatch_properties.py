@@ -52,7 +52,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(version=st.integers(-1, 1))
     def join_late(self, version: int) -> None:
-        """As one that is restarted, and may not have the version in service yet."""
+        """Like a restarted engine, which may not have the version in service yet."""
         engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), version)
         self.take(self.dispatcher.add(EngineView(engine, SLOTS, SLOTS)))  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ class Dispatching(RuleBasedStateMachine):
         self.take(self.dispatcher.set_min_version(max(view.version for view in self.dispatcher.serving())))
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def the_counts_agree(self) -> None:
         for view in self.dispatcher.views.values():
             mine = [request for request in self.granted if request.view is view]
             assert set(view.requests) == set(mine)
@@ -117,7 +117,7 @@ class Dispatching(RuleBasedStateMachine):
         assert self.dispatcher.num_waiting == len(self.waiting)
 
     @invariant()
-    def nobody_waits_whom_an_engine_with_room_may_take(self) -> None:
+    def no_request_waits_for_an_engine_with_a_free_slot(self) -> None:
         views = list(self.dispatcher.serving())
         able = [view for view in views if not view.is_paused and view.version >= self.dispatcher.min_version]
         for view in able:
@@ -165,7 +165,9 @@ TestDispatching.settings = settings(max_examples=examples(150), stateful_step_co
         max_size=60,
     )
 )
-def test_any_interleaving_of_acquire_cancel_fence_and_release_leaves_no_lease(steps: list[tuple[str, int]]) -> None:
+def test_any_interleaving_of_acquire_cancel_fence_and_release_leaves_no_slot_taken(
+    steps: list[tuple[str, int]],
+) -> None:
     asyncio.run(interleave(steps))
 
 

@@ -28,7 +28,7 @@ STEPS, BATCH = 8, 3
 
 @dataclass(frozen=True)
 class Story:
-    """What a seed stands for."""
+    """The scenario of a seed."""
 
     seed: int
 

@@ -130,7 +130,7 @@ class Reports(RuleBasedStateMachine):
         self.take_cancelled()
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def the_counts_agree(self) -> None:
         booked, counts = Counter(self.states.values()), self.core.ledger.counts()
         assert counts.admitted == len(self.states)
         for state in (GroupState.TRAINED, GroupState.DROPPED, GroupState.FAILED):

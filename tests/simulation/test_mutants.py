@@ -1,4 +1,4 @@
-"""Planted bugs: each is one that such systems have had, and each is found by some seed.
+"""Planted bugs: each has occurred in such systems, and each is found by some seed.
 
 A mutant goes between the checks and the shipping code (`class Checked(CheckedDataflow, Mutant)`), or replaces a
 simulated part. The same seeds without a mutant are clean (tests/simulation/test_fault_seeds.py).
@@ -149,7 +149,7 @@ class StampedBackwards(SimulatedEngine):
 
 
 class UnacknowledgedServes(EnginePool):
-    """One engine gets no updates and goes on serving."""
+    """One engine gets no updates and continues to serve."""
 
     def engines(self) -> list[Engine]:
         return super().engines()[1:]
@@ -159,7 +159,7 @@ class UnacknowledgedServes(EnginePool):
 
 
 class FailureAsZero(Flow):
-    """A failed rollout is trained as one that earned nothing."""
+    """A failed rollout is trained with reward 0."""
 
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
         good = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
@@ -288,7 +288,7 @@ class SpoolRemovedFirst(CheckpointFolder):
 
 
 class SpooledUnderItsNumber(CheckpointFolder):
-    """Groups are spooled under their number alone, and one that is there is not written again."""
+    """Groups are spooled under their number only, and an existing file is not written again."""
 
     def spool(self, name: str, payload: GroupPayload) -> tuple[str, int, int]:
         name, data = name.partition("-")[2], encode(payload)
@@ -334,7 +334,7 @@ class FilterForgotten(Flow):
 
 
 class GangScattered(EnginePool):
-    """Members of a gang go wherever there is an engine."""
+    """Members of a gang go to any engine."""
 
     def join(self, lease: Lease, _view: EngineView) -> None:
         views = self.views()
@@ -353,7 +353,7 @@ class TurnTakenTwice(EpisodePlayer):
 
 
 class ObservationsLearned(EpisodePlayer):
-    """What the environment said carries loss, as what the policy said does."""
+    """Observations carry loss, like the tokens of the policy."""
 
     async def play(self, *arguments: Any) -> Trajectory:
         played = await super().play(*arguments)
@@ -372,7 +372,7 @@ class Case:
     seams: Seams
     found_as: str
     overrides: tuple[str, ...] = ("faults=heavy",)
-    line: type[TaskQueue] = TaskQueue
+    queue: type[TaskQueue] = TaskQueue
 
 
 CASES = {
@@ -424,7 +424,7 @@ CASES = {
 def test_some_seed_finds_that(bug: str) -> None:
     case = CASES[bug]
     config, wiring = parse_wired([*SMALL, *case.overrides])
-    seams = wired(wiring, case.seams, case.line)
+    seams = wired(wiring, case.seams, case.queue)
     found: list[str] = []
     for seed in range(SEEDS):
         violation = simulate(config, seed, seams).violation
@@ -435,11 +435,11 @@ def test_some_seed_finds_that(bug: str) -> None:
 
 
 def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several old groups may fall due in one batch; who looks one version ahead sees it too late (DESIGN §3)."""
-    everyone = ConsumptionGate.due_counts
+    """Several old groups may be due in one batch; a test that looks one version ahead sees it too late (DESIGN §3)."""
+    due_counts = ConsumptionGate.due_counts
 
     def next_version_only(gate: ConsumptionGate, version: int) -> list[int]:
-        return everyone(gate, version)[:2]
+        return due_counts(gate, version)[:2]
 
     config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=3600"])
     assert simulate(config, 0).violation is None

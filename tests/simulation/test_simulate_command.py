@@ -65,7 +65,7 @@ def test_seeds_are_a_range_or_one_seed() -> None:
         parse_seeds("5:5")
 
 
-def test_members_beside_their_prefix_finish_sooner_than_wherever_it_is_idle() -> None:
+def test_members_on_the_engine_of_their_prefix_finish_sooner_than_on_any_idle_one() -> None:
     figures = prefix_routing(range(1))
     assert 1.2 <= figures["ratio"] <= figures["ceiling"]
     assert figures["prefix_aware"]["recomputed_prefix_share"] <= 0.3

@@ -54,13 +54,13 @@ class Wiring:
 
         return FilterChain([user(keep)] if self.filter_share else [], MAX_REFILLS)
 
-    def line(self, config: SimulationConfig, limits: FlowLimits, line: type[TaskQueue] = TaskQueue) -> TaskQueue:
+    def task_queue(self, config: SimulationConfig, limits: FlowLimits, queue: type[TaskQueue] = TaskQueue) -> TaskQueue:
         """Of n endless streams, the one numbered i has every n-th task from i on."""
         n = self.streams
         tasks = [itertools.islice(training_tasks(environment_of(config)), i, None, n) for i in range(n)]
         streams = [TaskStream(f"stream-{i}", tasks[i], weight=1.0 + i, quota=self.quota) for i in range(n)]
         sizing = VariedSizes(config.group_size) if self.sizing else None
-        return line(streams if n > 1 else [TaskStream("", tasks[0])], limits.window, config.group_size, sizing)
+        return queue(streams if n > 1 else [TaskStream("", tasks[0])], limits.window, config.group_size, sizing)
 
 
 class VariedSizes:
@@ -125,18 +125,18 @@ def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
     return parse_simulation([f"{key}={value}" for key, value in words.items()]), wiring
 
 
-def wired(wiring: Wiring, seams: Seams | None = None, line: type[TaskQueue] = TaskQueue) -> Seams:
-    """`seams` with what `wiring` asks for."""
+def wired(wiring: Wiring, seams: Seams | None = None, queue: type[TaskQueue] = TaskQueue) -> Seams:
+    """`seams` with the parts of `wiring`."""
     seams = seams or Seams()
     core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), {"wiring": wiring})
 
-    def make_line(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
-        return wiring.line(config, limits, line)
+    def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
+        return wiring.task_queue(config, limits, queue)
 
-    return replace(seams, core=core, line=make_line, filters=wiring.filters)
+    return replace(seams, core=core, task_queue=make_task_queue, filters=wiring.filters)
 
 
 def simulate_wired(overrides: Sequence[str], seed: int) -> Outcome:
-    """One seed of a run that is wired so."""
+    """One seed of a run with this wiring."""
     config, wiring = parse_wired(overrides)
     return simulate(config, seed, wired(wiring))

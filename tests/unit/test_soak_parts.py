@@ -1,4 +1,4 @@
-"""Parts of `make soak` hold every job once, go on where they were stopped, and tell what failed."""
+"""Parts of `make soak` run every job once, continue where they were stopped, and report failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_parts_share_out_the_jobs_and_what_has_passed_on_a_commit_is_not_run_aga
     ]
 
 
-def test_what_fails_is_told_and_run_again_and_the_others_run_all_the_same(counted, tmp_path) -> None:
+def test_a_failure_is_reported_and_run_again_and_the_others_run_all_the_same(counted, tmp_path) -> None:
     commands, files = counted
     results = tmp_path / "soak.jsonl"
     broken = {"broken": [sys.executable, "-c", "raise SystemExit(3)"], **commands}

@@ -20,7 +20,7 @@ from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.shards import IN_DEVICE_MEMORY
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 
 NORM = TensorSpec("model.norm.weight", (640,))
 
@@ -71,7 +71,7 @@ class FakeEngine:
 
 def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceMemoryTransport, EnginePool]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    side = torch_side([NORM])
+    side = torch_layout([NORM])
     return DeviceMemoryTransport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
 
 

@@ -76,7 +76,7 @@ async def test_an_abort_in_the_tick_of_its_submission_is_not_lost(known_after_ti
     assert engine.num_sampled == 0
 
 
-async def test_an_abort_before_the_engine_knows_the_request_stops_it_at_its_first_tokens(tmp_path: Path) -> None:
+async def test_an_abort_before_the_engine_has_the_request_stops_it_at_its_first_tokens(tmp_path: Path) -> None:
     engine = Registering(ticks=5)
     actor = actor_over(engine, tmp_path)
     await actor.submit([REQUEST])

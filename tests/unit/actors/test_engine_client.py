@@ -33,7 +33,7 @@ async def refuses(*_: object) -> None:
 
 
 def engine_with(**methods: Any) -> RemoteEngine:
-    """An engine whose process answers so; polls wait forever."""
+    """An engine whose process gives these replies; polls wait forever."""
 
     async def call(method: str, *arguments: Any) -> Any:
         return await methods[method](*arguments)

@@ -1,4 +1,4 @@
-"""A reward worker answers every job, whatever its runner raises."""
+"""A reward worker replies to every job, whatever its runner raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.answers import pair
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("none left"), ConfigError(["no"])])
-async def test_a_job_whose_runner_fails_is_answered(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+async def test_a_job_whose_runner_fails_gets_a_reply(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     async def fail(*_: object) -> None:
         raise error
 

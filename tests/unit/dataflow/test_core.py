@@ -92,7 +92,7 @@ def test_a_dropped_task_starts_again_so_many_times_and_no_more(requeues: int, ma
     assert core.ledger.reasons[GroupState.DROPPED, Reason.STALE] == 1
 
 
-def test_what_is_live_never_takes_more_than_its_room() -> None:
+def test_live_groups_never_take_more_than_their_capacity() -> None:
     core = core_of(batch=1, eta=9, max_live_trajectories=5)
     groups = [started(core) for _ in range(core.free_credits)]
     assert len(groups) == 2, "two groups of two within a limit of five"
@@ -103,7 +103,7 @@ def test_what_is_live_never_takes_more_than_its_room() -> None:
     assert core.free_credits == 1
 
 
-def test_a_smaller_group_takes_less_room() -> None:
+def test_a_smaller_group_takes_less_capacity() -> None:
     core = Dataflow(FlowLimits(1, 9, 10, max_live_trajectories=8), GroupRules(4, 2, 1))
     core.admit(TaskId("t"), group_size=2)
     assert core.free_credits == 1, "six are left, a group may take four"

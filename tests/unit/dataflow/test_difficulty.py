@@ -82,16 +82,16 @@ def test_a_limit_is_never_above_the_runs() -> None:
 def test_the_configured_hooks_hear_of_every_group_and_size_the_next_one() -> None:
     names = ["dataflow.group_sizing=by_success", "dataflow.length_limiting=by_success"]
     config = compose_config(["experiment=arithmetic", *names, "dataflow.filters.pass_rate=[0.1,0.9]"])
-    line, ledger = make_task_queue(config), Ledger()
-    queued = line.next(ledger)
+    queue, ledger = make_task_queue(config), Ledger()
+    queued = queue.next(ledger)
     assert queued is not None
     assert (queued.group_size, queued.max_new_tokens) == (8, config.rollout.sampling.max_new_tokens)
     members = scored([1.0] * 8)
-    line.group_scored(queued, members)
-    assert line.sizing is not None
-    assert line.lengths is not None
-    assert line.sizing.group_size(queued.task, queued.stream) == 2
-    assert line.lengths.of(queued.task, queued.stream) == 24
+    queue.group_scored(queued, members)
+    assert queue.sizing is not None
+    assert queue.lengths is not None
+    assert queue.sizing.group_size(queued.task, queued.stream) == 2
+    assert queue.lengths.of(queued.task, queued.stream) == 24
     assert make_filters(config.dataflow.filters, config.dataflow.pass_reward).judge(members) is Reason.PASS_RATE
 
 

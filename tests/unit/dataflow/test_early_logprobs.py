@@ -59,7 +59,7 @@ def test_an_older_group_that_comes_late_is_due_first() -> None:
     assert play.handed_out() == [older, newer]
 
 
-def test_nobody_twice_in_one_wait_and_everybody_anew_in_the_next() -> None:
+def test_no_group_is_chosen_twice_in_one_wait_and_every_group_may_be_in_the_next() -> None:
     play = Playground()
     first = play.ready(0)
     assert play.handed_out() == [first]
@@ -68,7 +68,7 @@ def test_nobody_twice_in_one_wait_and_everybody_anew_in_the_next() -> None:
     assert play.handed_out() == [first]
 
 
-def test_the_bound_is_of_a_wait_whoever_came_meanwhile() -> None:
+def test_the_limit_is_per_wait_whichever_groups_came_meanwhile() -> None:
     play = Playground()
     play.ready(0), play.ready(0)
     assert len(play.handed_out()) == BATCH

@@ -32,7 +32,7 @@ def test_draws_are_a_splitmix64_stream_per_seed() -> None:
         assert uniforms([seed] * 50, range(50)).tolist() == expected
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it() -> None:
+def test_a_draw_does_not_depend_on_other_draws() -> None:
     together = uniforms([5, 6, 7], [30, 2, 11])
     assert [uniforms([seed], [position])[0] for seed, position in [(5, 30), (6, 2), (7, 11)]] == together.tolist()
 

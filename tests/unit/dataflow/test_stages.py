@@ -26,27 +26,27 @@ def scored(reward: float) -> Trajectory:
 
 def test_the_configured_stages_are_admitted_one_after_the_other() -> None:
     notes: list[str] = []
-    line, ledger, versions = make_task_queue(compose_config(OVERRIDES), notes.append), Ledger(), itertools.count(1)
+    queue, ledger, versions = make_task_queue(compose_config(OVERRIDES), notes.append), Ledger(), itertools.count(1)
 
     def play(num_groups: int, reward: float) -> set[str]:
         played: list[QueuedTask] = []
         for _ in range(num_groups):
-            queued = line.next(ledger)
+            queued = queue.next(ledger)
             assert queued is not None
             ledger.admit(queued.task.task_id, queued.group_size, queued.stream)
             played.append(queued)
-            line.group_scored(queued, [scored(reward)])
-        line.follow_curriculum(next(versions), ledger)
+            queue.group_scored(queued, [scored(reward)])
+        queue.follow_curriculum(next(versions), ledger)
         return {queued.stream for queued in played}
 
     assert play(3, 1.0) == {"easy"}
     assert play(3, 0.0) == {"easy"}, "three groups were fewer than the gate asks for"
     assert play(3, 0.9) == {"easy"}, "the newest four had 0.675 in the mean, below 0.8"
-    assert (notes, dict(line.weights)) == ([], {"easy": 1.0, "hard": 0.0})
+    assert (notes, dict(queue.weights)) == ([], {"easy": 1.0, "hard": 0.0})
     assert play(1, 0.9) == {"easy"}, "now it is passed"
     (note,) = notes
     assert "stage hard begins at v4: the newest 4 groups of easy have a mean reward of 0.900, its gate is 0.8" in note
-    assert dict(line.weights) == {"easy": 0.0, "hard": 1.0}
+    assert dict(queue.weights) == {"easy": 0.0, "hard": 1.0}
     assert play(4, 0.0) == {"hard"}
     assert play(4, 0.0) == {"hard"}, "a stage that was left stays left"
 
@@ -90,9 +90,9 @@ def test_a_configuration_whose_stages_do_not_fit_is_refused(overrides: list[str]
 
 def test_tasks_of_streams_without_gates_are_mixed_as_before() -> None:
     config = compose_config(["experiment=arithmetic", "env=arithmetic_mixed"])
-    line: Any = make_task_queue(config)
-    assert line.curriculum is None
-    assert [stream.weight for stream in line.streams] == [1.0, 3.0]
+    queue: Any = make_task_queue(config)
+    assert queue.curriculum is None
+    assert [stream.weight for stream in queue.streams] == [1.0, 3.0]
 
 
 STAGES = GatedStages([Stage("easy", 0.5, 1), Stage("hard", None, 1)])

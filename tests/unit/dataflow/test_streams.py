@@ -28,18 +28,18 @@ def stream(name: str, weight: float = 1.0, quota: float = 1.0) -> TaskStream:
     return TaskStream(name, endless(name), weight, quota)
 
 
-def admit(line: TaskQueue, ledger: Ledger) -> QueuedTask | None:
-    queued = line.next(ledger)
+def admit(queue: TaskQueue, ledger: Ledger) -> QueuedTask | None:
+    queued = queue.next(ledger)
     if queued is not None:
         ledger.admit(queued.task.task_id, queued.group_size, queued.stream, queued.requeues)
     return queued
 
 
 def test_shares_follow_the_weights_at_every_point() -> None:
-    line, ledger = TaskQueue([stream("a", 5), stream("b", 2), stream("c", 1)], 1000, 2), Ledger()
+    queue, ledger = TaskQueue([stream("a", 5), stream("b", 2), stream("c", 1)], 1000, 2), Ledger()
     seen: Counter[str] = Counter()
     for count in range(1, 161):
-        queued = admit(line, ledger)
+        queued = admit(queue, ledger)
         assert queued is not None
         seen[queued.stream] += 1
         for name, weight in (("a", 5), ("b", 2), ("c", 1)):
@@ -47,24 +47,24 @@ def test_shares_follow_the_weights_at_every_point() -> None:
 
 
 def test_a_stream_at_its_quota_waits_and_the_others_go_on() -> None:
-    line, ledger = TaskQueue([stream("a", 1, quota=0.25), stream("b", 1, quota=0.75)], 8, 2), Ledger()
-    admitted = [admit(line, ledger) for _ in range(8)]
+    queue, ledger = TaskQueue([stream("a", 1, quota=0.25), stream("b", 1, quota=0.75)], 8, 2), Ledger()
+    admitted = [admit(queue, ledger) for _ in range(8)]
     assert Counter(queued.stream for queued in admitted if queued) == {"a": 2, "b": 6}
-    assert line.next(ledger) is None
+    assert queue.next(ledger) is None
     first_of_a = next(record.group_id for record in ledger.live() if record.stream == "a")
     ledger.end(first_of_a, GroupState.DROPPED, Reason.STALE)
-    assert line.next(ledger).stream == "a"  # type: ignore[union-attr]
+    assert queue.next(ledger).stream == "a"  # type: ignore[union-attr]
 
 
 def test_a_requeued_task_comes_back_after_a_window_of_others_and_not_before() -> None:
-    line, ledger = TaskQueue([stream("a")], window=3, group_size=2), Ledger()
-    first = admit(line, ledger)
+    queue, ledger = TaskQueue([stream("a")], window=3, group_size=2), Ledger()
+    first = admit(queue, ledger)
     assert first is not None
-    line.requeue(first, ledger)
+    queue.requeue(first, ledger)
     names, requeues = [], []
     for _ in range(5):
         ledger.end(next(ledger.live()).group_id, GroupState.DROPPED, Reason.STALE)
-        queued = admit(line, ledger)
+        queued = admit(queue, ledger)
         assert queued is not None
         names.append(queued.task.task_id)
         requeues.append(queued.requeues)
@@ -88,15 +88,15 @@ def scored(reward: float) -> Trajectory:
 
 def test_a_curriculum_changes_the_mix_and_makes_nothing_up() -> None:
     ledger = Ledger()
-    line = TaskQueue([stream("easy"), stream("hard")], 100, 2, curriculum=Harder())
-    queued = [admit(line, ledger) for _ in range(10)]
-    line.follow_curriculum(1, ledger)
+    queue = TaskQueue([stream("easy"), stream("hard")], 100, 2, curriculum=Harder())
+    queued = [admit(queue, ledger) for _ in range(10)]
+    queue.follow_curriculum(1, ledger)
     assert Counter(task.stream for task in queued if task) == {"easy": 5, "hard": 5}
     for task in queued:
         assert task is not None
-        line.group_scored(task, [scored(1.0), scored(0.9)])
-    line.follow_curriculum(2, ledger)
-    assert {admit(line, ledger).stream for _ in range(10)} == {"hard"}  # type: ignore[union-attr]
+        queue.group_scored(task, [scored(1.0), scored(0.9)])
+    queue.follow_curriculum(2, ledger)
+    assert {admit(queue, ledger).stream for _ in range(10)} == {"hard"}  # type: ignore[union-attr]
 
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "curricula.md"
@@ -107,14 +107,14 @@ def test_the_stages_of_the_guide_are_left_when_enough_of_the_newest_groups_succe
     module = types.ModuleType("my_stages")
     exec(STAGES.findall(GUIDE.read_text())[0], vars(module))
     ledger = Ledger()
-    line = TaskQueue([stream("easy"), stream("hard", weight=0)], 1000, 2, curriculum=module.stages)
+    queue = TaskQueue([stream("easy"), stream("hard", weight=0)], 1000, 2, curriculum=module.stages)
 
     def play(num_groups: int, reward: float, version: int) -> set[str]:
-        played = [admit(line, ledger) for _ in range(num_groups)]
+        played = [admit(queue, ledger) for _ in range(num_groups)]
         for queued in played:
             assert queued is not None
-            line.group_scored(queued, [scored(reward), scored(reward)])
-        line.follow_curriculum(version, ledger)
+            queue.group_scored(queued, [scored(reward), scored(reward)])
+        queue.follow_curriculum(version, ledger)
         return {queued.stream for queued in played if queued}
 
     assert play(31, 1.0, 1) == {"easy"}
@@ -124,21 +124,21 @@ def test_the_stages_of_the_guide_are_left_when_enough_of_the_newest_groups_succe
     assert play(32, 0.0, 5) == {"hard"}, "a stage that was left stays left"
 
 
-def test_a_requeued_task_of_a_stream_without_weight_comes_back_and_holds_nobody_up() -> None:
+def test_a_requeued_task_of_a_stream_without_weight_comes_back_and_delays_no_other() -> None:
     ledger = Ledger()
-    line = TaskQueue([stream("easy"), stream("hard")], 2, 2, curriculum=Harder())
-    easy, hard = admit(line, ledger), admit(line, ledger)
+    queue = TaskQueue([stream("easy"), stream("hard")], 2, 2, curriculum=Harder())
+    easy, hard = admit(queue, ledger), admit(queue, ledger)
     assert (easy and easy.stream, hard and hard.stream) == ("easy", "hard")
     for _ in range(5):
-        line.group_scored(easy, [scored(1.0)])  # type: ignore[arg-type]
-    line.follow_curriculum(1, ledger)
+        queue.group_scored(easy, [scored(1.0)])  # type: ignore[arg-type]
+    queue.follow_curriculum(1, ledger)
     for record in list(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.STALE)
-    line.requeue(easy, ledger)  # type: ignore[arg-type]
-    line.requeue(hard, ledger)  # type: ignore[arg-type]
+    queue.requeue(easy, ledger)  # type: ignore[arg-type]
+    queue.requeue(hard, ledger)  # type: ignore[arg-type]
     names = []
     for _ in range(4):
-        names.append(admit(line, ledger).task.task_id)  # type: ignore[union-attr]
+        names.append(admit(queue, ledger).task.task_id)  # type: ignore[union-attr]
         ledger.end(next(ledger.live()).group_id, GroupState.DROPPED, Reason.STALE)
     assert names == ["hard1", "hard2", "easy0", "hard0"]
 
@@ -149,9 +149,9 @@ class NoWeights:
 
 
 def test_a_curriculum_that_admits_nothing_is_refused() -> None:
-    line = TaskQueue([stream("easy")], 4, 2, curriculum=NoWeights())
+    queue = TaskQueue([stream("easy")], 4, 2, curriculum=NoWeights())
     with pytest.raises(PenstockError, match="nothing could be admitted"):
-        line.follow_curriculum(1, Ledger())
+        queue.follow_curriculum(1, Ledger())
 
 
 class ByName:
@@ -159,11 +159,11 @@ class ByName:
         return 4 if task.task_id.endswith("0") else 9
 
 
-def test_group_sizes_stay_within_what_room_is_reserved_for() -> None:
-    line, ledger = TaskQueue([stream("a")], 4, group_size=8, sizing=ByName()), Ledger()
-    assert line.next(ledger).group_size == 4  # type: ignore[union-attr]
+def test_group_sizes_stay_within_the_reserved_capacity() -> None:
+    queue, ledger = TaskQueue([stream("a")], 4, group_size=8, sizing=ByName()), Ledger()
+    assert queue.next(ledger).group_size == 4  # type: ignore[union-attr]
     with pytest.raises(PenstockError, match=r"group_size\(a1\) gave 9"):
-        line.next(ledger)
+        queue.next(ledger)
 
 
 class ByTask:
@@ -172,10 +172,10 @@ class ByTask:
 
 
 def test_length_limits_stay_within_the_run_s() -> None:
-    line, ledger = TaskQueue([stream("a")], 1, 2, lengths=LengthLimits(64, ByTask())), Ledger()
-    assert [line.next(ledger).max_new_tokens for _ in range(2)] == [5, 64]  # type: ignore[union-attr]
+    queue, ledger = TaskQueue([stream("a")], 1, 2, lengths=LengthLimits(64, ByTask())), Ledger()
+    assert [queue.next(ledger).max_new_tokens for _ in range(2)] == [5, 64]  # type: ignore[union-attr]
     with pytest.raises(PenstockError, match=r"max_new_tokens\(a2\) gave 65.*1\.\.64"):
-        line.next(ledger)
+        queue.next(ledger)
     assert TaskQueue([stream("a")], 1, 2).next(ledger).max_new_tokens is None  # type: ignore[union-attr]
 
 
@@ -193,11 +193,11 @@ def test_a_mix_that_cannot_work_is_refused(streams: list[TaskStream], message: s
         TaskQueue(streams, 4, 2)
 
 
-def test_a_stream_that_ends_says_so() -> None:
-    line, ledger = TaskQueue([TaskStream("short", iter([Task(TaskId("only"), "")]))], 4, 2), Ledger()
-    admit(line, ledger)
+def test_a_stream_that_ends_reports_it() -> None:
+    queue, ledger = TaskQueue([TaskStream("short", iter([Task(TaskId("only"), "")]))], 4, 2), Ledger()
+    admit(queue, ledger)
     with pytest.raises(PenstockError, match="task source short ended after 1 tasks"):
-        line.next(ledger)
+        queue.next(ledger)
 
 
 def test_a_restored_queue_continues_with_the_next_tasks_and_finds_those_that_are_needed_again() -> None:
@@ -217,7 +217,7 @@ def test_a_restored_queue_continues_with_the_next_tasks_and_finds_those_that_are
     assert [queued.requeues for queued in continued if queued].count(1) == 1, "the dropped task starts again"
 
 
-def test_a_restored_queue_misses_a_task_that_is_gone() -> None:
+def test_a_restored_queue_lacks_a_task_that_no_longer_exists() -> None:
     ledger, queue = Ledger(), TaskQueue([stream("a")], 4, 2)
     queued = admit(queue, ledger)
     assert queued is not None

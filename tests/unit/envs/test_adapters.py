@@ -48,7 +48,7 @@ def written(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_rows_of_a_file_are_tasks_and_the_sides_are_disjoint(tmp_path: Path, suffix: str) -> None:
+def test_rows_of_a_file_are_tasks_and_the_splits_are_disjoint(tmp_path: Path, suffix: str) -> None:
     source = RowTasks(0, written(tmp_path, suffix, ROWS), prompt_field="question", id_field="key")
     held_out = source.held_out(5)
     trained = list(islice(source.train(), 300))
@@ -124,7 +124,7 @@ def test_a_gymnasium_environment_is_played_by_words() -> None:
         ({"id": "Pendulum-v1"}, "a policy writes Discrete or Text only"),
     ],
 )
-def test_what_gymnasium_cannot_play_is_said(settings: dict[str, Any], message: str) -> None:
+def test_what_gymnasium_cannot_play_is_an_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GymnasiumTasks(0, **settings)
 
@@ -170,7 +170,7 @@ def test_no_two_rows_of_reasoning_gym_are_drawn_from_one_seed_and_none_from_a_he
     assert all(held_out.stop <= seed <= 2**32 - ROWS_PER_EPOCH for seed in [*seeds, *far])
 
 
-def test_without_the_extra_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gymnasium", "reasoning_gym"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
@@ -180,7 +180,7 @@ def test_without_the_extra_the_command_that_installs_it_is_said(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("isolation", ["strict", "process"])
-async def test_an_answer_that_is_a_program_reaches_nothing_from_the_jail_of_its_verifier(
+async def test_an_answer_that_is_a_program_reaches_nothing_from_the_sandbox_of_its_verifier(
     tmp_path: Path, isolation: str
 ) -> None:
     """countdown's verifier evaluates the answer. In a plain process that reaches the user's files, so it is

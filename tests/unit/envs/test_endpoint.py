@@ -92,7 +92,7 @@ async def test_neutral_values_and_fields_of_answers_that_are_sent_back_are_accep
     assert (await ask(session, {**CHAT, "messages": more}))[0] == 200
 
 
-async def test_what_has_no_effect_is_said_in_a_header_and_counted(session: Session) -> None:
+async def test_what_has_no_effect_is_reported_in_a_header_and_counted(session: Session) -> None:
     tool = {"type": "function", "function": {"name": "add", "strict": True}}
     async with openai.AsyncOpenAI(base_url=session.access.base_url, api_key=session.access.api_key) as client:
         create = client.chat.completions.with_raw_response.create

@@ -12,7 +12,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 
-def test_a_draw_without_a_prompt_is_said() -> None:
+def test_a_draw_without_a_prompt_is_an_error() -> None:
     class Mine(GeneratedTasks):
         def draw(self, rng: random.Random) -> dict[str, Any]:
             return {"question": "?"}

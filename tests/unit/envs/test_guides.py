@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def commands() -> dict[str, list[str]]:
-    """Every line of the guides that calls penstock, and its words."""
+    """Every line of the guides that calls penstock, split into words."""
     blocks = [block for guide in sorted(GUIDES.glob("*.md")) for block in SHELL.findall(guide.read_text())]
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("penstock ")]
     return {line: shlex.split(line, comments=True)[1:] for line in lines}

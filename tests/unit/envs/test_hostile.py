@@ -256,7 +256,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def _naps(trap: Trap, ancestor: int) -> bool:
-    """Does a descendant sleep as the hostile reward tells its daemon to?"""
+    """Whether a descendant sleeps like the daemon of the hostile reward."""
     for pid in descendants(ancestor):
         with contextlib.suppress(OSError):
             if trap.nap_s.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):

@@ -120,7 +120,7 @@ async def test_what_no_repetition_can_mend_is_not_tried_again(service: Service, 
     assert service.num_requests == 1
 
 
-async def test_a_service_that_failed_many_requests_is_still_asked(service: Service) -> None:
+async def test_a_service_that_failed_many_requests_still_gets_requests(service: Service) -> None:
     service.plan = [answer("slow down", 429)] * 5 + [answer("down", 500)] * 5 + [answer(1)]
     assert (await ask(service, num_calls=11, max_attempts=1))[10] == {"reward": 1.0}
 

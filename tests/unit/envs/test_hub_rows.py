@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face dataset: a local folder stands in for the hub."""
+"""Rows of a Hugging Face dataset: a local folder replaces the hub."""
 
 from __future__ import annotations
 

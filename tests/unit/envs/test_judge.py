@@ -79,7 +79,7 @@ async def test_a_score_is_found_and_becomes_a_reward_between_0_and_1(
         (says('{"score": NaN}'), {"pattern": None, "json_key": "score"}, "nan is outside 0..10"),
     ],
 )
-async def test_an_answer_without_a_score_is_asked_for_again_then_fails_and_is_no_0(
+async def test_a_question_without_a_score_is_sent_again_then_fails_and_is_never_0(
     service: Service, handler: Handler, args: dict[str, object], problem: str
 ) -> None:
     service.plan = [handler]
@@ -94,14 +94,14 @@ async def test_an_answer_without_a_score_is_asked_for_again_then_fails_and_is_no
 
 
 @pytest.mark.parametrize("body", [answer({"error": "x"}), answer([]), answer({"choices": []}), raw("<html>")])
-async def test_a_server_that_is_none_is_said(service: Service, body: Handler) -> None:
+async def test_a_server_of_another_kind_is_an_error(service: Service, body: Handler) -> None:
     service.plan = [body]
     [failure] = await judged(service)
     assert isinstance(failure, RewardServiceError)
     assert service.num_requests == 1
 
 
-async def test_equal_questions_are_asked_once_and_failures_are_not_remembered(service: Service) -> None:
+async def test_equal_questions_are_sent_once_and_failures_are_not_cached(service: Service) -> None:
     service.plan = [says("?"), says("Score: 1"), says("Score: 2"), says("Score: 3")]
     reward = make(f"{service.url}/v1", max_questions=1, cache_entries=1)
     with pytest.raises(RewardServiceError):
@@ -131,7 +131,7 @@ async def test_our_own_endpoint_can_be_the_judge(monkeypatch: pytest.MonkeyPatch
         await reward.close()
 
 
-async def test_a_field_that_a_task_lacks_is_said_before_the_start_and_at_the_call(service: Service) -> None:
+async def test_a_field_that_a_task_lacks_is_an_error_before_the_start_and_at_the_call(service: Service) -> None:
     with pytest.raises(TypeError, match=r"missing a required.*'answer'"):
         inspect.signature(make("http://x")).bind(None, question="?")
     with pytest.raises(

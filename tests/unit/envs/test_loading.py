@@ -57,7 +57,9 @@ def test_nothing_is_suggested_where_nothing_is_close(path: str) -> None:
     assert "Did you mean" not in str(caught.value)
 
 
-def test_a_module_that_raises_or_lacks_a_dependency_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_raises_or_lacks_a_dependency_is_an_error_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "penstock_test_broken.py").write_text("1 / 0")
     (tmp_path / "penstock_test_needs.py").write_text("import not_installed_anywhere")
@@ -75,7 +77,7 @@ def test_a_reward_that_is_not_callable_is_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "cause"), [("1 / 0", "ZeroDivisionError: division by zero"), ("exit(3)", "SystemExit: 3")]
 )
-async def test_a_reward_that_raises_when_it_is_built_says_what(
+async def test_a_reward_that_raises_when_it_is_built_is_an_error_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, cause: str
 ) -> None:
     body = f"""

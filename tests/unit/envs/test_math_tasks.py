@@ -1,4 +1,4 @@
-"""Dataset tasks without the network: a local folder stands in for the hub."""
+"""Dataset tasks without the network: a local folder replaces the hub."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def failure(result: object) -> str:
     return result.summary
 
 
-def test_who_is_jailed_has_what_is_granted_and_what_arguments_name() -> None:
+def test_user_code_in_a_sandbox_has_its_grants_and_the_paths_that_arguments_name() -> None:
     assert grants_of_reward(RewardConfig(fn=THEIRS)) is None
     assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=STRICT)) == IsolationConfig()
     isolation = IsolationConfig(network=True, variables=("MY_KEY",), read=("~/data",))
@@ -166,7 +166,7 @@ def test_a_home_on_the_import_path_shows_its_modules_only(tmp_path: Path, monkey
     assert granted[granted.index(str(home)) - 1] == "--ro-bind-try"
 
 
-async def test_user_code_has_the_user_s_rights_but_for_the_tracker_s_key(
+async def test_user_code_has_the_user_s_permissions_except_the_tracker_s_key(
     score: Callable[..., Any], secret: Path, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x")
@@ -208,7 +208,7 @@ async def test_variables_need_a_grant(score: Callable[..., Any], monkeypatch: py
     assert await score("names", isolation=STRICT) == Score(0.0, {})
 
 
-async def test_where_there_are_no_jails_strict_is_refused_with_the_remedy(
+async def test_where_there_are_no_namespaces_strict_is_refused_with_the_remedy(
     score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why_no_namespaces.cache_clear()
@@ -228,7 +228,7 @@ async def test_the_cause_of_a_failure_is_explained_too(score: Callable[..., Any]
 
 
 @isolated
-async def test_what_does_not_load_for_a_missing_right_says_so(
+async def test_code_that_does_not_load_for_a_missing_permission_reports_it(
     score: Callable[..., Any], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_IMPORT", str(secret))
@@ -243,7 +243,7 @@ async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any
 
 
 @isolated
-async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
+async def test_a_sandbox_cannot_create_namespaces(score: Callable[..., Any]) -> None:
     assert await score("Runs") == Score(42.0, {})
     assert "sandboxes cannot be nested: use isolation=process or sandbox=remote" in failure(
         await score("Runs", isolation=STRICT)

@@ -75,7 +75,7 @@ def test_an_answer_without_digits_is_refused() -> None:
         preferred_pair(Words(), Task(TaskId("t"), "p"))
 
 
-def test_columns_are_the_pair_whatever_the_source_knows() -> None:
+def test_columns_are_the_pair_whatever_else_the_source_has() -> None:
     task = Task(TaskId("rows/0"), "12+13=", {"chosen": "25", "rejected": "24"})
     assert preferred_pair(ArithmeticTasks(seed=0), task) == ("25", "24")
     silent = Task(TaskId("rows/1"), "12+13=", {"chosen": "25", "rejected": ""})

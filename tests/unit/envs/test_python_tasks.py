@@ -38,7 +38,7 @@ async def test_gold_passes_all_tests_and_neither_a_constant_nor_the_input_does(f
 
 
 async def test_every_step_and_result_means_what_its_text_says() -> None:
-    """The tests and the gold answer come from the product's code, what the prompt asks for is done here once more."""
+    """The tests and the gold answer come from the product's code; the task of the prompt is computed here again."""
     source, bodies = PythonTasks(1, 1, 6), set()
     rng = random.Random(0)
     for _ in range(150):
@@ -90,7 +90,7 @@ def meant(prompt: str, numbers: list[int]) -> int | list[int]:
     return RESULTS[result[1]](numbers)
 
 
-def test_tasks_are_the_same_for_a_seed_and_their_programs_on_one_side_only() -> None:
+def test_tasks_are_the_same_for_a_seed_and_their_programs_in_one_split_only() -> None:
     first, again, other = (list(islice(PythonTasks(seed).train(), 30)) for seed in (0, 0, 1))
     assert first == again
     assert first != other

@@ -1,4 +1,4 @@
-"""What is thought is told from the answer, in pieces as in one, and never by changing a token."""
+"""Thinking is separated from the answer, in pieces as in one, without changing a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.updates import batch_metrics
-from tests.agents import SayingEngine, chat, check_tokens, run_agent, user
+from tests.agents import ReplyingEngine, chat, check_tokens, run_agent, user
 from tests.chat_tokenizers import chat_tokenizer
 
 THINK = ReasoningConfig()
@@ -71,7 +71,7 @@ def test_an_answer_is_what_follows_the_thinking(
     st.sampled_from(["?", "<think>\n"]),
     st.sampled_from([THINK, ALWAYS]),
 )
-def test_reading_in_pieces_says_what_reading_it_whole_says(
+def test_parsing_in_pieces_equals_parsing_the_whole_text(
     pieces: list[str], before: str, marks: ReasoningConfig
 ) -> None:
     text = "".join(pieces)
@@ -100,7 +100,7 @@ def test_a_mark_that_no_text_shows_is_refused() -> None:
 
 async def test_a_reward_gets_the_answer_and_the_trainer_all_tokens() -> None:
     said = "<think>\\boxed{41}? No.</think>\n\nIt is \\boxed{42}."
-    engine = SayingEngine(lambda context: said, THINKING)
+    engine = ReplyingEngine(lambda context: said, THINKING)
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0)
     task = Task(TaskId("t"), [user("6 * 7?")], {"answer": "42"})
     trajectory = await runner.run(RolloutContext(task, "0"), 0, SAMPLING)
@@ -136,7 +136,7 @@ async def test_an_environment_gets_answers_while_the_history_keeps_the_thinking(
                 return {"done": True, "reward": 1.0}
             return {"content": [user("Check that again.")], "role": "user"}  # type: ignore[typeddict-item]
 
-    engine = SayingEngine(lambda context: f"<think>{context.count('user')}</think>yes", THINKING)
+    engine = ReplyingEngine(lambda context: f"<think>{context.count('user')}</think>yes", THINKING)
     player = EpisodePlayer(Twice(), THINKING, EpisodeBudget(4, 500))
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0, episodes=player)
     trajectory = await asyncio.wait_for(
@@ -177,14 +177,14 @@ async def test_where_the_template_opens_the_block_the_close_mark_alone_ends_it_i
             messages.append({"role": "assistant", "content": message.content})
         return {"done": True, "reward": 1.0}
 
-    engine = SayingEngine(lambda context: "hm</think>\n42", codec)
+    engine = ReplyingEngine(lambda context: "hm</think>\n42", codec)
     trajectory = await run_agent(talk, engine, codec=codec)
     assert answers == [("42", "hm"), ("42", "hm")]
     check_tokens(engine, trajectory)
     assert trajectory.response == "4242"
 
 
-async def test_the_endpoint_gives_the_thinking_beside_the_content_whole_and_streamed() -> None:
+async def test_the_endpoint_returns_thinking_and_content_separately_whole_and_streamed() -> None:
     async def talk(client: AsyncOpenAI) -> EpisodeReply:
         first = (await chat(client, [user("?")])).choices[0].message
         assert (first.content, first.reasoning_content) == ("It is 42.", "6 times 7\n")
@@ -200,7 +200,7 @@ async def test_the_endpoint_gives_the_thinking_beside_the_content_whole_and_stre
         assert (third.content, third.reasoning_content) == ("It is ", "6 times 7\n")
         return {"done": True, "reward": 1.0}
 
-    engine = SayingEngine(lambda context: "<think>6 times 7\n</think>\n\nIt is 42.", THINKING)
+    engine = ReplyingEngine(lambda context: "<think>6 times 7\n</think>\n\nIt is 42.", THINKING)
     trajectory = await run_agent(talk, engine, codec=THINKING)
     check_tokens(engine, trajectory)
     assert trajectory.episode is not None
@@ -219,7 +219,7 @@ async def test_thinking_that_was_not_sampled_in_the_session_is_refused() -> None
             await chat(client, [user("?"), changed, user("?")])
         return {"done": True, "reward": 1.0}
 
-    await run_agent(talk, SayingEngine(lambda context: "<think>a</think>b", THINKING), codec=THINKING)
+    await run_agent(talk, ReplyingEngine(lambda context: "<think>a</think>b", THINKING), codec=THINKING)
 
 
 async def test_plain_completions_and_unset_marks_give_the_text_as_it_is() -> None:
@@ -237,6 +237,6 @@ async def test_plain_completions_and_unset_marks_give_the_text_as_it_is() -> Non
         assert not hasattr(message, "reasoning_content")
         return {"done": True, "reward": 1.0}
 
-    trajectory = await run_agent(complete, SayingEngine(lambda context: said, THINKING), codec=THINKING)
+    trajectory = await run_agent(complete, ReplyingEngine(lambda context: said, THINKING), codec=THINKING)
     assert trajectory.response == "bb"
-    assert (await run_agent(talk, SayingEngine(lambda context: said))).response == said
+    assert (await run_agent(talk, ReplyingEngine(lambda context: said))).response == said

@@ -70,7 +70,7 @@ def test_what_is_built_in_is_never_replaced(install: Install) -> None:
     assert known_factories() == BUILT_IN
 
 
-def test_an_entry_point_that_leads_nowhere_is_said_when_it_is_used(install: Install) -> None:
+def test_an_entry_point_that_does_not_resolve_is_an_error_when_it_is_used(install: Install) -> None:
     install("mazes", maze="penstock_test_maze:Labyrinth")
     with pytest.raises(ConfigError, match=r"penstock_test_maze.*Labyrinth"):
         load_task_source(EnvConfig(factory="maze"), seed=0)

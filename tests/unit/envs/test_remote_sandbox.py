@@ -91,7 +91,7 @@ async def test_a_service_that_was_down_is_found_again(service: tuple[Service, st
     await sandbox.close()
 
 
-async def test_nobody_there_is_an_error_with_the_address() -> None:
+async def test_an_unreachable_service_is_an_error_with_its_address() -> None:
     with pytest.raises(SandboxUnavailableError, match=r"sandbox.remote.url=http://127.0.0.1:9: no result"):
         await ask("http://127.0.0.1:9", max_attempts=2)
 

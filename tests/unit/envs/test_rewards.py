@@ -328,7 +328,7 @@ async def test_code_is_scored_through_the_whole_path() -> None:
 
 
 @pytest.mark.parametrize("other", ["length", "judge"])
-async def test_a_pure_part_is_called_once_for_equal_texts_beside_one_that_is_not_pure(module: str, other: str) -> None:
+async def test_a_pure_part_is_called_once_for_equal_texts_next_to_one_that_is_not_pure(module: str, other: str) -> None:
     parts = {name: RewardPartConfig(fn=f"{module}:{name}") for name in ("counted", other)}
     found = await scores(RewardConfig(parts=parts), "x", "x", "y", "x")
     assert [score.parts["counted"] for score in found if isinstance(score, Score)] == [1.0, 1.0, 2.0, 1.0]

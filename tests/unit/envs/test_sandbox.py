@@ -145,7 +145,7 @@ async def test_programs_of_one_answer_have_modules_of_their_own_though_they_are_
 
 
 @needs_isolation
-async def test_each_answer_has_a_jail_of_its_own_which_is_started_ahead() -> None:
+async def test_each_answer_has_its_own_sandbox_worker_which_is_started_ahead() -> None:
     sandbox = LocalSandbox(CONFIG)
     looks = "import os; print(os.readlink('/proc/self/ns/pid'), os.readlink('/proc/self/ns/net'))"
     answers = await asyncio.gather(*(sandbox.run_in_turn([Program(looks)] * 2, LIMITS) for _ in range(3)))
@@ -159,7 +159,7 @@ async def test_each_answer_has_a_jail_of_its_own_which_is_started_ahead() -> Non
     await sandbox.close()
 
 
-async def test_a_machine_that_can_start_no_spare_jail_now_runs_the_program_all_the_same(
+async def test_a_machine_that_can_start_no_spare_worker_now_runs_the_program_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sandbox = LocalSandbox(CONFIG, isolate=False)
@@ -223,7 +223,7 @@ async def test_programs_run_at_the_same_time_and_each_gets_its_own_answer(sandbo
     assert time.monotonic() - started < 8 * 0.5
 
 
-async def test_a_cancelled_run_ends_its_program_and_frees_its_place() -> None:
+async def test_a_cancelled_run_ends_its_program_and_frees_its_slot() -> None:
     sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True, max_concurrency=1))
     nap = "713.25"
     running = asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60)))
@@ -269,7 +269,7 @@ async def test_closing_ends_what_runs(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
-async def test_a_spare_jail_that_was_killed_is_replaced(isolate: bool) -> None:
+async def test_a_spare_worker_that_was_killed_is_replaced(isolate: bool) -> None:
     sandbox = LocalSandbox(CONFIG, isolate=isolate)
     await run(sandbox, "print('once')")
     os.kill(sandbox._spare[0]._process.pid, signal.SIGKILL)
@@ -278,7 +278,7 @@ async def test_a_spare_jail_that_was_killed_is_replaced(isolate: bool) -> None:
 
 
 @pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
-async def test_a_jail_that_dies_costs_the_other_programs_nothing(isolate: bool) -> None:
+async def test_a_worker_that_dies_does_not_affect_the_other_programs(isolate: bool) -> None:
     sandbox = LocalSandbox(CONFIG, isolate=isolate)
     naps = f"716.{os.getpid()}", f"717.{os.getpid()}"
     kept, lost = (asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60))) for nap in naps)
@@ -295,7 +295,7 @@ async def test_a_jail_that_dies_costs_the_other_programs_nothing(isolate: bool) 
     await sandbox.close()
 
 
-async def test_a_jail_that_answers_no_more_is_replaced() -> None:
+async def test_a_worker_that_no_longer_replies_is_replaced() -> None:
     sandbox = LocalSandbox(CONFIG, isolate=False)
     await run(sandbox, "print('once')")
     os.kill(sandbox._spare[0]._process.pid, signal.SIGSTOP)
@@ -303,7 +303,7 @@ async def test_a_jail_that_answers_no_more_is_replaced() -> None:
     await sandbox.close()
 
 
-def test_a_jail_dies_with_the_process_that_started_it() -> None:
+def test_a_worker_ends_with_the_process_that_started_it() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ | path_of_ours())
     assert parent.stdout is not None
     nap = parent.stdout.readline().decode().strip()

@@ -99,7 +99,7 @@ async def test_task_fields_reach_the_function_and_its_output_is_ignored(runner_o
     assert [score.reward for score in many if isinstance(score, Score)] == list(range(300))
 
 
-async def test_every_way_to_fail_says_what_happened_and_is_no_zero(runner_of: Factory) -> None:
+async def test_every_failure_has_its_cause_and_is_never_0(runner_of: Factory) -> None:
     runner = runner_of("obey")
     wanted = {
         "raise": "RuntimeError: the unit test broke",

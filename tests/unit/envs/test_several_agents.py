@@ -35,7 +35,7 @@ def test_check_plays_games_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "takes 5 turns, env.episode.max_turns=4" in output
 
 
-def test_play_asks_each_side_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_play_asks_each_agent_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.platform.cli.env import run_env_play
 
     monkeypatch.syspath_prepend(EXAMPLES)

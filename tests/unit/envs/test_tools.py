@@ -1,4 +1,4 @@
-"""What the model gets wrong about a tool is said to it and counted; it never ends the episode."""
+"""A wrong tool call of the model is reported to it and counted; it never ends the episode."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def circular() -> list[object]:
     return items
 
 
-class SpeechlessError(Exception):
+class NoMessageError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
 
-def speechless() -> None:
-    raise SpeechlessError
+def raises_without_message() -> None:
+    raise NoMessageError
 
 
 async def waits_for_a_cancelled_task() -> None:
@@ -71,7 +71,7 @@ async def rests() -> None:
     await asyncio.sleep(30)
 
 
-HOSTILE = [keyed, leaves, leaves_later, circular, speechless, waits_for_a_cancelled_task]
+HOSTILE = [keyed, leaves, leaves_later, circular, raises_without_message, waits_for_a_cancelled_task]
 BOX = Toolbox([add, search, fails, sleeps], timeout_s=0.2)
 
 
@@ -123,7 +123,7 @@ async def test_every_call_has_an_outcome(text: str, outcome: str, said: str) -> 
 async def test_whatever_a_tool_does_is_an_outcome(tool: Tool) -> None:
     result = await Toolbox([tool]).run(ToolCall(tool.__name__, {}))
     assert result.outcome == "error"
-    assert re.match(r"error: (TypeError|SystemExit|ValueError|SpeechlessError|CancelledError)", result.text)
+    assert re.match(r"error: (TypeError|SystemExit|ValueError|NoMessageError|CancelledError)", result.text)
 
 
 async def test_a_cancelled_episode_does_not_go_on_with_its_tool() -> None:

@@ -116,7 +116,7 @@ async def play() -> AsyncIterator[Callable[..., Any]]:
         await host.close()
 
 
-async def test_a_single_turn_is_asked_and_its_rubric_is_the_reward(play: Callable[..., Any]) -> None:
+async def test_a_single_turn_is_played_and_its_rubric_is_the_reward(play: Callable[..., Any]) -> None:
     right = await play("single", "ANSWER")
     assert right.shown == [[{"role": "system", "content": "Add."}, {"role": "user", "content": right.question}]]
     length = float(len(str(int(right.question.removesuffix("+1=")) + 1)))
@@ -126,7 +126,7 @@ async def test_a_single_turn_is_asked_and_its_rubric_is_the_reward(play: Callabl
     assert (await play("single", "no idea")).reward == -3.5
 
 
-async def test_several_turns_end_as_the_environment_says_and_share_its_lock(play: Callable[..., Any]) -> None:
+async def test_the_environment_ends_several_turns_and_they_share_its_lock(play: Callable[..., Any]) -> None:
     several = await asyncio.gather(*[play("turns", "?", "!", "ANSWER") for _ in range(8)])
     for played in several:
         assert [part[-1]["content"] for part in played.shown] == [played.question, "Again.", "Again."]
@@ -172,7 +172,7 @@ async def test_what_is_held_out_is_never_trained_on() -> None:
     assert {task.fields["answer"] for task in islice(given.train(), 20)} == {str(n + 1) for n in range(6)}
 
 
-async def test_what_cannot_be_played_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_played_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(ValueError, match="reward function best scores all rollouts of a task together"):
         source("group")

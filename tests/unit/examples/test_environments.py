@@ -63,7 +63,7 @@ def test_a_countdown_of_few_kinds_has_no_held_out_prompt_or_order_of_numbers_in_
     assert not sides[0] & sides[1]
 
 
-def test_too_few_held_out_tasks_are_said_with_both_numbers() -> None:
+def test_too_few_held_out_tasks_are_an_error_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"GuessingGame drew \d different held-out tasks, 50 were asked for"):
         GuessingGame(0, 30).held_out(50)
 

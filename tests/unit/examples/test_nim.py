@@ -1,4 +1,4 @@
-"""Nim follows its rules, tells its sides apart, and its gold is best play."""
+"""Nim follows its rules, distinguishes its players, and its gold is best play."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.envs.environment import Action, Done, Observation
 
 @cache
 def wins(stones: int, most: int) -> bool:
-    """Whether the side to move can win, by trying everything."""
+    """Whether the player to move can win, by trying everything."""
     return any(not wins(stones - taken, most) for taken in range(1, min(most, stones) + 1))
 
 
@@ -45,7 +45,7 @@ def test_what_may_not_be_taken_loses(move: str) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
-def test_gold_is_best_play_and_the_side_that_can_win_does(most: int) -> None:
+def test_gold_is_best_play_and_the_player_that_can_win_does(most: int) -> None:
     source = NimGame(0, 1, 30, most)
     for stones in range(1, 31):
         gold = source.gold_actions(Task(TaskId("t"), "", {"stones": stones}))
@@ -54,7 +54,7 @@ def test_gold_is_best_play_and_the_side_that_can_win_does(most: int) -> None:
         assert end.thread_rewards["first"] == float(wins(stones, most))
 
 
-def test_in_chat_each_side_is_told_the_rules_once() -> None:
+def test_in_chat_each_player_gets_the_rules_once() -> None:
     said, _ = play(6, ["1", "1", "1", "3"], chat=True)
     assert "You and another player take 1 to 3 of 6 stones" in said[1].messages[0]["content"]
     assert "The other player took 1. 5 are left. Answer" in said[1].messages[0]["content"]

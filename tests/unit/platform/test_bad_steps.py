@@ -54,7 +54,7 @@ async def test_too_many_skipped_steps_in_a_row_stop_the_run_and_name_the_batch(t
     assert run.trainer.num_steps == 4
 
 
-async def test_a_good_step_between_bad_ones_starts_the_count_anew(tmp_path: Path) -> None:
+async def test_a_good_step_between_bad_ones_resets_the_count(tmp_path: Path) -> None:
     run = run_of({0, 1, 3, 4, 6, 7}, tmp_path, [])
     await controller.train(run)
     assert (run.version, run.trainer.num_steps) == (STEPS, 10)
@@ -71,7 +71,7 @@ async def test_a_mismatch_that_rises_is_a_metric_and_a_note(tmp_path: Path, monk
     assert sum("mismatch/abs_logprob_mean has risen from 0.01" in note for note in notes) == 1
 
 
-async def test_the_density_of_delta_reaches_the_metrics_of_a_step_and_is_left_out_where_nobody_counted(
+async def test_the_density_of_delta_reaches_the_metrics_of_a_step_and_is_left_out_where_it_was_not_counted(
     tmp_path: Path,
 ) -> None:
     for share in (0.25, None):

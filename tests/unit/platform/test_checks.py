@@ -264,7 +264,7 @@ def test_what_works_badly_is_a_warning(override, words):
 
 
 @pytest.mark.parametrize(("eta", "measured"), [(0, 1), (1, 1), (3, 2), (4, 4), (9, 8)])
-def test_dropping_says_what_bias_was_measured(eta, measured):
+def test_dropping_warns_with_the_measured_bias(eta, measured):
     overrides = ["dataflow.on_expiry=drop", f"dataflow.max_staleness={eta}"]
     config = compose_config(["experiment=arithmetic", *overrides])
     (finding,) = [found for found in check_config(config, "train") if "on_expiry=drop" in found.message]

@@ -35,7 +35,7 @@ def test_every_preset_composes_without_a_warning(preset):
     assert warnings(*preset_overrides(preset), *dynamic_sampling) == []
 
 
-def test_dapo_without_dynamic_sampling_is_told():
+def test_dapo_without_dynamic_sampling_is_a_warning():
     (warning,) = warnings("algorithm=dapo")
     assert "DAPO without its dynamic sampling" in warning
     assert "Use dataflow.filters.zero_variance=true" in warning
@@ -117,7 +117,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         (["algorithm.overlong=mask"], "Use algorithm.overlong.mode=mask."),
         (
             ["algorithm/loss=dppo", "algorithm/correction=none", "algorithm.loss.clip_low=0.1"],
-            "key of algorithm/loss=ppo_clip, gspo, gspo_token, dual_clip or cispo; the chosen one is dppo. Choose one of",
+            "key of algorithm/loss=ppo_clip, gspo, gspo_token, dual_clip or cispo; the chosen one is dppo. Choose",
         ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),

@@ -106,7 +106,7 @@ def test_what_ends_a_run_becomes_an_exit_code(invoke, monkeypatch, error, code, 
     assert "Traceback" not in result.output
 
 
-def test_a_foreign_error_is_one_line_with_the_place_of_its_traceback(invoke, monkeypatch):
+def test_a_foreign_error_is_one_line_with_the_path_of_its_traceback(invoke, monkeypatch):
     def start(config):
         Path(config.run_dir).mkdir(parents=True)
         (Path(config.run_dir) / "error.txt").write_text("Traceback ...")
@@ -119,7 +119,7 @@ def test_a_foreign_error_is_one_line_with_the_place_of_its_traceback(invoke, mon
     assert "error.txt" in result.stderr
 
 
-def test_a_report_of_nothing_says_so(invoke):
+def test_a_report_of_no_steps_says_that_there_are_none(invoke):
     result = invoke("report", "runs/none")
     assert result.exit_code == 2
     assert "runs/none" in result.stderr
@@ -137,7 +137,7 @@ def test_algorithms_are_listed_from_the_catalog(invoke):
     assert "arXiv 2507.18071" in invoke("algorithms", "--kind", "loss").output
 
 
-def test_an_unknown_kind_of_algorithm_names_the_kinds(invoke):
+def test_an_unknown_kind_of_algorithm_is_refused_with_the_kinds(invoke):
     result = invoke("algorithms", "--kind", "corection")
     assert result.exit_code == 2
     assert "Did you mean 'correction'?" in result.stderr

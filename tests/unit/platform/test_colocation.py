@@ -16,7 +16,7 @@ from penstock.rollout.pool.pool import EnginePool
 
 @dataclass
 class Sleepy:
-    """An engine that sleeps and wakes, or is lost when it is asked to."""
+    """An engine that sleeps and wakes, or is lost in the attempt."""
 
     name: str
     calls: list[str]

@@ -165,7 +165,7 @@ TYPED = dict.fromkeys(AT_LEAST_ONE.split(), "2") | {
 
 
 def follow(advice: str) -> None:
-    """What the advice says is accepted as it stands; remarks stand in brackets."""
+    """The advice is accepted word for word; remarks are in brackets."""
     for line in re.sub(r" \([^)]*\)", "", advice).split(", or "):
         overrides = line.replace("TOKENS", "2048").split()
         assert all("=" in override for override in overrides), line
@@ -296,7 +296,7 @@ def test_an_unknown_experiment_lists_them(typed, meant):
     assert f"Did you mean {meant}?" in problems(experiment=typed)[0]
 
 
-def test_no_experiment_lists_them_and_says_nothing_of_values_that_nobody_chose():
+def test_without_an_experiment_they_are_listed_and_unset_values_are_not_mentioned():
     with pytest.raises(ConfigError, match=r"none chosen.*gsm8k_qwen_1gpu") as raised:
         compose_config(["trainer.num_ranks=5", "seed=-1"])
     _, seed = raised.value.violations
@@ -352,7 +352,7 @@ def test_all_problems_come_in_one_message():
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_key_that_is_gone_says_what_to_do(key):
+def test_a_removed_key_is_refused_with_its_replacement(key):
     assert key not in set(all_paths())
     problem = next(problem for problem in problems(f"{key}=3") if problem.startswith(f"{key}=3"))
     assert REMOVED[key] in problem

@@ -1,4 +1,4 @@
-"""Every file of conf/ says what it is for and repeats no default; every key of the schema is described."""
+"""Every file of conf/ begins with its purpose and repeats no default; every key of the schema is described."""
 
 from __future__ import annotations
 

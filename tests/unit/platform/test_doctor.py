@@ -51,7 +51,7 @@ def test_an_import_that_hangs_is_bad(monkeypatch):
     assert "does not import within" in diagnosis.found
 
 
-def test_torchvision_beside_cpu_torch_is_broken(monkeypatch):
+def test_torchvision_with_cpu_torch_is_broken(monkeypatch):
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
     monkeypatch.setattr(hardware, "installed_version", lambda name: "1.0" if name == "torchvision" else None)
     (diagnosis,) = doctor.check_torchvision()
@@ -68,14 +68,14 @@ def test_the_exit_code_is_1_if_something_is_broken(monkeypatch, status, code):
     assert stream.getvalue().count("do this") == 6
 
 
-def test_too_little_room_is_bad(monkeypatch):
+def test_too_little_space_is_bad(monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
     memory = next(iter(doctor.check_free_space()))
     assert memory.status == "bad"
     assert "1.0 GiB" in memory.found
 
 
-def test_a_host_without_jails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_namespaces_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "why_no_namespaces", lambda: "unshare: Operation not permitted")
     (diagnosis,) = doctor.check_sandbox_support()
     assert diagnosis.status == "warn"
@@ -108,7 +108,7 @@ def test_a_driver_that_is_too_old_for_the_cuda_wheel_is_named_with_both_versions
         assert "Install a newer NVIDIA driver" in driver.advice
 
 
-def test_a_driver_whose_version_cannot_be_asked_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_whose_version_cannot_be_read_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     diagnosis = doctor._compare_driver(None)
     assert diagnosis.status == "warn"
     assert "needs 580.65.06 or newer" in diagnosis.advice

@@ -17,7 +17,7 @@ BATCH = 4
 
 
 class Ranks:
-    """A trainer whose forwards take as long as `pass_on` is not set; it notes whatever overlaps."""
+    """A trainer whose forwards wait for `pass_on`; it records what overlaps."""
 
     def __init__(self, *, is_free: bool = True, fails: bool = False) -> None:
         self.forwarded: list[GroupId] = []
@@ -40,7 +40,7 @@ class Ranks:
 
 
 class SlowRewards(FakeRewards):
-    """Scores a group only when it is told to."""
+    """Scores a group only when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ async def test_nothing_is_forwarded_while_the_trainer_is_at_work() -> None:
         await waiting
 
 
-async def test_after_a_skipped_step_what_is_left_is_forwarded_anew() -> None:
+async def test_after_a_skipped_step_the_remaining_groups_are_forwarded_again() -> None:
     ranks, rewards = Ranks(), SlowRewards()
     async with flow_with(ranks, rewards) as flow:
         rewards.let(BATCH + 1)
@@ -151,7 +151,7 @@ async def test_a_rank_that_fails_ends_the_wait() -> None:
                 await next_groups(flow)
 
 
-async def test_a_batch_that_never_closes_is_told_as_without_early_logprobs() -> None:
+async def test_a_batch_that_never_closes_fails_as_without_early_logprobs() -> None:
     ranks, rewards = Ranks(), SlowRewards()
     async with flow_with(ranks, rewards, timeout_s=0.05) as flow:
         rewards.let(1)

@@ -10,19 +10,19 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.rollout.pool.pool import EnginePool
-from tests.agents import SayingEngine
+from tests.agents import ReplyingEngine
 
 
-class BrokenEngine(SayingEngine):
+class BrokenEngine(ReplyingEngine):
     async def load(self) -> object:  # type: ignore[override]
         raise ZeroDivisionError("load is broken")
 
 
 @pytest.mark.asyncio
-async def test_polling_that_fails_says_why_and_polling_that_is_ended_says_nothing(
+async def test_polling_that_fails_reports_the_cause_and_polling_that_is_ended_reports_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for engine, expected in ((SayingEngine(lambda _: ""), 0), (BrokenEngine(lambda _: ""), 1)):
+    for engine, expected in ((ReplyingEngine(lambda _: ""), 0), (BrokenEngine(lambda _: ""), 1)):
         with caplog.at_level(logging.ERROR):
             async with EngineMonitor(EnginePool([engine], 2), period_s=0.01).running():
                 await asyncio.sleep(0.05)
@@ -31,8 +31,8 @@ async def test_polling_that_fails_says_why_and_polling_that_is_ended_says_nothin
     assert "load is broken" in caplog.text
 
 
-class Counting(SayingEngine):
-    """Reports what it is told to; a new one is the engine's next process, with counters at 0."""
+class Counting(ReplyingEngine):
+    """Reports given numbers; a new one is the engine's next process, with counters at 0."""
 
     def __init__(self, name: str) -> None:
         super().__init__(lambda _: "", engine_id=EngineId(name))

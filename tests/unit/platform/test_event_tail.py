@@ -1,4 +1,4 @@
-"""What happened just before a run broke off stands in error.txt."""
+"""error.txt contains the events just before a run failed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LONG_TAIL = [2, 3, 2, 40, 2, 3, 2, 2]
 class Mislabelled(FakeEngine):
     """An engine with a say of its own about which version sampled what."""
 
-    label: Callable[[int, Spans], Spans] = staticmethod(lambda _place, spans: spans)
+    label: Callable[[int, Spans], Spans] = staticmethod(lambda _index, spans: spans)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         place = 0
@@ -32,7 +32,7 @@ class Mislabelled(FakeEngine):
             place += 1
 
 
-def from_the_future(_place: int, spans: Spans) -> Spans:
+def from_the_future(_index: int, spans: Spans) -> Spans:
     return tuple(Span(span.version + 2, span.num_tokens) for span in spans)
 
 
@@ -40,7 +40,7 @@ def backwards(place: int, spans: Spans) -> Spans:
     return tuple(Span(max(1 - place, 0), span.num_tokens) for span in spans)
 
 
-def one_too_many(_place: int, spans: Spans) -> Spans:
+def one_too_many(_index: int, spans: Spans) -> Spans:
     return tuple(Span(span.version, span.num_tokens + 1) for span in spans)
 
 

@@ -191,7 +191,7 @@ def admitted_size(event: JournalEntry) -> dict[str, int]:
 
 
 class HardFromTheSecondVersionOn:
-    """Remembers what it was told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.rewards: dict[int, Mapping[str, Sequence[float]]] = {}
@@ -212,7 +212,7 @@ async def test_a_curriculum_decides_what_is_admitted_after_each_publish() -> Non
     assert curriculum.rewards[3] == {"easy": (0.25,) * 4, "hard": (0.75,) * 2}
 
 
-async def test_what_is_live_never_takes_more_than_its_room() -> None:
+async def test_live_groups_never_take_more_than_their_capacity() -> None:
     flow = make_flow(engines := [FakeEngine()], FakeRewards(), batch=2, eta=4, steps=6, max_live=5)
     most: list[int] = []
     flow.core.ledger.on_event = lambda _event: most.append(flow.core.ledger.live_trajectories)

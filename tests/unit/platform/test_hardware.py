@@ -1,4 +1,4 @@
-"""What this machine has, as the kernel tells it."""
+"""The hardware of this machine, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -48,13 +48,17 @@ def test_a_container_has_what_is_left_and_its_idle_page_cache(cgroup):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)",
     ],
 )
-def test_the_kernel_module_says_which_driver_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_the_driver_version_is_read_from_the_kernel_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     (tmp_path / "version").write_text(said)
     monkeypatch.setattr(hardware, "_NVIDIA_DRIVER", tmp_path / "version")
     assert hardware.nvidia_driver_version() == "580.65.06"
 
 
-def test_without_a_kernel_module_in_proc_nvidia_smi_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_module_in_proc_it_is_read_from_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 575.57.08\n")
     program.chmod(0o755)

@@ -136,7 +136,7 @@ def as_remote(engine: FakeEngine, directory: Path) -> RemoteEngine:
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 4, 8])
-async def test_what_an_engine_raises_for_one_request_fails_its_group_and_fences_nobody(
+async def test_what_an_engine_raises_for_one_request_fails_its_group_and_fences_no_engine(
     num_engines: int, tmp_path: Path
 ) -> None:
     engines = fakes(num_engines, Refusing)
@@ -186,12 +186,12 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
     flow = flow_over([first], TOO_LONG, batch=1, eta=1, steps=BATCH * STEPS)
     pool, started = flow.ports.runner.pool, [first]
 
-    def start_anew(engine_id: EngineId) -> bool:
+    def start_again(engine_id: EngineId) -> bool:
         started.append(Mortal(engine_id, version=started[-1].version))
         asyncio.get_running_loop().call_soon(pool.add, started[-1])
         return True
 
-    pool.set_restart_hook(start_anew)
+    pool.set_restart_hook(start_again)
     async with flow:
         for version in range(1, BATCH * STEPS + 1):
             async for _ in flow.next_batch():
@@ -204,7 +204,7 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
 
 
 @pytest.mark.parametrize("num_engines", [2, 4])
-async def test_a_prompt_over_which_engines_stand_still_is_given_to_two_of_them_and_fences_nobody(
+async def test_a_prompt_over_which_engines_stand_still_is_sent_to_two_of_them_and_fences_none(
     num_engines: int,
 ) -> None:
     class Slow(FakeEngine):

@@ -141,7 +141,7 @@ def test_the_closing_block_shows_the_gain_the_ledger_and_the_files(tmp_path: Pat
     assert "does not balance" not in text
 
 
-def test_a_ledger_that_does_not_balance_is_said_aloud(tmp_path: Path) -> None:
+def test_a_ledger_that_does_not_balance_is_reported(tmp_path: Path) -> None:
     stream = io.StringIO()
     summary = a_summary(ledger=LedgerCounts(admitted=13, trained=10, dropped=2, filtered=0, failed=0, live=0))
     RunConsole(100, stream=stream).final(summary, tmp_path)

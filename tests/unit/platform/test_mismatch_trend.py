@@ -42,7 +42,7 @@ def test_a_rise_is_warned_of_once_and_again_when_it_has_doubled() -> None:
     assert "from 0.01 (first 20 steps) to 0.03" in warnings[0]
 
 
-def test_with_staleness_it_says_what_else_it_may_be() -> None:
+def test_with_staleness_other_causes_are_named() -> None:
     _, (warning,) = followed([0.01] * WINDOW_STEPS + [0.04] * WINDOW_STEPS, max_staleness=4)
     assert "at staleness 4 faster policy updates explain part of it" in warning
 

@@ -69,7 +69,7 @@ def test_engines_come_after_the_ranks_in_a_shared_pool():
     assert slots(config, "engine") == [("train", 4 + index, 1.0) for index in range(4)]
 
 
-def test_references_run_where_they_are_told_and_only_if_the_loss_needs_them():
+def test_references_run_on_their_configured_pool_and_only_if_the_loss_needs_them():
     held = ["experiment=math_qwen_8gpu", "algorithm.kl.coefficient=0.01", "reference.num_workers=2"]
     config = compose_config([*held, "cluster.pools.train.count=6"])
     assert slots(config, "reference") == [("train", 4, 1.0), ("train", 5, 1.0)]
@@ -88,7 +88,7 @@ def test_reward_workers_have_no_device_unless_they_are_given_a_pool():
     assert slots(config, "reward") == [("cpu", 0, 0.0)], "behind a rank and an engine, of two slots that all share"
 
 
-def test_a_reward_worker_with_a_pool_takes_room_for_a_model_there():
+def test_a_reward_worker_with_a_pool_needs_memory_for_a_model_there():
     # By hand: 4 bytes for each of 3e9 parameters, on the GPU; what is computed on top does not depend on them.
     own = ["experiment=gsm8k_qwen_1gpu", "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"]
     small, large = (

@@ -1,4 +1,4 @@
-"""`penstock rm` and `penstock dpo` before anything starts: what they need, and what they place."""
+"""`penstock rm` and `penstock dpo` before anything starts: their requirements and their processes."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
     }  # fmt: skip
 
 
-def test_turns_of_several_threads_stand_behind_their_names_and_the_oldest_token_counts(tmp_path: Path) -> None:
+def test_turns_of_several_threads_follow_their_names_and_the_oldest_token_counts(tmp_path: Path) -> None:
     turns = (Turn("x", "stop", 1, thread="a"), Turn("yz", "stop", 3, thread="b"))
     threads = (Thread("a", 3), Thread("b", 3, fork_of="a"))
     whole = replace(a_trajectory(), spans=(Span(5, 1), Span(4, 3)), threads=threads, episode=Episode(turns, "done"))

@@ -28,14 +28,14 @@ def warm_start(*overrides: str) -> RunConfig:
     return compose_config(["experiment=arithmetic_sft", "name=warm", *overrides], command="sft")
 
 
-def test_a_new_directory_says_what_the_run_is():
+def test_a_new_directory_describes_the_run():
     config = warm_start("seed=3")
     run_dir = prepare_run_dir(config)
     assert RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text())) == config
     assert json.loads((run_dir / "environment.json").read_text())["packages"]["torch"]
 
 
-def test_an_old_run_is_deleted_only_when_asked():
+def test_an_old_run_is_deleted_only_on_request():
     prepare_run_dir(warm_start())
     Path("runs/warm/metrics.jsonl").touch()
     with pytest.raises(ConfigError, match=r"runs/warm exists and is not empty.*overwrite=true"):
@@ -97,7 +97,7 @@ def test_a_drawn_source_is_known_by_its_first_tasks_and_streams_by_their_names()
     assert mixed["hard"] == three[""]
 
 
-def test_training_that_goes_on_from_a_policy_of_other_data_says_so():
+def test_training_that_continues_from_a_policy_of_other_data_reports_it():
     write_rows(100)
     run_dir = prepare_run_dir(warm_start(*ROWS))
     model = warm_start().model

@@ -49,6 +49,6 @@ def test_a_text_is_compared_with_another_once() -> None:
     ]
 
 
-def test_answers_that_were_cut_off_and_dialogues_are_in_no_pair() -> None:
-    dialogue = Episode((Turn("right", "stop", 1),), "done")
-    assert texts(answer("right", 1.0), answer("cut", 0.0, "length"), answer("said", 0.0, episode=dialogue)) == []
+def test_truncated_answers_and_conversations_are_in_no_pair() -> None:
+    conversation = Episode((Turn("right", "stop", 1),), "done")
+    assert texts(answer("right", 1.0), answer("cut", 0.0, "length"), answer("said", 0.0, episode=conversation)) == []

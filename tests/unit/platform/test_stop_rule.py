@@ -9,7 +9,7 @@ from penstock.trainer.config import SftConfig
 def rule_after(
     *scores: tuple[float, float], target: float | None = 0.15, ceiling: float = 0.55
 ) -> tuple[StopRule, bool]:
-    """The rule after measurements (sampled, greedy), and whether it said that training is over at the last one."""
+    """The rule after measurements (sampled, greedy), and whether it ended training at the last one."""
     config = SftConfig(
         batch_size=1, max_steps=100, eval_every_steps=1, eval_tasks=1,
         stop_at_accuracy=target, max_greedy_accuracy=ceiling,

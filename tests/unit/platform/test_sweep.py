@@ -68,7 +68,7 @@ def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
     assert all(re.fullmatch(r"[\w.+-]+", trial.name) for trial in grid.trials), "they are names of folders"
 
 
-def test_values_that_a_folder_cannot_be_named_by_are_told_apart() -> None:
+def test_values_that_cannot_be_folder_names_get_different_folders() -> None:
     one, other = names("model.path=a/b,a_b")
     assert one != other
     assert names("model.path=a/b,a_b") == [one, other], "the same every time: finished trials are found by it"
@@ -100,7 +100,7 @@ def test_what_is_no_sweep_is_refused(overrides: list[str], what: str) -> None:
         parse_grid(overrides)
 
 
-def test_all_that_cannot_be_read_is_said_at_once() -> None:
+def test_all_syntax_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_grid(["seeds=3:1", "name=x", "key=1,1"])
     assert len(refused.value.violations) == 3
@@ -108,7 +108,7 @@ def test_all_that_cannot_be_read_is_said_at_once() -> None:
 
 @pytest.fixture(autouse=True)
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells are checked without looking at the machine."""
+    """Runs are checked for any machine."""
 
     def load(command: Command, overrides: list[str], **_: object) -> LoadedConfig:
         return load_config(command, overrides, dry_run=True)
@@ -116,7 +116,7 @@ def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "load_config", load)
 
 
-def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_all_errors_of_all_runs_are_reported_before_anything_runs(tmp_path: Path) -> None:
     grid = parse_grid(
         ["experiment=arithmetic", "algorithm=grpo,gspoo", "dataflow.max_staleness=0,-1", "total_stepps=3"]
     )
@@ -177,7 +177,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     assert sizes == [1, 2], "results are kept after every trial"
 
 
-def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = two_trials(tmp_path)[1].values()
 
     def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
@@ -197,7 +197,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeyp
     ]  # fmt: skip
 
 
-def test_a_cell_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, configs = two_trials(tmp_path)
     monkeypatch.setattr(sweep, "_run", lambda *_: None)
     notes: list[str] = []
@@ -206,7 +206,7 @@ def test_a_cell_that_ends_without_completing_has_failed(tmp_path: Path, monkeypa
     assert "ended without completing" in notes[-1]
 
 
-def test_a_dry_run_says_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_prints_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish(next(iter(two_trials(tmp_path / "sweep")[1].values())))
     monkeypatch.setattr(sweep, "_run", lambda *_: pytest.fail("it ran"))
     told = StringIO()

@@ -24,7 +24,7 @@ from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTab
 
 
 class ListTracker:
-    """Keeps what it is given; optionally blocks on a gate or fails a number of times."""
+    """Keeps its records; optionally blocks on a gate or fails a number of times."""
 
     def __init__(self, gate: threading.Event | None = None, num_failures: int = 0) -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
@@ -179,7 +179,7 @@ def test_a_failing_sink_is_warned_about_once_and_retried_until_it_takes_the_reco
     assert [message for message in caplog.messages if "no route" in message] == caplog.messages
 
 
-def test_a_sink_that_never_opens_loses_everything_and_says_how_much(caplog) -> None:
+def test_a_sink_that_never_opens_loses_everything_and_reports_how_much(caplog) -> None:
     def refuse():
         raise ConnectionError("no network")
 

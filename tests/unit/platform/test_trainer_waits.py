@@ -19,7 +19,7 @@ from tests.flows import make_flow, next_groups
 WAITED_S = 0.1
 
 
-def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
+def test_the_batch_waits_for_the_group_that_is_due_first() -> None:
     core = Dataflow(FlowLimits(1, 1, 10), GroupRules(2, 2, 1))
     late, early = (core.admit(TaskId("t")) for _ in range(2))
     assert core.wait_reason(1) == "too_few"
@@ -38,7 +38,7 @@ def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
     assert core.wait_reason(2) == "too_few"
 
 
-def test_once_the_awaited_group_is_gone_the_next_one_is_asked() -> None:
+def test_once_the_awaited_group_has_ended_the_next_one_is_named() -> None:
     core = Dataflow(FlowLimits(1, 1, 10), GroupRules(1, 1, 1))
     for version in range(3):
         late, early = (core.admit(TaskId("t")) for _ in range(2))

@@ -9,7 +9,7 @@ from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, functio
 from openai import AsyncOpenAI
 
 from penstock.envs.workers.episode_child import EpisodeReply
-from tests.agents import SayingEngine, check_tokens, run_agent
+from tests.agents import ReplyingEngine, check_tokens, run_agent
 
 CALL = 'Let me see.\n<tool_call>{"name": "add", "arguments": {"a": 17, "b": 25}}</tool_call>'
 
@@ -42,7 +42,7 @@ async def test_an_agent_with_a_tool_is_recorded(is_stream: bool) -> None:
         assert tools["function"]["name"] == "add"
         return "It is 42." if "<tool_response>\n42\n</tool_response>" in context else CALL
 
-    engine = SayingEngine(reply)
+    engine = ReplyingEngine(reply)
     trajectory = await run_agent(program, engine, timeout_s=30.0)
     check_tokens(engine, trajectory)
     assert calls == [(17, 25)]

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
-from tests.agents import SayingEngine, chat, check_tokens, client_of, run_agent, run_agents, user
+from tests.agents import ReplyingEngine, chat, check_tokens, client_of, run_agent, run_agents, user
 from tests.fakes import FakeEngine
 
 CHANGES: dict[str, Any] = {
@@ -35,7 +35,7 @@ async def test_a_changed_history_is_refused_and_the_session_goes_on(change: str)
         assert str(refused.value.param).startswith("messages")
         await chat(client, [first, answer, user("more")])
 
-    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"))
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"))
     assert trajectory.episode is not None
     assert len(trajectory.episode.turns) == 2
     assert trajectory.episode.counts["refused"] == 1
@@ -56,7 +56,7 @@ async def test_a_budget_refuses_the_request_and_the_episode_counts_as_cut_off_ho
             raise TrajectoryError("env", "the agent ended with exit code 1")
         return {"done": True, "reward": 0.25}
 
-    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"), max_turns=3)
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"), max_turns=3)
     assert trajectory.episode is not None
     assert (trajectory.episode.end, trajectory.finish_reason) == ("max_turns", "length")
     assert trajectory.episode.reward == (0.0 if dies else 0.25)
@@ -64,7 +64,7 @@ async def test_a_budget_refuses_the_request_and_the_episode_counts_as_cut_off_ho
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-async def test_a_program_that_goes_on_asking_without_an_answer_is_ended(is_over: bool) -> None:
+async def test_a_program_that_keeps_sending_requests_without_a_result_is_ended(is_over: bool) -> None:
     """After its budget with the turns that it has had; otherwise its attempt fails."""
     num_refused = 0
 
@@ -82,7 +82,7 @@ async def test_a_program_that_goes_on_asking_without_an_answer_is_ended(is_over:
                 await asyncio.sleep(0.02)
 
     async with asyncio.timeout(30):
-        run = run_agent(program, SayingEngine(lambda context: "ok"), max_turns=2 if is_over else 9, timeout_s=2.0)
+        run = run_agent(program, ReplyingEngine(lambda context: "ok"), max_turns=2 if is_over else 9, timeout_s=2.0)
         if not is_over:
             with pytest.raises(TrajectoryError, match="neither a request that could be answered nor an end"):
                 await run
@@ -101,12 +101,12 @@ async def test_a_loop_that_stood_still_takes_no_program_for_silent() -> None:
         time.sleep(1.5)  # noqa: ASYNC251 - the driver stands still, and the program with it
         await chat(client, [user("go"), answer, user("on")])
 
-    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"), timeout_s=0.4)
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"), timeout_s=0.4)
     assert trajectory.episode is not None
     assert len(trajectory.episode.turns) == 2
 
 
-async def test_a_text_that_no_token_stands_for_is_refused_and_the_session_goes_on() -> None:
+async def test_a_text_that_has_no_token_is_refused_and_the_session_continues() -> None:
     async def program(client: AsyncOpenAI) -> None:
         first, body = user("hello"), b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
         for _ in range(2):
@@ -115,7 +115,7 @@ async def test_a_text_that_no_token_stands_for_is_refused_and_the_session_goes_o
             assert (refused.value.code, refused.value.param) == ("invalid_value", "messages")
         await chat(client, [first])
 
-    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"))
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"))
     assert trajectory.episode is not None
     assert (len(trajectory.episode.turns), trajectory.episode.counts["refused"]) == (1, 2)
 
@@ -128,7 +128,7 @@ async def test_a_context_that_is_full_is_refused_with_both_numbers_and_leaves_no
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
         return {"done": True, "reward": 1.0}
 
-    engine = SayingEngine(lambda context: "ok")
+    engine = ReplyingEngine(lambda context: "ok")
     trajectory = await run_agent(program, engine, max_tokens=200)
     assert trajectory.episode is not None
     assert (trajectory.episode.end, trajectory.loss_mask[-1]) == ("max_tokens", True)
@@ -136,7 +136,7 @@ async def test_a_context_that_is_full_is_refused_with_both_numbers_and_leaves_no
 
 
 async def test_a_request_that_is_repeated_because_its_client_went_away_gets_the_answer_that_was_sampled() -> None:
-    engine = SayingEngine(lambda context: "only once", may_go_on=asyncio.Event())
+    engine = ReplyingEngine(lambda context: "only once", may_go_on=asyncio.Event())
 
     async def program(client: AsyncOpenAI) -> None:
         impatient = client.with_options(max_retries=0, timeout=1.0)
@@ -154,19 +154,19 @@ async def test_a_request_that_is_repeated_because_its_client_went_away_gets_the_
     check_tokens(engine, trajectory)
 
 
-async def test_a_program_that_is_silent_or_never_asks_fails_its_attempt_and_its_key_is_forgotten() -> None:
+async def test_a_program_that_is_silent_or_sends_no_request_fails_its_attempt_and_its_key_is_deleted() -> None:
     async def hangs(client: AsyncOpenAI) -> None:
         await chat(client, [user("?")])
         await asyncio.sleep(60)
 
-    async def asks_nothing(client: AsyncOpenAI) -> None:
+    async def sends_no_request(client: AsyncOpenAI) -> None:
         return
 
-    engine = SayingEngine(lambda context: "ok")
+    engine = ReplyingEngine(lambda context: "ok")
     with pytest.raises(TrajectoryError, match=r"t/0: neither a request that could be answered nor an end within 0.3 s"):
         await run_agent(hangs, engine, timeout_s=0.3)
     with pytest.raises(TrajectoryError, match="without a request that could be answered"):
-        await run_agent(asks_nothing, engine)
+        await run_agent(sends_no_request, engine)
 
 
 async def test_calls_after_the_end_of_a_session_get_401() -> None:
@@ -186,10 +186,10 @@ async def test_calls_after_the_end_of_a_session_get_401() -> None:
             with pytest.raises(openai.AuthenticationError):
                 await chat(late, [user("?"), {"role": "assistant", "content": "ok"}, user("!")])
 
-    await run_agents([short, long], SayingEngine(lambda context: "ok"))
+    await run_agents([short, long], ReplyingEngine(lambda context: "ok"))
 
 
-async def test_an_engine_that_is_lost_for_good_fails_the_attempt_as_engine_and_the_client_hears_of_it() -> None:
+async def test_an_engine_that_is_lost_for_good_fails_the_attempt_as_engine_and_the_client_gets_an_error() -> None:
     heard: list[Exception] = []
 
     async def program(client: AsyncOpenAI) -> None:

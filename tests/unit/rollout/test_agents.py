@@ -1,4 +1,4 @@
-"""Programs that ask through the official OpenAI client become trajectories of exactly the tokens that were sampled."""
+"""Programs that use the official OpenAI client become trajectories of exactly the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
-from tests.agents import CODEC, Program, SayingEngine, chat, check_tokens, run_agent, run_agents, user
+from tests.agents import CODEC, Program, ReplyingEngine, chat, check_tokens, run_agent, run_agents, user
 from tests.fakes import FakeEngine
 
 NUM_CLIENTS = 32
@@ -48,7 +48,7 @@ async def test_32_streaming_clients_get_each_their_own_answers_and_every_token_i
 
         return talk
 
-    engine = SayingEngine(reply)
+    engine = ReplyingEngine(reply)
     trajectories = await run_agents([program(index) for index in range(NUM_CLIENTS)], engine)
     for index, trajectory in enumerate(trajectories):
         check_tokens(engine, trajectory)
@@ -93,7 +93,7 @@ async def test_tool_calls_are_read_as_in_our_own_tool_environments_and_their_res
         messages += [sent_back, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         assert (await chat(client, messages, tools=TOOLS)).choices[0].message.content == "3"
 
-    engine = SayingEngine(reply)
+    engine = ReplyingEngine(reply)
     trajectory = await run_agent(program, engine)
     check_tokens(engine, trajectory)
     assert trajectory.episode is not None
@@ -114,7 +114,7 @@ async def test_a_malformed_call_stays_text_as_a_whole(is_stream: bool) -> None:
         else:
             assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
 
-    await run_agent(program, SayingEngine(lambda context: text))
+    await run_agent(program, ReplyingEngine(lambda context: text))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -129,7 +129,7 @@ async def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(is_str
         assert text == "EN 1 E"
         await chat(client, [user("?"), {"role": "assistant", "content": text}, user("and?")])
 
-    engine = SayingEngine(lambda context: "fine" if "and?" in context else "EN 1 EEND and more, never seen")
+    engine = ReplyingEngine(lambda context: "fine" if "and?" in context else "EN 1 EEND and more, never seen")
     trajectory = await run_agent(program, engine)
     check_tokens(engine, trajectory)
     assert trajectory.episode is not None
@@ -151,7 +151,7 @@ async def test_limits_logprobs_and_usage_are_those_of_the_trajectory() -> None:
         assert (answer.usage.completion_tokens, answer.system_fingerprint) == (4, "policy-v5")
 
     logprobs: list[float] = []
-    trajectory = await run_agent(program, SayingEngine(lambda context: "abcdefgh", version=5))
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "abcdefgh", version=5))
     np.testing.assert_allclose(trajectory.behavior_logprobs[trajectory.loss_mask], logprobs)
     assert trajectory.episode is not None
     assert trajectory.episode.counts == {"requests": 1.0, "ignored_parameters": 1.0}

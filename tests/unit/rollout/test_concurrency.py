@@ -46,7 +46,7 @@ def test_a_preemption_counts_once() -> None:
     assert limit.observe(load(50, 0.9, preemptions=5)) == 51
 
 
-def test_room_is_given_back_step_by_step_and_only_if_the_limit_is_what_binds() -> None:
+def test_the_limit_is_raised_step_by_step_and_only_if_it_is_what_binds() -> None:
     limit = ConcurrencyLimit(max_slots=64, limit=20)
     assert limit.observe(load(19, LOW_USAGE - 0.1)) == 20
     assert limit.observe(load(20, (LOW_USAGE + HIGH_USAGE) / 2)) == 20

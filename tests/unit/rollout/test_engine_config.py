@@ -8,13 +8,13 @@ from penstock.rollout.config import VllmEngineConfig
 GIB = 2**30
 
 
-def test_what_a_staged_version_takes_is_kept_from_the_engine() -> None:
+def test_the_memory_of_a_staged_version_is_subtracted_from_the_engine() -> None:
     config = VllmEngineConfig(type="vllm", gpu_memory_utilization=0.85)
     assert config.utilization_without(20 * GIB, 80 * GIB) == pytest.approx(0.6)
     assert config.utilization_without(0, 80 * GIB) == 0.85
 
 
-def test_an_engine_without_room_for_the_next_version_is_refused_with_both_numbers() -> None:
+def test_an_engine_without_memory_for_the_next_version_is_refused_with_both_numbers() -> None:
     config = VllmEngineConfig(type="vllm", gpu_memory_utilization=0.2)
     with pytest.raises(ConfigError, match=r"=0.2 of 80.0 GiB is less than the 20.0 GiB.*staging=bucket"):
         config.utilization_without(20 * GIB, 80 * GIB)

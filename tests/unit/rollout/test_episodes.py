@@ -89,9 +89,7 @@ async def test_done_ends_it_at_once() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(8, 7), (9, 9), (10, 10), (12, 11)])
-async def test_the_token_budget_is_never_exceeded_and_no_observation_stands_at_the_end(
-    tokens: int, expected: int
-) -> None:
+async def test_the_token_budget_is_never_exceeded_and_no_observation_is_at_the_end(tokens: int, expected: int) -> None:
     trajectory, environment = await play(hint, tokens=tokens)
     assert trajectory.episode is not None
     assert (trajectory.episode.end, trajectory.finish_reason) == ("max_tokens", "length")
@@ -100,7 +98,7 @@ async def test_the_token_budget_is_never_exceeded_and_no_observation_stands_at_t
     assert environment.actions[-1].is_truncated == (trajectory.token_ids[-1] != 1)
 
 
-async def test_a_prompt_that_leaves_no_room_says_both_numbers() -> None:
+async def test_a_prompt_that_leaves_no_space_for_an_answer_fails_with_both_numbers() -> None:
     with pytest.raises(TrajectoryError, match=r"the prompt has 4 tokens, the budget of the episode is 4"):
         await play(hint, tokens=4)
 

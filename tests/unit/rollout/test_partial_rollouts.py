@@ -57,7 +57,7 @@ async def test_interrupted_and_resumed_equals_uninterrupted(prompt: str, lost_af
     assert same(resumed, whole)
 
 
-async def test_only_the_missing_tokens_are_asked_for_on_another_engine() -> None:
+async def test_only_the_missing_tokens_are_requested_from_another_engine() -> None:
     lossy = engine("lossy", loses_at=lambda serial: 4 if serial == 0 else None)
     other = engine("other")
     runner = make_runner(lossy, other)
@@ -73,7 +73,7 @@ async def test_only_the_missing_tokens_are_asked_for_on_another_engine() -> None
     assert runner.stats.interruptions == {"lost": 1}
 
 
-async def test_an_abort_nobody_asked_for_is_resumed_on_the_same_engine() -> None:
+async def test_an_unrequested_abort_is_resumed_on_the_same_engine() -> None:
     only = engine()
     runner = make_runner(only)
     whole = await run(make_runner(engine()))
@@ -85,7 +85,7 @@ async def test_an_abort_nobody_asked_for_is_resumed_on_the_same_engine() -> None
     assert runner.stats.interruptions == {"aborted": 1}
 
 
-async def test_a_silent_engine_is_left_for_another_and_told_to_stop() -> None:
+async def test_a_silent_engine_is_replaced_by_another_and_gets_an_abort() -> None:
     whole = await run(make_runner(engine()))
     silent, good = engine("silent", is_asleep=True), engine("good")
     runner = make_runner(silent, good, silence_s=0.05)
@@ -171,12 +171,12 @@ async def test_a_trajectory_survives_any_number_of_interruptions_between_which_i
 
 
 @pytest.mark.parametrize("is_one_delta", [False, True])
-async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_again(is_one_delta: bool) -> None:
+async def test_when_only_the_final_reply_of_an_engine_is_lost_nothing_is_sampled_again(is_one_delta: bool) -> None:
     whole = await run(make_runner(engine()))
     num_sampled = whole.num_sampled_tokens
     dying = engine(loses_at=lambda _serial: num_sampled)
 
-    async def without_last_word(request):  # type: ignore[no-untyped-def]
+    async def without_final_reply(request):  # type: ignore[no-untyped-def]
         partial = PartialTurn(request.prompt_token_ids, request.sampling)
         async for delta in FakeEngine.generate(dying, request):
             partial.extend(delta)
@@ -186,7 +186,7 @@ async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_a
             yield partial.joined()._replace(finish_reason=None)
         raise EngineLostError("planted")
 
-    dying.generate = without_last_word  # type: ignore[method-assign]
+    dying.generate = without_final_reply  # type: ignore[method-assign]
     assert same(await run(make_runner(dying)), whole)
     assert len(dying.requests) == 1
 
@@ -230,16 +230,16 @@ async def test_an_engine_is_blamed_for_what_it_loses_of_two_tasks_of_an_evaluati
     assert list(runner.pool.fenced) == (["dead"] if num_tasks == 2 else [])
 
 
-async def test_a_context_that_is_full_is_complete_though_its_engine_was_lost_before_it_said_so() -> None:
+async def test_a_full_context_is_complete_although_its_engine_was_lost_before_it_reported_the_end() -> None:
     context = len(CODEC.encode_prompt("12+34=")) + 5
     dying = FakeEngine(EngineId("a"), length=lambda _serial: 99)
 
-    async def without_last_word(request):  # type: ignore[no-untyped-def]
+    async def without_final_reply(request):  # type: ignore[no-untyped-def]
         async for delta in FakeEngine.generate(dying, request):
             yield delta._replace(finish_reason=None)
         raise EngineLostError("planted")
 
-    dying.generate = without_last_word  # type: ignore[method-assign]
+    dying.generate = without_final_reply  # type: ignore[method-assign]
     pool = EnginePool([dying], 8, version_timeout_s=0.05)
     trajectory = await run(TrajectoryRunner(pool, CODEC, 5.0, max_context_tokens=context))
     assert (trajectory.num_sampled_tokens, trajectory.finish_reason, dying.served) == (5, "length", 1)

@@ -24,14 +24,14 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from tests.agents import CODEC, SayingEngine, chat, client_of, user
+from tests.agents import CODEC, ReplyingEngine, chat, client_of, user
 from tests.unit.envs.test_judge import answered, make
 
 KEY = "a-key-of-the-run-itself"
 
 
 @asynccontextmanager
-async def questions_client(engine: SayingEngine) -> AsyncIterator[tuple[openai.AsyncOpenAI, EndpointAccess]]:
+async def questions_client(engine: ReplyingEngine) -> AsyncIterator[tuple[openai.AsyncOpenAI, EndpointAccess]]:
     """The policy of `engine` behind an endpoint, and a client with the run's key."""
     runner = TrajectoryRunner(EnginePool([engine], 8), CODEC, 20.0)
     sampling = SamplingParams(200, temperature=1.0, stop_token_ids=CODEC.stop_token_ids, seed=3)
@@ -46,8 +46,8 @@ async def questions_client(engine: SayingEngine) -> AsyncIterator[tuple[openai.A
         await endpoint.close()
 
 
-async def test_questions_are_answered_side_by_side_each_on_its_own() -> None:
-    engine = SayingEngine(lambda context: "Score: 7" if "good" in context else "Score: 2")
+async def test_questions_are_answered_concurrently_and_separately() -> None:
+    engine = ReplyingEngine(lambda context: "Score: 7" if "good" in context else "Score: 2")
     async with questions_client(engine) as (client, _):
         texts = ["good one" if index % 2 else f"bad {index}" for index in range(40)]
         answers = await asyncio.gather(*(chat(client, [user(text)]) for text in texts))
@@ -59,7 +59,7 @@ async def test_questions_are_answered_side_by_side_each_on_its_own() -> None:
 
 
 async def test_a_judge_asks_the_policy_itself_for_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with questions_client(SayingEngine(lambda _: "Score: 9")) as (_, access):
+    async with questions_client(ReplyingEngine(lambda _: "Score: 9")) as (_, access):
         monkeypatch.setenv("JUDGE_KEY", KEY)
         reward = make(access.base_url, model=access.model, key_variable="JUDGE_KEY")
         assert (await reward(answered("1"), answer="2"))["reward"] == 0.9
@@ -67,11 +67,11 @@ async def test_a_judge_asks_the_policy_itself_for_scores(monkeypatch: pytest.Mon
 
 
 async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
-    engine = SayingEngine(lambda _: "Score: 1", may_go_on=asyncio.Event())
+    engine = ReplyingEngine(lambda _: "Score: 1", may_go_on=asyncio.Event())
     runner = TrajectoryRunner(EnginePool([engine], 2), CODEC, 20.0)
     sampling = SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
     answers = PolicyAnswers(runner, 500, sampling)
-    exchanges = [Questions(KEY, answers).submit(_asked(f"q{index}")) for index in range(3)]
+    exchanges = [Questions(KEY, answers).submit(_request(f"q{index}")) for index in range(3)]
     task = Task(TaskId("t"), [{"role": "user", "content": "?"}])
     rollout = asyncio.create_task(runner.run(RolloutContext(task, "0"), 0, sampling))
     await asyncio.sleep(0.01)
@@ -83,7 +83,7 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
 
 
 async def test_what_cannot_be_answered_has_the_apis_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with questions_client(SayingEngine(lambda _: "x")) as (client, access):
+    async with questions_client(ReplyingEngine(lambda _: "x")) as (client, access):
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             await chat(client, [user("word " * 600)])
         async with client_of(EndpointAccess(access.base_url, KEY[:-1], access.model)) as stranger:
@@ -94,7 +94,7 @@ async def test_what_cannot_be_answered_has_the_apis_own_errors(monkeypatch: pyte
             await client.with_options(max_retries=0).chat.completions.create(model="policy", messages=[user("?")])
 
 
-class LostEngine(SayingEngine):
+class LostEngine(ReplyingEngine):
     async def generate(self, _request: object) -> AsyncIterator[object]:  # type: ignore[override]
         raise EngineLostError.final("it died")
         yield
@@ -111,7 +111,7 @@ async def test_without_engines_a_question_fails_and_says_why() -> None:
 
 async def test_a_run_answers_only_with_a_key_that_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["experiment=arithmetic", "+env.endpoint={key_variable: PENSTOCK_KEY}"]
-    runner = TrajectoryRunner(EnginePool([SayingEngine(lambda _: "1")], 2), CODEC, 20.0)
+    runner = TrajectoryRunner(EnginePool([ReplyingEngine(lambda _: "1")], 2), CODEC, 20.0)
     sampling = SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
     for key, found in ((None, "0 characters"), ("short", "5 characters")):
         if key is not None:
@@ -130,7 +130,7 @@ async def test_a_run_answers_only_with_a_key_that_cannot_be_guessed(monkeypatch:
             assert (await chat(client, [user("?")])).choices[0].message.content == "1"
 
 
-def _asked(text: str) -> object:
+def _request(text: str) -> object:
     from penstock.envs.endpoint.requests import parse_chat
 
     return parse_chat({"model": "policy", "messages": [user(text)]})

@@ -75,7 +75,7 @@ def test_an_engine_that_is_twice_as_fast_gets_twice_the_tokens() -> None:
 def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
     view = EngineView(Named(EngineId("e")), 1, 1)  # type: ignore[arg-type]
     view.delivered(SlotRequest(), 100, 1.0)
-    view.delivered(SlotRequest(), 64, 1e-6)  # came in the same parcel as the one before
+    view.delivered(SlotRequest(), 64, 1e-6)  # came in the same message as the one before
     assert view.speed == pytest.approx(165, rel=0.02)
     for _ in range(400):
         view.delivered(SlotRequest(), 10, 1.0)
@@ -132,7 +132,7 @@ def test_those_who_wait_stay_with_their_group_although_slots_come_free_one_by_on
     assert [len(engines[f"g{group}"]) for group in range(6)] == [1] * 6
 
 
-def test_room_is_used_without_the_prefix_when_nobody_else_wants_it() -> None:
+def test_a_free_slot_is_used_without_the_prefix_when_no_other_request_needs_it() -> None:
     made = dispatcher(PrefixAware(), 2, 2)
     first = place(made, prefix="g")
     held = [place(made) for _ in range(3)]
@@ -207,8 +207,8 @@ async def test_an_engine_is_not_avoided_for_one_that_is_paused_from_then_on() ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_leases_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> None:
-    """Where a clock stands still while callbacks run, a look that comes a rounding too early would come forever."""
+def test_slot_requests_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> None:
+    """If a clock stands still while callbacks run, a timer that is a rounding error early would fire forever."""
     rng = random.Random(seed)
 
     async def wait_at_odd_times() -> list[BaseException | None]:
@@ -241,7 +241,7 @@ async def test_a_gang_larger_than_any_engine_is_refused_at_once() -> None:
             pass
 
 
-async def test_members_lease_from_their_gang_and_a_lower_limit_does_not_block_it() -> None:
+async def test_members_take_slots_of_their_gang_and_a_lower_limit_does_not_block_it() -> None:
     pool = EnginePool([FakeEngine(EngineId(engine)) for engine in "ab"], 4)
     for engine in "ab":
         pool.set_limit(EngineId(engine), 2)
@@ -283,7 +283,7 @@ async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
     assert pool.fenced == {}
 
 
-async def test_ten_thousand_waiting_leases_are_served_in_order() -> None:
+async def test_ten_thousand_waiting_slot_requests_are_served_in_order() -> None:
     pool = EnginePool([FakeEngine(EngineId(f"e{index}")) for index in range(4)], 2)
     order: list[int] = []
 

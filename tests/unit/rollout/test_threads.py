@@ -152,7 +152,7 @@ async def test_an_ordinary_episode_has_no_threads_and_a_lone_thread_keeps_its_na
 
 @dataclass
 class RecordingEngine(FakeEngine):
-    """Keeps what it sampled for which prompt; moves on by a version every few tokens."""
+    """Records what it sampled for which prompt; its version rises every few tokens."""
 
     answers: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     rng: random.Random = field(default_factory=random.Random)
@@ -169,7 +169,7 @@ class RecordingEngine(FakeEngine):
 
 
 def random_tree(rng: random.Random) -> Script:
-    """Goes on with, forks and opens threads at random, up to four at a time."""
+    """Continues, forks and opens threads at random, up to four at a time."""
     names = ["main"]
 
     def script(actions: Sequence[Action]) -> Any:
@@ -306,7 +306,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("said", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-async def test_what_cannot_be_said_fails_the_attempt(said: Any, message: str) -> None:
+async def test_text_that_cannot_be_tokenised_fails_the_attempt(said: Any, message: str) -> None:
     with pytest.raises(TrajectoryError, match=message) as caught:
         await play(Observation("1+1="), lambda actions: said, budget=EpisodeBudget(9, 99, 3))
     assert caught.value.kind == "env"

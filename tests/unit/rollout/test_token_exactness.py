@@ -199,7 +199,7 @@ def check_text(codec: TokenCodec, template: str, messages: list[dict[str, str]],
 
 
 async def test_sampled_ids_are_not_what_encoding_their_text_would_give() -> None:
-    """Else the test above could not tell re-tokenised history from kept history."""
+    """Otherwise the test above could not distinguish re-tokenised history from kept history."""
     codec, _, _, trajectories = await play("chatml", 1)
     again = [tuple(codec.tokenizer.encode(codec.tokenizer.decode(one.token_ids))) for one in trajectories]
     assert (

@@ -31,7 +31,7 @@ def with_template(template: str) -> TokenCodec:
         ("llama", "", "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>"),
     ],
 )
-def test_the_end_of_a_turn_stands_there_exactly_once(template: str, end: str, expected: str) -> None:
+def test_the_end_of_a_turn_occurs_exactly_once(template: str, end: str, expected: str) -> None:
     header = {"chatml": "<|im_start|>assistant\n", "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n"}
     assert TurnTemplate(chat_tokenizer(template)).between(TOOL, end) == expected + header[template]
 

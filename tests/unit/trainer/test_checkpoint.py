@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer on plain torch: it goes on as if it had not stopped, and damaged files are refused."""
+"""Checkpoints of a trainer on plain torch: it continues as if it had not stopped, and damaged files are refused."""
 
 from __future__ import annotations
 

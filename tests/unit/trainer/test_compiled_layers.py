@@ -38,7 +38,7 @@ def test_compiled_layers_are_equal_and_compile_once_for_all_lengths(policy) -> N
     assert list(compiled.state_dict()) == list(plain.state_dict())
 
 
-def test_the_torch_backend_compiles_if_told_to(policy) -> None:
+def test_the_torch_backend_compiles_if_configured(policy) -> None:
     for is_compiled in (False, True):
         trainer = TrainerConfig(
             backend="torch", max_tokens_per_micro_batch=100, compile=is_compiled, optimizer=OptimizerConfig(lr=1e-3)

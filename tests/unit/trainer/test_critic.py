@@ -47,7 +47,7 @@ def advantages_of(values: np.ndarray, reward: float) -> np.ndarray:
 
 
 def oracle(judge: str, batch: list[GroupPayload]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The critic's weights after three updates over the whole batch, and what is said of them."""
+    """The critic's weights after three updates over the whole batch, and its metrics."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
@@ -119,7 +119,7 @@ def test_the_policy_is_trained_with_the_critics_advantages(policy, judge, batch)
         np.testing.assert_allclose(sequence.returns, advantage + value, atol=1e-5)
 
 
-def test_a_new_critic_says_0_and_learns_what_is_to_come(policy, batch) -> None:
+def test_a_new_critic_predicts_0_and_learns_the_returns(policy, batch) -> None:
     settings = PPO | {"gae_gamma": 1.0, "gae_lambda": 1.0, "lr": 3e-3, "adam_epsilon": 1e-8, "value_clip": 1.0}
     trainer = trainer_of(policy, 100, **settings)
     metrics = [trainer.step(batch, version).metrics for version in range(12)]

@@ -1,4 +1,4 @@
-"""A critic with the demo's settings finds out what a return depends on, on fresh batches; and what it knows is kept."""
+"""A critic with the demo's settings learns what a return depends on, on fresh batches, and its weights are saved."""
 
 from __future__ import annotations
 

@@ -84,7 +84,9 @@ def test_weights_and_metrics_are_those_without_early_logprobs(policy, batch, kin
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "both", "reference below adapters"])
-def test_a_step_whose_groups_are_all_there_forwards_none_without_gradient(policy, batch, kind, monkeypatch) -> None:
+def test_a_step_whose_groups_are_all_forwarded_early_forwards_none_without_gradient(
+    policy, batch, kind, monkeypatch
+) -> None:
     trainer = make(policy, kind)
     seen = count_forwards(trainer, monkeypatch)
     trainer.early_logprobs(batch, 0)
@@ -123,7 +125,7 @@ def test_what_is_kept_is_what_a_step_uses(policy, batch, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "reference below adapters"])
-def test_another_versions_numbers_are_computed_anew(policy, batch, kind) -> None:
+def test_logprobs_of_another_version_are_computed_again(policy, batch, kind) -> None:
     mine, plain = make(policy, kind), make(policy, kind)
     mine.early_logprobs(batch, 3)
     spoil(mine)

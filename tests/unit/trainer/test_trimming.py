@@ -1,4 +1,4 @@
-"""Tokens that are too old carry no loss weight (`on_expiry: trim`): no gradient, no place in the normaliser."""
+"""Tokens that are too old carry no loss weight (`on_expiry: trim`): no gradient, no share of the normaliser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def aged(batch: list[GroupPayload]) -> list[GroupPayload]:
     return [GroupPayload(payload.group_id, tuple(map(age, payload.trajectories))) for payload in batch]
 
 
-def test_only_tokens_at_or_above_the_floor_are_loss_tokens(aged: list[GroupPayload]) -> None:
+def test_only_tokens_of_the_minimum_version_or_newer_are_loss_tokens(aged: list[GroupPayload]) -> None:
     for one in (member for payload in aged for member in payload.trajectories):
         sampled = np.flatnonzero(one.loss_mask)
         assert loss_tokens(one, 3).tolist() == sampled.tolist()

@@ -44,7 +44,7 @@ def test_advantages_are_those_of_the_whole_group(batch) -> None:
         assert mine.token_weight == theirs.token_weight
 
 
-def test_f_tis_leaves_out_what_the_policy_would_hardly_have_said_and_was_bad(policy, batch) -> None:
+def test_f_tis_masks_bad_answers_that_the_policy_would_hardly_give(policy, batch) -> None:
     """The behavior policy of `batch` knows its answers by -3 nat per token: this one knows them about as well."""
     far = [
         replace(

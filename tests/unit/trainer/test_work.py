@@ -42,7 +42,7 @@ def test_the_peak_is_that_of_the_name_or_unknown(name, dtype, peak) -> None:
     assert peak_flops(name, dtype) == peak
 
 
-def test_a_step_tells_its_rates_and_no_utilisation_where_the_peak_is_unknown(policy, batch) -> None:
+def test_a_step_reports_its_rates_and_no_utilisation_where_the_peak_is_unknown(policy, batch) -> None:
     trainer = trainer_of(policy, epochs=2, proximal="recompute")
     metrics = trainer.step(batch, 0).metrics
     inputs = [int(one.loss_mask.nonzero()[0][-1]) for group in batch for one in group.trajectories]
@@ -55,7 +55,7 @@ def test_a_step_tells_its_rates_and_no_utilisation_where_the_peak_is_unknown(pol
     assert not any(name.startswith("rank/") for name in metrics), "there is one rank"
 
 
-def test_utilisation_is_of_all_devices_and_begins_anew() -> None:
+def test_utilisation_is_that_of_all_devices_since_the_last_step() -> None:
     work = Work(MODEL.shape, num_devices=4, peak_flops=1e12, num_tokens=800, flops=2e12)
     assert work.take(2.0) == {
         "trainer/tokens_per_s_per_device": 100.0,

@@ -70,7 +70,7 @@ def trainer_of(
 
 
 def scored(batch, references=(), teachers=(), min_versions=(), values=(), proximals=()) -> list[GroupPayload]:
-    """Groups with what has been said of their sampled tokens, and the oldest version that is trained."""
+    """Groups with the scores of their sampled tokens, and the oldest version that is trained."""
     groups = list(batch)
     given = {"reference": references, "teacher": teachers, "values": values, "proximal": proximals}
     for name, of_groups in (given | {"min_version": min_versions}).items():

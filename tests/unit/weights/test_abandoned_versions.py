@@ -66,7 +66,7 @@ def test_the_next_process_removes_what_a_killed_one_has_left_and_nothing_of_livi
     assert (living.folder / "v7.safetensors").stat().st_size == 1 << 20
 
 
-def test_a_killed_process_that_nobody_has_waited_for_counts_as_dead(
+def test_a_killed_process_that_has_not_been_waited_for_counts_as_dead(
     two_processes: list[Process], tmp_path: Path
 ) -> None:
     killed = two_processes[0]
@@ -76,7 +76,7 @@ def test_a_killed_process_that_nobody_has_waited_for_counts_as_dead(
     assert not killed.folder.exists()
 
 
-def test_a_pid_that_is_used_again_is_told_by_the_start_of_its_process(tmp_path: Path) -> None:
+def test_a_reused_pid_is_recognised_by_the_start_time_of_its_process(tmp_path: Path) -> None:
     mine = private_directory(str(tmp_path))
     pid, start, *rest = mine.name.removeprefix(shared_memory._PREFIX).split("-")
     assert pid == str(os.getpid())

@@ -50,7 +50,7 @@ def test_a_version_survives_the_trip_through_shared_memory(tmp_path: Path) -> No
         assert tensor_checksum(received[entry.name]) == entry.checksum
 
 
-def test_a_version_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_missing_version_is_named(tmp_path: Path) -> None:
     manifest = write_version([("x", torch.zeros(2))], 3, "float32", tmp_path)
     Path(manifest.location).unlink()
     with pytest.raises(WeightSyncError, match=r"publish v3: .* does not exist"):

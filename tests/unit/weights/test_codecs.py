@@ -164,7 +164,7 @@ def test_gaps_around_the_escape(gap: int) -> None:
 
 
 @pytest.mark.parametrize("codec", ["delta", "int8_delta"])
-def test_a_receiver_that_missed_a_version_says_so_and_catches_up(codec: str) -> None:
+def test_a_receiver_that_missed_a_version_reports_it_and_catches_up(codec: str) -> None:
     pair = Pair(codec, torch.randn(1000))
     values = pair.live.clone()
     missed = CODECS[codec].encode(values + torch.eye(1000)[3], pair.sender, 2)

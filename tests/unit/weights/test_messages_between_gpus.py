@@ -33,7 +33,7 @@ from penstock.weights.transport.process_group.members import Members
 from penstock.weights.transport.process_group.transfer import Transfer
 from penstock.weights.transport.shards import ShardTransfer
 from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
-from tests.layouts import torch_side
+from tests.layouts import torch_layout
 from tests.unit.weights.models import (
     PADDING,
     buffers_of,
@@ -147,7 +147,7 @@ def make_group_spec(
 ) -> TransferGroupSpec:
     training = TrainingSharding(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
     return TransferGroupSpec(
-        transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
+        transfer=ShardTransfer.between(training, torch_layout(specs), "bfloat16", None),
         num_training=NUM_TRAINING,
         receivers=(ReceiverAddress("engine-0", "node"), ReceiverAddress("engine-1", "node")),
         on_devices=True,

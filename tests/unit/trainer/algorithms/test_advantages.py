@@ -221,7 +221,7 @@ def test_the_overlong_penalty_is_a_ramp_before_the_limit(num_tokens: int, penalt
 
 
 def soft_overlong_punishment(num_tokens: int, longest: int, cache: Fraction) -> Fraction:
-    """Equation 13 of DAPO as it stands there, in exact arithmetic."""
+    """Equation 13 of DAPO, in exact arithmetic."""
     if num_tokens <= longest - cache:
         return Fraction(0)
     if num_tokens <= longest:

@@ -41,7 +41,7 @@ def test_these_are_composed(keys) -> None:
     assert fused_settings(algorithm_config(**keys)) is None
 
 
-def test_the_kernel_is_told_what_the_algorithm_says() -> None:
+def test_the_kernel_gets_the_settings_of_the_algorithm() -> None:
     clips = {"clip_low": 0.1, "clip_high": 0.3, "correction_cap": 4.0, "tis_cap": 3.0}
     config = algorithm_config(**clips, kl_coefficient=0.05)
     assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "decoupled", 4.0, "k2", 0.05)

@@ -81,7 +81,7 @@ def test_value_and_gradient_are_those_of_the_definition(variant: str, case: str)
         ("dppo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
     ],
 )
-def test_clips_are_told_apart_by_side(name: str, low: list[int], high: list[int]) -> None:
+def test_low_and_high_clips_are_counted_separately(name: str, low: list[int], high: list[int]) -> None:
     """Ratios 1.5, 0.5, 1.5, 0.5, 1 with advantages of both signs, each token a sequence of its own."""
     behavior = np.log(np.full(5, 0.4))
     target = behavior + np.log([1.5, 0.5, 1.5, 0.5, 1.0])
@@ -94,7 +94,7 @@ def test_clips_are_told_apart_by_side(name: str, low: list[int], high: list[int]
 
 
 def test_the_cases_reach_every_branch() -> None:
-    """Clips on both sides, dropped and kept tokens, tapered and full sequences, both signs: else a wrong one passes."""
+    """Low and high clips, dropped and kept tokens, tapered and full sequences, both signs: else a wrong one passes."""
     for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "value"):
         low = high = free = 0
         for d in CASES.values():

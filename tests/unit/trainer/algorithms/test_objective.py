@@ -105,7 +105,7 @@ def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
 )
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_masks_reject_the_policy_loss_and_leave_the_divergence(chain, kept: list[int], estimator: str) -> None:
-    """Two answers, the second bad and left by the policy; what is rejected is held to the reference at weight 1."""
+    """Two answers, the second bad and left by the policy; rejected tokens have the divergence at weight 1."""
     w = np.array([1.1, 0.9, 6.0, 0.05, 0.7])
     c, advantage = np.array([-1.0, -2.0, -0.5, -4.0, -3.0]), np.array([1.0, 1.0, 1.0, -1.0, -1.0])
     r = c + np.array([0.3, -0.4, 0.5, -0.6, 12.0])
@@ -130,7 +130,7 @@ def test_decoupled_is_ppo_clip_where_the_behavior_policy_is_the_proximal_one() -
 
 
 def test_weighing_by_w_at_the_target_is_the_ratio_against_behavior_where_nothing_is_clipped() -> None:
-    """w · ∇c on one side, ∇exp(c − b) on the other: the two ways to say importance weight."""
+    """w · ∇c and ∇exp(c − b) are the two forms of an importance-weighted gradient."""
     d = data(LENGTHS["ragged"], 2)
     args = (np.zeros(16, np.int64), np.ones(16))
     wide = {"clip_low": 0.999, "clip_high": 1e9}

@@ -119,7 +119,7 @@ PATHS = {
     "overlong": "algorithm.overlong.mode",
     "overlong_ramp_share": "algorithm.overlong.ramp_share",
 }
-"""Flat setting (tests/algorithms.py) -> its key; others stand in `algorithm` under their own name."""
+"""Flat setting (tests/algorithms.py) -> its key; other settings have their own name in `algorithm`."""
 
 
 def path_of(key: str) -> str:
@@ -175,7 +175,7 @@ def test_it_is_named_and_changes_no_bit_of_what_is_trained(case: Case, trained, 
 
 
 @pytest.mark.parametrize("key", ACTING)
-def test_where_nothing_is_said_it_does_act(key: str, trained, aged, references) -> None:
+def test_a_setting_without_a_warning_has_an_effect(key: str, trained, aged, references) -> None:
     value, rest = ACTING[key]
     settings = {**rest, key: value}
     assert path_of(key) not in without_effect(settings)
@@ -212,7 +212,7 @@ def test_no_experiment_has_a_setting_without_effect(experiment: str) -> None:
     assert [one.message for one in check_without_effect(config)] == []
 
 
-def test_a_preset_whose_loss_has_no_effect_is_told_with_key_value_and_what_to_do() -> None:
+def test_a_preset_whose_loss_has_no_effect_is_a_warning_with_key_value_and_advice() -> None:
     typed = ["experiment=arithmetic", "algorithm=sapo", "algorithm.proximal=target", "dataflow=synchronous"]
     (finding,) = check_config(compose_config(typed), "train")
     assert finding.severity == "warning"

@@ -1,4 +1,4 @@
-"""Evaluations share the engines and stand outside the ledger; the first and the last are answered by one version."""
+"""Evaluations share the engines and are not in the ledger; one version answers the first and the last one."""
 
 from __future__ import annotations
 
