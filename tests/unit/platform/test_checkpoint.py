@@ -28,7 +28,14 @@ from penstock.dataflow.versions import Span
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.main import app
 from penstock.platform.config.schema import CheckpointConfig
-from penstock.platform.run.checkpoint import FORMAT, MANIFEST, Checkpointer, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    Checkpointer,
+    CheckpointFolder,
+    choose_checkpoint,
+    next_incarnation,
+)
 from penstock.platform.run.durable_files import DiskFiles
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.run_dir import locked, prepare_run_dir
@@ -249,6 +256,40 @@ async def test_a_rank_that_cannot_write_is_noted_too(tmp_path: Path) -> None:
     assert run.folder.versions() == [], "an unfinished folder is no checkpoint"
 
 
+async def test_a_rank_that_writes_where_the_driver_cannot_see_is_told_to_use_a_shared_folder(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    async def writes_elsewhere(folder: str) -> list[WrittenFile]:
+        del folder
+        return [WrittenFile(TRAINER_FILE, 8, 0)]
+
+    run.checkpointer._trainer.write_checkpoint = writes_elsewhere
+    await run.take(1, 0)
+    assert re.search(r"wrote 8 bytes, and the driver finds no file\. .* all nodes share", run.notes[0])
+    assert run.folder.versions() == []
+
+
+async def test_a_hook_whose_memory_is_no_json_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.take(1, 0)
+    await run.checkpointer.take(2, flow_with(0), {"memory": object()})
+    await run.checkpointer.written()
+    assert "checkpoint of v2 failed; the run continues, that of v1 is kept" in run.notes[0]
+    assert choose_checkpoint(tmp_path).version == 1
+
+
+async def test_a_driver_has_a_number_that_no_file_of_the_run_names(tmp_path: Path) -> None:
+    assert next_incarnation(tmp_path) == 0
+    run = Run(tmp_path)
+    await run.take(1)
+    assert next_incarnation(tmp_path) == 1, "by the checkpoint alone: the disk may have refused the ledger"
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "3-v1.log").touch()
+    assert next_incarnation(tmp_path) == 4
+    (tmp_path / "spool" / "11-5.group").touch()
+    assert next_incarnation(tmp_path) == 12, "its checkpoint was never completed"
+
+
 async def test_an_unfinished_folder_is_no_checkpoint_and_is_removed_by_the_next_one(tmp_path: Path) -> None:
     run = Run(tmp_path)
     await run.take(1, 0)
@@ -299,7 +340,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(("name", "spoil", "words"), DAMAGES.values(), ids=DAMAGES)
 async def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before_is_used(
-    tmp_path: Path, name: Path, spoil: Callable[[Path], object], words: str
+    tmp_path: Path, name: Path, spoil: Callable[[Path], object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, keep=2)
     await run.take(1, 0)
@@ -309,9 +350,13 @@ async def test_a_damaged_checkpoint_is_named_with_its_file_and_the_one_before_is
         choose_checkpoint(tmp_path, step=2)
     assert str(tmp_path / (OF_STEP_2 if spoil is make_newer else name)) in str(refused.value)
     assert "no complete checkpoint of step 2; found steps [1, 2]" in str(refused.value)
+    caplog.clear()
     assert choose_checkpoint(tmp_path).version == 1
+    (warning,) = caplog.messages
+    assert re.search(words, warning)
+    assert warning.endswith("Step 1 is taken instead.")
     await run.take(3, 0, 1)
-    assert run.notes == [], "the next one does not mind"
+    assert run.notes == [], "the next one is not affected"
     assert run.checkpointer.newest == 3
 
 
