@@ -243,8 +243,8 @@ def verify(folder: str | Path, files: Sequence[WrittenFile]) -> None:
         path = Path(folder) / written.name
         if not path.is_file():
             raise CheckpointError(
-                f"checkpoint {path}: the file is missing; {len(files)} files were written. The parameters in it are "
-                f"lost. {_EARLIER}"
+                f"checkpoint {path}: the file is missing; {len(files)} files were written. What was in it is lost. "
+                f"{_EARLIER}"
             )
         if (num_bytes := path.stat().st_size) != written.num_bytes:
             raise _torn(path, num_bytes, written.num_bytes)
@@ -264,8 +264,8 @@ _EARLIER = "Resume from an earlier checkpoint, or restore the file from a copy."
 
 def _torn(path: Path, num_bytes: int, expected: int) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {path}: it has {num_bytes} bytes of {expected}. The file was cut off, so parameters in it are "
-        f"lost. {_EARLIER}"
+        f"checkpoint {path}: it has {num_bytes} bytes of {expected}. The file was cut off, so a part of it is lost. "
+        f"{_EARLIER}"
     )
 
 
