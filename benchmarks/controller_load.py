@@ -122,19 +122,19 @@ class AnsweringEngine(SimulatedEngine):
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         super().__init__(engine_id, cost, world, speed)
-        self._asked: list[asyncio.Future[TokenDelta]] = []
+        self._waiting: list[asyncio.Future[TokenDelta]] = []
 
     def generate(self, _request: GenerateRequest) -> Answer:  # type: ignore[override] # a stream all the same
-        if not self._asked:
+        if not self._waiting:
             self._loop.call_later(ANSWER_S, self._answer)
         delta: asyncio.Future[TokenDelta] = self._loop.create_future()
-        self._asked.append(delta)
+        self._waiting.append(delta)
         return Answer(delta)
 
     def _answer(self) -> None:
-        asked, self._asked = self._asked, []
+        waiting, self._waiting = self._waiting, []
         answer = TokenDelta(_TOKEN_IDS, _LOGPROBS, (Span(self.version, ANSWER_TOKENS),), "stop")
-        for delta in asked:
+        for delta in waiting:
             if not delta.done():
                 delta.set_result(answer)
 

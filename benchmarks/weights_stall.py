@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 import torch
-from weights_time import NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _timed, sides
+from weights_time import NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _timed, layouts
 
 from penstock.dataflow.ports import BucketSum
 from penstock.trainer.spec import free_port
@@ -107,7 +107,7 @@ def time_stalls() -> dict[str, Any]:
 
 
 def _measured(directory: str) -> dict[str, Any]:
-    training, engine = sides()
+    training, engine = layouts()
     transfer = ShardTransfer.between(training, engine, "float32", directory)
     port, store = free_port(), serve_store("127.0.0.1")
     as_shipped = {"runtime_env": {"env_vars": copy_environment()}}

@@ -55,7 +55,7 @@ ROUNDS = 9
 TIMEOUT_S = 120.0
 
 
-def sides() -> tuple[TrainingSharding, EngineLayout]:
+def layouts() -> tuple[TrainingSharding, EngineLayout]:
     """ZeRO-3 ranks, and a vLLM engine over `TP` devices."""
     os.environ.update(vllm_environment("cpu", threads=1))
     from penstock.rollout.engines.vllm.layout import plain_layout
@@ -186,7 +186,7 @@ def time_publish() -> dict[str, Any]:
 
 
 def _measured(directory: Path) -> dict[str, Any]:
-    training, engine = sides()
+    training, engine = layouts()
     transfer = ShardTransfer.between(training, engine, "float32", str(directory))
     num_bytes = transfer.manifest(0, []).num_bytes
     port = free_port()

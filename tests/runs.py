@@ -90,15 +90,15 @@ class Evaluator:
     """Fails at these versions.
 
     Attributes:
-        asked: The versions it was asked to evaluate, in order.
+        evaluated: The evaluated versions, in order.
     """
 
     fails_at: set[int] = field(default_factory=set)
-    asked: list[int] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
 
     async def evaluate(self, step: int, tasks: object) -> Evaluation:
         del tasks
-        self.asked.append(step)
+        self.evaluated.append(step)
         if step in self.fails_at:
             raise PenstockError("evaluation: sums/7 failed 3 times; the last time: the judge is down")
         return Evaluation(step, 1.0, 1.0, step, step, 1)

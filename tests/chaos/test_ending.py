@@ -73,14 +73,14 @@ def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: 
         time.sleep(later_s)
         started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(started) > 3, "Ray and workers are below the driver"
-        asked = time.monotonic()
+        signalled_s = time.monotonic()
         if signum is signal.SIGINT:
             os.killpg(process.pid, signum)
         process.send_signal(signum)  # after Ctrl-C once more, as a program does that passes it on
         _, stderr = process.communicate(timeout=60)
-        psutil.wait_procs(started, timeout=max(0.0, LIMIT_S - (time.monotonic() - asked)))
+        psutil.wait_procs(started, timeout=max(0.0, LIMIT_S - (time.monotonic() - signalled_s)))
         left = alive(started)
-        took_s = time.monotonic() - asked
+        took_s = time.monotonic() - signalled_s
     finally:
         if process.poll() is None:
             process.kill()

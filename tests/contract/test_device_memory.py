@@ -69,8 +69,8 @@ async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes
 ) -> None:
     tensors, engine = tiny_tensors(5), harness.engine
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
-    transfer = ShardTransfer.between(*sides, "float32", None)
+    layouts = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
+    transfer = ShardTransfer.between(*layouts, "float32", None)
     handles = await engine.make_version_buffers(transfer.buffers, "float32", NUM_RANKS)
     story = Story(transfer, handles, tensors, NUM_RANKS, version=1)
     manifest = await asyncio.to_thread(written, story, tmp_path)

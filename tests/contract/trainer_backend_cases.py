@@ -82,7 +82,7 @@ ALGORITHMS = {
     "one": AlgorithmConfig(),
     "several": SEVERAL,
     "several with a critic": SEVERAL.model_copy(update={"advantage": GaeConfig()}),
-    "held to a reference": algorithm_config(kl_coefficient=0.1),
+    "with a reference": algorithm_config(kl_coefficient=0.1),
 }
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 REFERENCE = Case(backend="torch")
@@ -122,20 +122,20 @@ LONG_CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=0),
     Case(world_size=2, zero_stage=1, dtype="bfloat16"),
-    Case(world_size=2, zero_stage=0, has_adapters=True, updates="held to a reference"),
+    Case(world_size=2, zero_stage=0, has_adapters=True, updates="with a reference"),
     Case(world_size=2, zero_stage=2, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=0, streamed=True),
     Case(world_size=2, zero_stage=2, streamed=True),
     Case(world_size=2, zero_stage=3),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
-    Case(world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="held to a reference"),
+    Case(world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="with a reference"),
     Case(world_size=2, zero_stage=3, has_adapters=True, dtype="bfloat16"),
     Case(
         world_size=2,
         zero_stage=3,
         max_tokens=40,
         has_adapters=True,
-        updates="held to a reference",
+        updates="with a reference",
         has_early_logprobs=True,
     ),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=n, is_tied=False, adam_epsilon=1.0) for n in (1, 2, 3)),

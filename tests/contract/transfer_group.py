@@ -36,9 +36,9 @@ async def make_group_spec(
     training = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True)
     transfer = ShardTransfer.between(training, side, "float32", None)
     if is_in_place:
-        sides = training.layout(), side.layout
+        layouts = training.layout(), side.layout
         assert harness.spec.bucket_bytes is not None
-        transfer = replace(transfer, plan=make_plan(*sides, 4, bucket_bytes=harness.spec.bucket_bytes))
+        transfer = replace(transfer, plan=make_plan(*layouts, 4, bucket_bytes=harness.spec.bucket_bytes))
     return TransferGroupSpec(
         transfer=transfer,
         num_training=NUM_RANKS,

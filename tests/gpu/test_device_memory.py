@@ -27,8 +27,8 @@ def test_ranks_write_into_a_gpus_version_buffer(
         pytest.skip("there is one GPU")
     tensors = {"model.norm.weight": torch.randn(1001), "model.embed_tokens.weight": torch.randn(300, 7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
-    transfer = ShardTransfer.between(*sides, "bfloat16", None)
+    layouts = TrainingSharding(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_layout(specs)
+    transfer = ShardTransfer.between(*layouts, "bfloat16", None)
     buffer = VersionBuffer(transfer.buffers[0], torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", writers_see)
     manifest = written(Story(transfer, [buffer.handles(NUM_RANKS)], tensors, NUM_RANKS, version=1), tmp_path)

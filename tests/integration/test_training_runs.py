@@ -60,7 +60,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
 
 
 @pytest.mark.parametrize(
-    ("name", "sides"),
+    ("name", "settings"),
     [
         ("zero3_into_vllm", ["trainer.zero_stage=3"]),
         pytest.param(
@@ -89,9 +89,9 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     ],
 )
 def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
-    name: str, sides: list[str], workspace: Path, train_overrides: list[str]
+    name: str, settings: list[str], workspace: Path, train_overrides: list[str]
 ) -> None:
-    overrides = [*train_overrides, *SMALL, "trainer.num_ranks=2", *sides, "dataflow.max_staleness=0"]
+    overrides = [*train_overrides, *SMALL, "trainer.num_ranks=2", *settings, "dataflow.max_staleness=0"]
     done = run_cli("train", *overrides, f"name={name}", cwd=workspace)
     assert done.returncode == 0, done.stderr
     run_dir = workspace / "runs" / name
@@ -99,7 +99,7 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
     assert read_summary(run_dir)["share_tokens_stale"] == 0
     # Ratio 1 within 1e-4 at the first micro-batch and every other: behavior (vLLM) against proximal (trainer).
     assert max(read_metric(run_dir, "mismatch/abs_logprob_max")) < 1e-4
-    if "trainer=lora" in sides:
+    if "trainer=lora" in settings:
         divergence = read_metric(run_dir, "loss/reference_kl")
         assert divergence[0] < 1e-6 < 1e-4 < divergence[-1], "the policy without its adapters is the reference"
         policy_bytes = (run_dir / "policy" / "model.safetensors").stat().st_size
@@ -128,7 +128,7 @@ STREAMED_PAIRS = [
     ("name", "overrides"),
     [
         (
-            "zero3_two_ranks_overlapped_by_a_landing_all_trackers_held_to_a_reference",
+            "zero3_two_ranks_overlapped_by_a_publish_all_trackers_with_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
         ),
         pytest.param(
@@ -228,8 +228,8 @@ def test_eval_measures_a_trained_policy(workspace: Path, train_overrides: list[s
 
 @pytest.mark.full
 def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_overrides: list[str]) -> None:
-    asked = ["name=answers", "sample.num_tasks=64", "sample.pairs_per_task=2", "rollout/engine=torch"]
-    done = run_cli("sample", *train_overrides, *asked, cwd=workspace)
+    overrides = ["name=answers", "sample.num_tasks=64", "sample.pairs_per_task=2", "rollout/engine=torch"]
+    done = run_cli("sample", *train_overrides, *overrides, cwd=workspace)
     assert done.returncode == 0, done.stderr
     figures, run_dir = json.loads(done.stdout.splitlines()[-1]), workspace / "runs" / "answers"
     rows = [json.loads(line) for line in (run_dir / "answers.jsonl").read_text().splitlines()]

@@ -58,9 +58,9 @@ def test_a_countdown_of_few_kinds_has_no_held_out_prompt_or_order_of_numbers_in_
     source = CountdownTasks(0, 3, 9, 30)
     held_out, trained = source.held_out(100), list(islice(source.train(), 5000))
     assert not {str(task.prompt) for task in held_out} & {str(task.prompt) for task in trained}
-    sides = [{(*sorted(t.fields["numbers"]), t.fields["target"]) for t in side} for side in (held_out, trained)]
-    assert len(sides[0]) == 100
-    assert not sides[0] & sides[1]
+    splits = [{(*sorted(t.fields["numbers"]), t.fields["target"]) for t in split} for split in (held_out, trained)]
+    assert len(splits[0]) == 100
+    assert not splits[0] & splits[1]
 
 
 def test_too_few_held_out_tasks_are_an_error_with_both_numbers() -> None:

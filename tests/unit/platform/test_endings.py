@@ -42,7 +42,7 @@ async def test_a_skipped_step_repeats_neither_the_checkpoint_nor_the_evaluation_
     assert run.trainer.snapshots == [1, 2, 3, STEPS], "each version once"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_3", f"step_{STEPS}"]
     assert run.trainer.saved == [("policy", STEPS)]
-    assert evaluator.asked == [0, 1, 2, 3, STEPS], "each version once"
+    assert evaluator.evaluated == [0, 1, 2, 3, STEPS], "each version once"
 
 
 async def test_a_policy_that_cannot_be_saved_at_the_end_is_reported_and_hides_no_cause(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ class Answering:
 
 class Teacher:
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_requested = 0
 
     async def token_logprobs(self, examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
-        self.num_asked += len(examples)
+        self.num_requested += len(examples)
         return np.array([-t / 10 for _, tokens in examples for t in tokens])
 
 
@@ -55,7 +55,7 @@ def probe_of(*engines: Answering, dtype: DType = "float32") -> tuple[LogprobPari
 async def test_every_engine_at_the_version_is_compared() -> None:
     probe, teacher = probe_of(Answering(EngineId("a")), Answering(EngineId("b")), Answering(EngineId("old"), version=2))
     assert (await probe.check(3) or 0.0) < 1e-12
-    assert teacher.num_asked == 4
+    assert teacher.num_requested == 4
 
 
 @pytest.mark.parametrize("error", [0.01, float("nan")])
@@ -79,5 +79,5 @@ async def test_what_rounding_explains_depends_on_the_precision(dtype: DType, exp
 async def test_a_lost_engine_and_newer_weights_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     probe, teacher = probe_of(Answering(EngineId("a"), is_lost=True), Answering(EngineId("b"), stamps=4))
     assert await probe.check(3) is None
-    assert teacher.num_asked == 0
+    assert teacher.num_requested == 0
     assert "4 of 4 answers were lost" in caplog.text

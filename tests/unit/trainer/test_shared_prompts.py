@@ -111,10 +111,10 @@ ALGORITHMS = {
 @pytest.mark.parametrize("max_tokens", [200, 46])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_is_the_same(policy, shared_batch, name, max_tokens) -> None:
-    sides = [trainer_of(policy, max_tokens, share_prompts=on, **ALGORITHMS[name]) for on in (False, True)]
-    references = [np.concatenate(sides[0]._passes.per_sampled_token([one])) for one in shared_batch]
+    trainers = [trainer_of(policy, max_tokens, share_prompts=on, **ALGORITHMS[name]) for on in (False, True)]
+    references = [np.concatenate(trainers[0]._passes.per_sampled_token([one])) for one in shared_batch]
     groups = scored(shared_batch, references if name == "online_dpo" else ())
-    expected, found = (gradient_and_metrics(side, groups, version=0) for side in sides)
+    expected, found = (gradient_and_metrics(side, groups, version=0) for side in trainers)
     assert (found[0] - expected[0]).norm() <= 1e-5 * expected[0].norm()
     assert expected[0].norm() > 0
     for metric, value in expected[1].items():

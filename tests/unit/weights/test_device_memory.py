@@ -92,9 +92,9 @@ def test_an_engine_without_a_version_buffer_refuses_a_version_in_device_memory()
 
 def test_a_tensor_that_several_ranks_hold_is_copied_from_the_one_on_the_engines_device():
     tensors = (TensorSpec("model.norm.weight", (640,)),)
-    sides = TrainingSharding(tensors, num_replicas=2), torch_layout(tensors)
+    layouts = TrainingSharding(tensors, num_replicas=2), torch_layout(tensors)
     for at, source in (("GPU-a", 0), ("GPU-b", 1)):
-        transfer = ShardTransfer.between(*sides, "float32", None, ["GPU-a", "GPU-b"], [at])
+        transfer = ShardTransfer.between(*layouts, "float32", None, ["GPU-a", "GPU-b"], [at])
         assert {copy.src_rank for copy in transfer.plan.copies} == {source}
 
 
