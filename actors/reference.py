@@ -1,13 +1,18 @@
 """Frozen policies as Ray actors, and their client in the driver: logprobs of each group, as soon as it is ready.
 
 Consumes: handles of stored groups. Waits for: a free worker. Unblocked by: its answer, its death, the time limit.
+
+A worker that dies, hangs or raises is killed and started again within its `RestartBudget`, and the group is computed
+again by the next free worker. A group fails after `MAX_LOSSES` workers were lost while computing it, since it may be
+the cause. The run ends when all workers are given up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -16,15 +21,22 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.cluster import Resources
-from penstock.actors.ray_errors import answer_of
-from penstock.dataflow.errors import PenstockError
+from penstock.actors.ray_errors import answer_of, first_line
+from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, RestartBudget
+from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.spec import ReferenceSpec
 
+logger = logging.getLogger(__name__)
+
 GROUP_TIMEOUT_S = 600.0
 """Longest wait for the logprobs of one group. They are one forward, which takes seconds, so a worker that has not
 answered after ten minutes hangs."""
+PING_TIMEOUT_S = 60.0
+"""Longest wait for an idle worker to say that it is alive, seconds."""
+
+_Result = TypeVar("_Result")
 
 
 class ReferenceActor:
@@ -35,7 +47,7 @@ class ReferenceActor:
         self._policy = FrozenPolicy.load(spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature)
 
     def ready(self) -> None:
-        """Answers once the policy is loaded."""
+        """Answers once the policy is loaded, and as long as the process is alive."""
 
     @ray.method(num_returns=2)
     def logprobs(self, payload: GroupPayload) -> tuple[NDArray[np.float32], int]:
@@ -44,22 +56,68 @@ class ReferenceActor:
         return found, len(found)
 
 
+class _WorkerLostError(PenstockError):
+    """A worker died, raised, or did not answer in time."""
+
+    was_computing = False
+
+
+class _Worker:
+    """One worker and its successive processes.
+
+    Attributes:
+        process: The newest process.
+    """
+
+    def __init__(self, name: str, start: Callable[[], ActorHandle]) -> None:
+        self.name = name
+        self.start = start
+        self.process = start()
+        self.budget = RestartBudget(RESTARTS_PER_HOUR)
+
+
 class ReferenceClient:
     """`LogprobWorker`: groups go to the first free worker. Arrays stay in the object store; the driver holds handles.
 
-    `role` is the section that configures it: `reference` or `teacher`.
+    Invariant: a worker is in the queue of free workers, has one group, is being restarted, or is given up. Once all are
+    given up, the queue holds None for all that wait.
     """
 
-    def __init__(self, role: str, workers: Sequence[ActorHandle], timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        role: str,
+        starts: Sequence[Callable[[], ActorHandle]],
+        start_timeout_s: float,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            role: The section that configures them: `reference` or `teacher`.
+            starts: One function per worker that starts its process.
+            start_timeout_s: Longest wait for a process to load the policy, seconds.
+            timeout_s: Longest wait for the logprobs of one group, seconds.
+        """
         self._role = role
-        self._workers = workers
+        self._workers = [_Worker(f"{role} worker {index}", start) for index, start in enumerate(starts)]
+        self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
-        self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
-        for worker in workers:
+        self._num_left = len(self._workers)
+        self._last_cause = ""
+        self._jobs: set[asyncio.Task[Any]] = set()
+        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()
+        for worker in self._workers:
             self._free.put_nowait(worker)
 
-    async def start(self, timeout_s: float) -> None:
-        await self._answer(asyncio.gather(*(worker.ready.remote() for worker in self._workers)), "start", timeout_s)
+    async def start(self) -> None:
+        """Wait until all workers have loaded the policy.
+
+        Raises:
+            PenstockError: If one does not. It is not tried again, because its configuration may be the cause.
+        """
+        hint = "Raise trainer.start_timeout_s if it only loads slowly."
+        loading = asyncio.gather(*(worker.process.ready.remote() for worker in self._workers))
+        await answer_of(loading, self._start_timeout_s, PenstockError, f"{self._role}: start", hint)
 
     async def logprobs(self, handle: ray.ObjectRef) -> ray.ObjectRef:
         """Handle of `[n] float32`: logprobs of the sampled tokens of the group behind `handle`.
@@ -67,23 +125,100 @@ class ReferenceClient:
         A worker has one group at a time. Other groups wait here, so that the time limit is that of one group.
 
         Raises:
-            PenstockError: If the worker fails, dies or takes longer than the time limit.
+            TrajectoryError: kind `reward`, if `MAX_LOSSES` workers were lost while computing the group.
+            PenstockError: If no worker is left, or a worker reports an error that no restart mends.
         """
-        worker = await self._free.get()
-        found, length = worker.logprobs.remote(handle)
-        computing = asyncio.ensure_future(length)
-        # Freed only by the answer: the waiting task may be cancelled, but the worker is busy until it answers.
-        computing.add_done_callback(lambda _computing: self._free.put_nowait(worker))
-        await self._answer(asyncio.shield(computing), "logprobs", self._timeout_s)
+        num_losses = 0
+        while True:
+            worker = await self._free.get()
+            if worker is None:
+                self._free.put_nowait(None)
+                raise PenstockError(
+                    f"{self._role}: no worker is left: each was lost more than {RESTARTS_PER_HOUR} times within an "
+                    f"hour, so no group can become ready. The last cause: {self._last_cause}. See Ray's logs."
+                )
+            try:
+                # The worker is busy until it answers, even if the group of the caller is cancelled.
+                return await asyncio.shield(self._in_background(self._compute(worker, handle)))
+            except _WorkerLostError as lost:
+                num_losses += lost.was_computing
+                if num_losses == MAX_LOSSES:
+                    failed = lost.__cause__
+                    trace = failed.traceback_str if isinstance(failed, ray.exceptions.RayTaskError) else ""
+                    what = f"{num_losses} workers were lost while computing the logprobs of the group"
+                    raise TrajectoryError("reward", f"{trace}{self._role}: {what}; the last cause: {lost}") from None
+
+    def close(self) -> None:
+        """Start no more processes, and wait for no more answers."""
+        for job in self._jobs:
+            job.cancel()
+
+    def _in_background(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        job = asyncio.create_task(work, name=self._role)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+    async def _compute(self, worker: _Worker, handle: ray.ObjectRef) -> ray.ObjectRef:
+        """Have a free worker compute one group. It is free again afterwards, or is restarted if it was lost.
+
+        Raises:
+            _WorkerLostError: With the cause.
+            PenstockError: If the policy itself raised it: a mistake of the configuration or the code.
+        """
+        ping, computing = f"{worker.name}, while it was idle", f"{worker.name}: logprobs"
+        was_computing = False
+        try:
+            # A worker that was lost while it was idle is found here, so no group is blamed for it.
+            await answer_of(worker.process.ready.remote(), PING_TIMEOUT_S, _WorkerLostError, ping)
+            was_computing = True
+            found, length = worker.process.logprobs.remote(handle)
+            hint = (
+                "If it is only slow, lower dataflow.group_size or rollout.sampling.max_new_tokens, or move it to GPUs "
+                f"with {self._role}.pool."
+            )
+            await answer_of(length, self._timeout_s, _WorkerLostError, computing, hint)
+        except _WorkerLostError as lost:
+            failed = lost.__cause__
+            if isinstance(failed, ray.exceptions.RayTaskError) and isinstance(failed.cause, PenstockError):
+                self._free.put_nowait(worker)
+                raise PenstockError(str(lost)) from failed
+            lost.was_computing = was_computing
+            self._in_background(self._restart(worker, lost))
+            raise
+        self._free.put_nowait(worker)
         return found
 
-    async def _answer(self, call: Awaitable[Any], what: str, limit_s: float) -> None:
-        hint = (
-            "The worker hangs or the group is too large. If it is only slow, lower dataflow.group_size or "
-            f"rollout.sampling.max_new_tokens, or move it to GPUs with {self._role}.pool (for its start: raise "
-            "trainer.start_timeout_s)."
-        )
-        await answer_of(call, limit_s, PenstockError, f"{self._role}: {what}", hint)
+    async def _restart(self, worker: _Worker, cause: Exception) -> None:
+        """Start a lost worker again until it is ready, or give it up when its budget is used up.
+
+        All exceptions are caught, so that groups that wait always learn that no worker is left.
+        """
+        try:
+            has_served = True
+            while True:
+                ray.kill(worker.process)
+                pause_s = worker.budget.take(has_served=has_served)
+                if pause_s is None:
+                    break
+                logger.warning("%s is lost and started again (%s): %s", worker.name, worker.budget, first_line(cause))
+                await asyncio.sleep(pause_s)
+                worker.process = worker.start()
+                try:
+                    loading = worker.process.ready.remote()
+                    await answer_of(loading, self._start_timeout_s, _WorkerLostError, f"{worker.name}: start")
+                except _WorkerLostError as error:
+                    cause, has_served = error, False
+                else:
+                    self._free.put_nowait(worker)
+                    return
+        except Exception as error:  # noqa: BLE001 - Ray has ended, or the operating system starts no process
+            cause = error
+        logger.warning("%s was lost after %s and is given up: %s", worker.name, worker.budget, first_line(cause))
+        self._num_left -= 1
+        self._last_cause = first_line(cause).rstrip(".")
+        if not self._num_left:
+            self._free.put_nowait(None)
 
 
 async def start_references(
@@ -94,7 +229,11 @@ async def start_references(
     start_timeout_s: float,
 ) -> ReferenceClient:
     """Start the processes with a frozen policy."""
-    workers = [ray.remote(ReferenceActor).options(**need.options(environment)).remote(spec) for need in resources]
-    client = ReferenceClient(role, workers)
-    await client.start(start_timeout_s)
+
+    def starting(need: Resources) -> Callable[[], ActorHandle]:
+        options = ray.remote(ReferenceActor).options(**need.options(environment))
+        return lambda: options.remote(spec)
+
+    client = ReferenceClient(role, [starting(need) for need in resources], start_timeout_s)
+    await client.start()
     return client

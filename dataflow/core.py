@@ -112,17 +112,18 @@ class Dataflow:
 
         Args:
             state: Result of `state_dict`.
-            ready: The ready groups, with new handles of their payloads.
+            ready: The ready groups, with new handles of their payloads. One that is missing could not be stored again;
+                the caller ends it.
         """
         records = []
         for group in state["groups"]:
-            group_id, is_ready = GroupId(group["group_id"]), group["is_ready"]
+            group_id = GroupId(group["group_id"])
             record = GroupRecord(
                 group_id, TaskId(group["task_id"]), group["group_size"], group["stream"], group["requeues"]
             )
             record.trajectory_versions = list(group["versions"])
-            record.ready = ready[group_id] if is_ready else None
-            record.state = GroupState.READY if is_ready else GroupState.GENERATING
+            record.ready = ready.get(group_id) if group["is_ready"] else None
+            record.state = GroupState.GENERATING if record.ready is None else GroupState.READY
             records.append(record)
         self.version = state["version"]
         self.ledger.load_state_dict(state["ledger"], records)

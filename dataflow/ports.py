@@ -127,7 +127,11 @@ class LogprobWorker(Protocol):
     """A frozen policy (the reference or a teacher) that computes logprobs of groups as soon as they are scored."""
 
     async def logprobs(self, handle: Any) -> Any:
-        """Return a handle to `[n] float32` logprobs of the n sampled tokens of a group, trajectories concatenated."""
+        """Return a handle to `[n] float32` logprobs of the n sampled tokens of a group, trajectories concatenated.
+
+        Raises:
+            TrajectoryError: If they cannot be computed for this group.
+        """
         ...
 
 

@@ -2,8 +2,8 @@
 
 A trajectory is scored by one call of a Ray actor, so a slow reward delays no other. The trajectories of a lost worker
 are scored again by another worker or by its replacement process, since an answer costs far more to sample than to
-score. Retries are bounded. A trajectory fails after two workers were lost while scoring it, since it may be the cause;
-a worker is given up after `LOSSES_PER_HOUR`.
+score. Retries are bounded: a trajectory fails after `MAX_LOSSES` workers were lost while scoring it, and a worker is
+given up after `RESTARTS_PER_HOUR` (actors/restart_budget.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import concurrent.futures
 import itertools
 import logging
 import pickle
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -21,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import first_line, ray_boundary, silence_limit
+from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, RestartBudget
 from penstock.actors.reward.actor import Result
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
@@ -28,16 +28,10 @@ from penstock.dataflow.trajectory import Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
-LOSSES_PER_HOUR = 10
-"""A worker that is lost more often than this is not started again."""
-LOSSES_PER_TRAJECTORY = 2
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a lost worker is started again; doubled with each loss of the last hour."""
 SIGN_OF_LIFE_S = 20.0
 """Time between an answer of `is_alive` and the next call, seconds."""
 SILENCE_S = 60.0
 """A worker that has not answered `is_alive` for this long is lost; seconds, not counting stalls of the event loop."""
-_HOUR_S = 3600.0
 
 
 class _WorkerLostError(Exception):
@@ -72,7 +66,8 @@ class _Worker:
         self._calls: set[asyncio.Future[Result]] = set()
         self._is_lost = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self._losses: deque[float] = deque()
+        self._budget = RestartBudget(RESTARTS_PER_HOUR)
+        self._pause_s: float | None = None
 
     def watch(self) -> None:
         """Supervise its process from now on. Idempotent."""
@@ -126,8 +121,8 @@ class _Worker:
         try:
             while self.given_up is None:
                 await self._watch_process()
-                if self.given_up is None:
-                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (len(self._losses) - 1), LONGEST_PAUSE_S))
+                if self._pause_s is not None:
+                    await asyncio.sleep(self._pause_s)
                     ray.kill(self.actor)
                     self.actor = self._start()
                     self._is_lost.clear()
@@ -158,19 +153,13 @@ class _Worker:
             return
         self._is_lost.set()
         cause = cause.rstrip(".")
-        now = asyncio.get_running_loop().time()
-        while self._losses and self._losses[0] < now - _HOUR_S:
-            self._losses.popleft()
-        self._losses.append(now)
-        if len(self._losses) > LOSSES_PER_HOUR:
-            self.given_up = (
-                f"{self.name} was lost {len(self._losses)} times within an hour, more than {LOSSES_PER_HOUR}, and is "
-                f"not restarted; the last cause: {cause}."
-            )
+        self._pause_s = self._budget.take(has_served=self.is_up)
+        if self._pause_s is None:
+            self.given_up = f"{self.name} was lost after {self._budget} and is not restarted; the last cause: {cause}."
         logger.warning(
             "%s with %d trajectories is lost: %s. %s",
             *(self.name, len(self._calls), cause),
-            self.given_up or "It is restarted, and they are scored again.",
+            self.given_up or f"It is restarted ({self._budget}), and they are scored again.",
         )
         self._fail_calls(cause)
 
@@ -235,7 +224,7 @@ class RewardClient:
                 result = await worker.score(label, body)
             except _WorkerLostError as lost:
                 losses += 1
-                if losses == LOSSES_PER_TRAJECTORY:
+                if losses == MAX_LOSSES:
                     what = f"{losses} reward workers were lost while scoring it; the last cause: {lost}"
                     raise TrajectoryError("reward", f"{label}: {what}") from None
                 continue

@@ -168,6 +168,9 @@ async def start_actors(config: RunConfig, restore_from: str | None = None) -> As
         try:
             yield actors
         finally:
+            for frozen in (reference, teacher):
+                if frozen is not None:
+                    frozen.close()
             await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
 
 

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.restart_budget import RestartBudget
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
-
-HOUR_S = 3600.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Pause before the second restart of an engine within an hour, doubled for each one after it; seconds. Each pause is
-shortened by a random part of up to a half, so that engines that were lost together do not start together."""
 
 
 class EngineRestarts:
@@ -49,8 +44,7 @@ class EngineRestarts:
         self._pool = pool
         self._start = start
         self._catch_up = catch_up
-        self._max_restarts = max_restarts_per_hour
-        self._restarts: defaultdict[EngineId, deque[float]] = defaultdict(deque)
+        self._budgets: defaultdict[EngineId, RestartBudget] = defaultdict(lambda: RestartBudget(max_restarts_per_hour))
         self._jobs: dict[EngineId, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -67,48 +61,33 @@ class EngineRestarts:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     def _request_restart(self, engine_id: EngineId) -> bool:
-        """Start a restart unless the limit is reached. Returns whether the engine may come back.
-
-        Only an engine that has served since is forgiven the restarts of more than an hour ago. So one that never comes
-        up is given up after `max_restarts_per_hour` attempts, however long each of them takes.
-        """
+        """Start a restart unless the limit is reached. Returns whether the engine may come back."""
         # An engine that is fenced again before it has caught up is handled by the loop of its running job.
         if engine_id in self._jobs:
             return True
-        restarts, now = self._restarts[engine_id], asyncio.get_running_loop().time()
-        while restarts and restarts[0] <= now - HOUR_S:
-            restarts.popleft()
-        if len(restarts) >= self._max_restarts:
+        pause_s = self._budgets[engine_id].take()
+        if pause_s is None:
             return False
-        self._jobs[engine_id] = asyncio.create_task(self._restart(engine_id), name=f"restart {engine_id}")
+        self._jobs[engine_id] = asyncio.create_task(self._restart(engine_id, pause_s), name=f"restart {engine_id}")
         return True
 
-    async def _restart(self, engine_id: EngineId) -> None:
+    async def _restart(self, engine_id: EngineId, pause_s: float | None) -> None:
         """Restart an engine until it serves or the limit is reached.
 
         All exceptions are caught, so that the pool always learns of an abandoned restart and fails what waits for it.
         """
-        is_back, restarts = False, self._restarts[engine_id]
-        while not is_back and len(restarts) < self._max_restarts:
-            await asyncio.sleep(_pause_s(len(restarts)))
-            restarts.append(asyncio.get_running_loop().time())
-            number = f"restart {len(restarts)} of {self._max_restarts} within an hour"
+        is_back, budget = False, self._budgets[engine_id]
+        while not is_back and pause_s is not None:
+            await asyncio.sleep(pause_s)
             try:
                 await self._catch_up(await self._start(engine_id))
+                is_back = engine_id not in self._pool.fenced
+                logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced again", budget)
             except Exception as error:  # noqa: BLE001 - includes errors of Ray and the operating system
                 cause = error if isinstance(error, PenstockError) else repr(error)
-                logger.warning("%s: %s failed: %s", engine_id, number, cause)
-                continue
-            is_back = engine_id not in self._pool.fenced
-            logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced again", number)
+                logger.warning("%s: %s failed: %s", engine_id, budget, cause)
+            if not is_back:
+                pause_s = budget.take(has_served=False)
         del self._jobs[engine_id]
         if not is_back:
             self._pool.abandon_return(engine_id)
-
-
-def _pause_s(num_restarts: int) -> float:
-    """Pause before the next restart of an engine that has had `num_restarts`; the first one comes at once."""
-    if not num_restarts:
-        return 0.0
-    longest_s: float = min(FIRST_PAUSE_S * 2 ** (num_restarts - 1), LONGEST_PAUSE_S)
-    return longest_s * random.uniform(0.5, 1.0)

@@ -252,11 +252,17 @@ class Flow:
                 tasks[keys[group_id]], group["stream"], group["group_size"], group["requeues"], limits.get(group_id)
             )
             self._groups[group_id] = GroupRun(self, group_id, queued)
-        ready = {}
+        ready, failed = {}, {}
         for group_id, payload in payloads.items():
-            self.stats.group_ready(group_id, payload.trajectories)
-            ready[group_id] = await self._store(self._groups[group_id], payload.trajectories)
+            try:
+                ready[group_id] = await self._store(self._groups[group_id], payload.trajectories)
+            except TrajectoryError as failure:
+                failed[group_id] = failure
+            else:
+                self.stats.group_ready(group_id, payload.trajectories)
         self.core.load_state_dict(core, ready)
+        for group_id, error in failed.items():
+            self._group_failed(group_id, error)
         for group in saved.open_groups:
             self._groups[group.group_id].restore(group)
         ledger = self.core.ledger
@@ -291,13 +297,18 @@ class Flow:
                 self._group_failed(group_id, failure)
                 return
             run.is_judged = True
-            self._consecutive_failures = 0
             self._tasks.group_scored(run.queued, trajectories)
             if reason is not None:
+                self._consecutive_failures = 0
                 self._end(group_id, GroupState.FILTERED, reason)
                 return
+        try:
+            group = await self._store(run, trajectories)
+        except TrajectoryError as failure:
+            self._group_failed(group_id, failure)
+            return
+        self._consecutive_failures = 0
         self.stats.group_ready(group_id, trajectories)
-        group = await self._store(run, trajectories)
         self.core.ready(group)
         self.stats.num_ready += 1
         self._settle()
@@ -422,7 +433,11 @@ class Flow:
             ) from failure
 
     async def _store(self, run: GroupRun, trajectories: tuple[Trajectory, ...]) -> GroupRef:
-        """Store the payload and compute the logprobs of the frozen policies, reference and teacher concurrently."""
+        """Store the payload and compute the logprobs of the frozen policies, reference and teacher concurrently.
+
+        Raises:
+            TrajectoryError: If a frozen policy cannot compute the logprobs of this group.
+        """
         ports = self.ports
         handle = await ports.store.put(GroupPayload(run.group_id, trajectories))
         reference = teacher = None

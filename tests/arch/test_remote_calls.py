@@ -24,8 +24,6 @@ WITHOUT_A_LIMIT_HERE = {
     "actors/engine/client.py:join_transfer_group": "returns the call to `gather_answers`",
     "actors/engine/client.py:receive": "returns the call to `gather_answers`",
     "actors/engine/client.py:close": "the process is killed after it",
-    "actors/reference.py:start": "`_answer` limits it",
-    "actors/reference.py:logprobs": "`_answer` limits it",
     "actors/reference.py:start_references": "starts processes",
     "actors/reward/client.py:score": "its worker has a limit for each score, and a lost worker fails it",
     "actors/reward/client.py:close": "the processes are killed after it",

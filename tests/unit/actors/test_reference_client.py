@@ -1,27 +1,46 @@
-"""The client of reference and teacher: a burst of groups waits here, and the time limit is that of one group."""
+"""The client of reference and teacher: groups wait here for a free worker, and lost workers are restarted."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
+from penstock.actors import reference, restart_budget
 from penstock.actors.reference import ReferenceClient
-from penstock.dataflow.errors import PenstockError
+from penstock.actors.restart_budget import RESTARTS_PER_HOUR
+from penstock.dataflow.errors import PenstockError, ShapeError, TrajectoryError
+from tests.virtual_time import run_virtual
+
+DIED = ray.exceptions.OutOfMemoryError("the node is running low on memory")
 
 
-class Worker:
+class Process:
     """Computes one group after another, `seconds` each; more wait inside. `logprobs.remote(...)` is a call made."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = 0.01, error: Exception | None = None, fails: Callable[[int], bool] = bool):
         self.seconds = seconds
+        self.error = error
+        self.fails = fails
+        self.is_dead = False
         self.logprobs = SimpleNamespace(remote=self._logprobs)
+        self.ready = SimpleNamespace(remote=self._ready)
         self.groups: list[int] = []
         self.most_inside = self._inside = 0
         self._lock = asyncio.Lock()
+
+    def _ready(self) -> Any:
+        return asyncio.ensure_future(self._answer())
+
+    async def _answer(self) -> None:
+        if self.is_dead:
+            raise DIED
 
     def _logprobs(self, group: int) -> tuple[str, Any]:
         return f"logprobs of {group}", asyncio.ensure_future(self._compute(group))
@@ -33,37 +52,233 @@ class Worker:
             self.groups.append(group)
             await asyncio.sleep(self.seconds)
         self._inside -= 1
-        if group < 0:
-            raise ray.exceptions.OutOfMemoryError("the node is running low on memory")
+        if self.error is not None and self.fails(group):
+            self.is_dead = isinstance(self.error, ray.exceptions.OutOfMemoryError)
+            raise self.error
         return 3
 
 
+def always(_group: int) -> bool:
+    return True
+
+
+def dying(seconds: float = 0.01) -> Process:
+    return Process(seconds, DIED, always)
+
+
+def hanging() -> Process:
+    return Process(1e6)
+
+
+def dying_at_start() -> Process:
+    process = Process()
+    process.is_dead = True
+    return process
+
+
+def raised(cause: Exception) -> Exception:
+    """As an exception of the actor arrives at the driver."""
+    return ray.exceptions.RayTaskError("logprobs", "Traceback (most recent call last):\n  …\n", cause)
+
+
+class Starter:
+    """Starts one process after another of a worker, of the given `kinds`; the last kind repeats."""
+
+    def __init__(self, *kinds: Callable[[], Process]) -> None:
+        self.kinds = kinds
+        self.processes: list[Process] = []
+
+    def __call__(self) -> Any:
+        self.processes.append(self.kinds[min(len(self.processes), len(self.kinds) - 1)]())
+        return self.processes[-1]
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes that the client has killed; its pauses are short."""
+    processes: list[Any] = []
+    monkeypatch.setattr(ray, "kill", processes.append)
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(restart_budget, "LONGEST_PAUSE_S", 0.01)
+    return processes
+
+
+@contextmanager
+def client_of(*starters: Starter, timeout_s: float = 5.0, start_timeout_s: float = 5.0) -> Iterator[Any]:
+    client = ReferenceClient("reference", starters, start_timeout_s, timeout_s)
+    yield client
+    client.close()
+
+
+async def computed(client: Any, *groups: int) -> list[str]:
+    return await asyncio.wait_for(asyncio.gather(*(client.logprobs(group) for group in groups)), 10.0)
+
+
 async def test_a_burst_of_groups_waits_for_the_workers_and_none_is_late() -> None:
-    workers = [Worker(0.05), Worker(0.05)]
-    client = ReferenceClient("reference", workers, timeout_s=0.5)  # type: ignore[arg-type]
-    found = await asyncio.gather(*(client.logprobs(group) for group in range(40)))  # type: ignore[arg-type]
-    assert found == [f"logprobs of {group}" for group in range(40)]
+    starters = [Starter(lambda: Process(0.05)), Starter(lambda: Process(0.05))]
+    with client_of(*starters, timeout_s=0.5) as client:
+        assert await computed(client, *range(40)) == [f"logprobs of {group}" for group in range(40)]
+    workers = [starter.processes[0] for starter in starters]
     assert sorted(workers[0].groups + workers[1].groups) == list(range(40))
     assert [worker.most_inside for worker in workers] == [1, 1]
 
 
-async def test_one_group_that_takes_longer_than_the_limit_is_an_error_that_names_the_worker() -> None:
-    client = ReferenceClient("teacher", [Worker(60.0)], timeout_s=0.05)  # type: ignore[list-item]
-    with pytest.raises(PenstockError, match=r"teacher: logprobs: no answer within 0\.05 s\..*teacher\.pool"):
-        await asyncio.wait_for(client.logprobs(0), 5.0)  # type: ignore[arg-type]
-
-
 async def test_a_worker_whose_group_was_cancelled_is_busy_until_it_has_answered() -> None:
-    worker = Worker(0.1)
-    client = ReferenceClient("reference", [worker], timeout_s=5.0)  # type: ignore[list-item]
-    given_up = asyncio.create_task(client.logprobs(0))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
-    given_up.cancel()
-    assert await client.logprobs(1) == "logprobs of 1"  # type: ignore[arg-type, comparison-overlap]
+    starter = Starter(lambda: Process(0.1))
+    with client_of(starter) as client:
+        given_up = asyncio.create_task(client.logprobs(0))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        assert await computed(client, 1) == ["logprobs of 1"]
+    (worker,) = starter.processes
     assert (worker.groups, worker.most_inside) == ([0, 1], 1)
 
 
-async def test_a_worker_that_dies_ends_the_wait_with_the_cause() -> None:
-    client = ReferenceClient("reference", [Worker(0.01)], timeout_s=5.0)  # type: ignore[list-item]
-    with pytest.raises(PenstockError, match=r"reference: logprobs: a process died: .*low on memory"):
-        await client.logprobs(-1)  # type: ignore[arg-type]
+async def test_the_only_worker_dies_and_its_next_process_computes_the_group_again(
+    killed: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    starter = Starter(dying, Process)
+    with client_of(starter) as client:
+        assert await computed(client, 7, 8) == ["logprobs of 7", "logprobs of 8"]
+    first, second = starter.processes
+    assert (first.groups, sorted(second.groups)) == ([7], [7, 8])
+    assert killed == [first], "nothing of it is left"
+    assert "reference worker 0 is lost and started again (restart 1 of 10 within an hour)" in caplog.text
+    assert "low on memory" in caplog.text
+
+
+async def test_another_worker_computes_the_group_of_a_lost_one() -> None:
+    never = asyncio.Event()
+
+    class Loading(Process):
+        async def _answer(self) -> None:
+            await never.wait()
+
+    lost, other = Starter(dying, Loading), Starter(Process)
+    with client_of(lost, other) as client:
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert other.processes[0].groups == [1]
+
+
+@pytest.mark.parametrize("error", [DIED, raised(RuntimeError("CUDA error: an illegal memory access"))])
+async def test_a_group_on_which_two_workers_were_lost_fails_with_the_cause_and_the_next_one_is_computed(
+    error: Exception,
+) -> None:
+    starter = Starter(lambda: Process(0.01, error, lambda group: group < 0))
+    with client_of(starter) as client:
+        with pytest.raises(TrajectoryError, match=r"reference: 2 workers were lost .*(low on memory|illegal)") as found:
+            await computed(client, -1)
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert (found.value.kind, "Traceback" in found.value.detail) == ("reward", error is not DIED)
+    assert len(starter.processes) == 3
+
+
+async def test_no_group_is_blamed_for_workers_that_died_while_they_were_idle() -> None:
+    starters = [Starter(Process), Starter(Process)]
+    with client_of(*starters) as client:
+        for starter in starters:
+            starter.processes[0].is_dead = True
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert [starter.processes[0].groups for starter in starters] == [[], []]
+
+
+async def test_a_worker_that_hangs_is_killed_and_replaced_and_its_group_computed_again(
+    killed: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    starter = Starter(hanging, Process)
+    with client_of(starter, timeout_s=0.05) as client:
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert killed == [starter.processes[0]]
+    assert "reference worker 0: logprobs: no answer within 0.05 s" in caplog.text
+    assert "reference.pool" in caplog.text
+
+
+async def test_an_idle_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch, killed: list[Any]) -> None:
+    class Stopped(Process):
+        async def _answer(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(reference, "PING_TIMEOUT_S", 0.05)
+    starter = Starter(Stopped, Process)
+    with client_of(starter) as client:
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert killed == [starter.processes[0]]
+
+
+async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(killed: list[Any]) -> None:
+    starter = Starter(lambda: Process(0.4))
+    with client_of(starter, timeout_s=1.0) as client:
+        computing = asyncio.create_task(client.logprobs(1))
+        await asyncio.sleep(0.05)
+        time.sleep(2.5)  # noqa: ASYNC251 - the loop stands still
+        assert await asyncio.wait_for(computing, 10.0) == "logprobs of 1"
+    assert not killed
+
+
+async def test_the_worker_of_a_cancelled_group_is_replaced_when_it_is_lost() -> None:
+    starter = Starter(lambda: dying(0.05), Process)
+    with client_of(starter) as client:
+        given_up = asyncio.create_task(client.logprobs(1))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
+        assert await computed(client, 2) == ["logprobs of 2"]
+    assert [process.groups for process in starter.processes] == [[1], [2]]
+
+
+async def test_when_all_workers_are_given_up_every_group_that_waits_gets_the_error() -> None:
+    starters = [Starter(Process, dying_at_start), Starter(Process, dying_at_start)]
+    with client_of(*starters) as client:
+        for starter in starters:
+            starter.processes[0].is_dead = True
+        waiting = [asyncio.create_task(client.logprobs(group)) for group in range(5)]
+        found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10.0)
+    assert {type(error) for error in found} == {PenstockError}
+    assert "reference: no worker is left: each was lost more than 10 times within an hour" in str(found[0])
+    assert "low on memory" in str(found[0])
+    assert [len(starter.processes) for starter in starters] == [1 + RESTARTS_PER_HOUR] * 2
+
+
+async def test_a_worker_that_cannot_be_started_again_is_given_up() -> None:
+    def no_memory() -> Process:
+        raise OSError("fork: Cannot allocate memory")
+
+    no_worker = pytest.raises(PenstockError, match=r"no worker is left.*fork: Cannot allocate memory")
+    with client_of(Starter(dying, no_memory)) as client, no_worker:
+        await computed(client, 1)
+
+
+def test_a_worker_that_never_comes_up_is_given_up_however_long_each_start_takes() -> None:
+    class Loading(Process):
+        async def _answer(self) -> None:
+            await asyncio.Event().wait()
+
+    async def starts() -> float:
+        no_worker = pytest.raises(PenstockError, match=r"no worker is left.*start: no answer within 1000 s")
+        with client_of(Starter(dying, Loading), start_timeout_s=1000.0) as client, no_worker:
+            await client.logprobs(1)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(starts()) == pytest.approx(RESTARTS_PER_HOUR * 1000.0, abs=1.0)
+
+
+async def test_a_mistake_that_no_restart_mends_stops_the_run_with_its_cause(killed: list[Any]) -> None:
+    starter = Starter(lambda: Process(0.01, raised(ShapeError("planted: 3 and 4")), always))
+    with client_of(starter) as client, pytest.raises(PenstockError, match="failed: ShapeError: planted: 3 and 4"):
+        await computed(client, 1)
+    assert not killed
+
+
+async def test_a_worker_that_does_not_load_at_the_start_of_the_run_ends_it() -> None:
+    died = pytest.raises(PenstockError, match=r"reference: start: a process died: .*low on memory")
+    with client_of(Starter(dying_at_start)) as client, died:
+        await client.start()
+
+
+async def test_a_closed_client_starts_no_more_processes() -> None:
+    starter = Starter(lambda: dying(0.05), Process)
+    with client_of(starter) as client:
+        computing = asyncio.create_task(client.logprobs(1))
+        await asyncio.sleep(0.01)
+    await asyncio.wait([computing])
+    await asyncio.sleep(0.1)
+    assert len(starter.processes) == 1

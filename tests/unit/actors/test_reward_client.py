@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 
+from penstock.actors import restart_budget
 from penstock.actors.reward import client as reward_client
 from penstock.actors.reward.actor import RewardActor
 from penstock.actors.reward.client import RewardClient
@@ -56,8 +57,8 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Actors that the client has ended; its pauses are short."""
     actors: list[Any] = []
     monkeypatch.setattr(ray, "kill", actors.append)
-    monkeypatch.setattr(reward_client, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(reward_client, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(restart_budget, "LONGEST_PAUSE_S", 0.01)
     return actors
 
 
@@ -103,7 +104,7 @@ class Hanging(Process):
 
 
 class Place:
-    """A worker's place: one process after another, as `kinds` says; the last kind stays."""
+    """Starts one process after another of a worker, of the given `kinds`; the last kind repeats."""
 
     def __init__(self, *kinds: Callable[[], Process]) -> None:
         self.kinds = kinds
@@ -238,7 +239,7 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_
                 await asyncio.wait_for(client.score(*pair("!")), 10.0)
         with pytest.raises(TrajectoryError, match=r"no reward worker is left\. .*not restarted; .*actor died"):
             await client.score(*pair("!"))
-    assert len(place.processes) == 1 + reward_client.LOSSES_PER_HOUR
+    assert len(place.processes) == 1 + restart_budget.RESTARTS_PER_HOUR
 
 
 class Garbled(Process):
@@ -303,6 +304,6 @@ async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(
         time.sleep(2.5)  # noqa: ASYNC251  the loop stands still; the worker's goes on
         await asyncio.sleep(0.3)
         assert (await client.score(*pair("!"))).reward == 1.0
-        assert not client._workers[0]._losses
+        assert client._workers[0]._pause_s is None, "it was never lost"
         assert len(place.processes) == 1
     assert not killed

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 import ray
 
+from penstock.actors import restart_budget
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, PublishHandle
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.platform.run import engine_restarts
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
@@ -27,7 +27,7 @@ A, B = EngineId("a"), EngineId("b")
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of pauses run in virtual time and set them themselves."""
-    monkeypatch.setattr(engine_restarts, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 0.0)
 
 
 @dataclass
@@ -137,7 +137,7 @@ async def test_an_engine_that_cannot_take_the_version_now_serves_from_the_next_o
         pool.fence(A, "planted")
         await until_returned(pool, 1)
         async with pool.lease() as one, pool.lease() as two:
-            assert {one.engine.engine_id, two.engine.engine_id} == {B}, "the other one is below the floor"
+            assert {one.engine.engine_id, two.engine.engine_id} == {B}, "the other one is below the minimum version"
         await publisher.publish(1)
         assert {view.version for view in pool.views()} == {1}
 
@@ -229,7 +229,9 @@ async def test_whatever_a_restart_fails_with_requests_and_publishes_that_wait_he
 
 
 @pytest.mark.parametrize("failures", [1, 9])
-async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_restarts_are_bounded_and_then_every_waiter_gets_the_error(
+    failures: int, caplog: pytest.LogCaptureFixture
+) -> None:
     starter = Starter(failures=failures)
     async with service(Receiver(A), starter=starter, max_restarts=2) as (publisher, pool):
         await publisher.publish(0)
@@ -277,7 +279,7 @@ def timed(starter: TimedStarter) -> TimedStarter:
 
 
 def test_pauses_between_restarts_double_and_differ_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_restarts, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 1.0)
 
     async def pauses() -> list[float]:
         starter = timed(TimedStarter(failures=99))

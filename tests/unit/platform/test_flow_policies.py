@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import zero_variance
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ledger import GroupState, Reason
+from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import TaskStream
@@ -132,15 +132,67 @@ async def test_reference_logprobs_are_fetched_for_each_group_before_its_batch_is
     assert len(teacher.num_ready) == len(reference.num_ready)
 
 
-async def test_a_reference_that_dies_stops_the_run() -> None:
-    class Dying(FakeReference):
-        async def logprobs(self, handle: GroupPayload) -> str:
-            raise PenstockError("reference: logprobs: a process died")
+class FailingReference(FakeReference):
+    """Raises `error` for the groups for which `fails` says so."""
 
-    flow = make_flow([FakeEngine()], FakeRewards(), reference=Dying())
+    def __init__(self, error: Exception, fails: Callable[[GroupPayload], bool] = lambda _group: True) -> None:
+        super().__init__()
+        self.error = error
+        self.fails = fails
+
+    async def logprobs(self, handle: GroupPayload) -> str:
+        if self.fails(handle):
+            raise self.error
+        return f"logprobs of {handle.group_id}"
+
+
+async def test_a_reference_without_workers_stops_the_run() -> None:
+    flow = make_flow([FakeEngine()], FakeRewards(), reference=FailingReference(PenstockError("no worker is left")))
     async with flow:
-        with pytest.raises(PenstockError, match="a process died"):
+        with pytest.raises(PenstockError, match="no worker is left"):
             await next_groups(flow)
+
+
+@pytest.mark.parametrize("role", ["reference", "teacher"])
+async def test_a_group_whose_logprobs_cannot_be_computed_fails_with_its_cause_and_is_replaced(role: str) -> None:
+    error = TrajectoryError("reward", f"{role}: planted")
+    frozen = {role: FailingReference(error, lambda group: group.group_id == 1)}
+    engines = [FakeEngine()]
+    flow = make_flow(engines, FakeRewards(), batch=1, eta=0, steps=3, **frozen)
+    trained = await train_all(flow, engines)
+    assert 1 not in {group.group_id for group in trained}
+    assert flow.counts() == LedgerCounts(admitted=4, trained=3, dropped=0, filtered=0, failed=1, live=0)
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == 1
+    assert flow.stats.failures == [error]
+
+
+async def test_a_reference_that_fails_for_every_group_stops_the_run_with_its_cause() -> None:
+    reference = FailingReference(TrajectoryError("reward", "reference: planted"))
+    flow = make_flow([FakeEngine()], FakeRewards(), reference=reference)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"8 groups in a row failed.*reference: planted"):
+            await asyncio.wait_for(next_groups(flow), 10.0)
+    assert flow.counts().failed == 8
+
+
+async def test_a_restored_group_whose_logprobs_cannot_be_computed_again_fails_alone() -> None:
+    healthy = FailingReference(Exception(), lambda _group: False)
+    flow = make_flow([FakeEngine()], FakeRewards(), batch=2, eta=1, reference=healthy)
+    async with flow:
+        while flow.core.num_ready < 3:  # noqa: ASYNC110 - the core has no event for it
+            await asyncio.sleep(0)
+        saved = flow.snapshot()
+        payloads = {group.group_id: await flow.ports.store.get(group.handle) for group in saved.ready}
+    error, lost = TrajectoryError("reward", "reference: planted"), saved.ready[0].group_id
+    engines = [FakeEngine()]
+    reference = FailingReference(error, lambda group: group.group_id == lost)
+    resumed = make_flow(engines, FakeRewards(), batch=2, eta=1, reference=reference)
+    await resumed.restore(saved, payloads)
+    assert resumed.core.num_ready == len(saved.ready) - 1
+    trained = await train_all(resumed, engines)
+    assert lost not in {group.group_id for group in trained}
+    assert (resumed.counts().trained, resumed.counts().failed) == (8, 1)
+    assert resumed.stats.failures == [error]
 
 
 async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
