@@ -29,6 +29,7 @@ from tests.answers import answered
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
+OF_A_STARTED_RUN = {"checkpoints", "resume"}
 RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve")}
 """By tests/unit/platform/test_cli_sandbox.py."""
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -74,7 +75,11 @@ def test_the_commands_of_the_guides_are_found_and_few_are_run_elsewhere() -> Non
     assert set(found) >= RUN_ELSEWHERE | {("env", "show"), ("env", "play"), ("train", "experiment=arithmetic")}
 
 
-HERE = {line: words for line, words in commands().items() if tuple(words[:2]) not in RUN_ELSEWHERE}
+HERE = {
+    line: words
+    for line, words in commands().items()
+    if tuple(words[:2]) not in RUN_ELSEWHERE and words[0] not in OF_A_STARTED_RUN
+}
 
 
 STARTS_PROGRAMS = ("env check agent", "env check my_mcp", "env check verifiers")
@@ -97,6 +102,41 @@ def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) ->
     said = {"check": "no check failed", "show": "the first two:", "play": "turns are over"}
     of_runs = {"sweep": ": to run"} | dict.fromkeys(TRAINING, "dry run: nothing was started.")
     assert (of_runs[words[0]] if words[0] in of_runs else said[words[1]]) in result.output
+
+
+@pytest.mark.parametrize("line", [line for line, words in commands().items() if words[0] in OF_A_STARTED_RUN])
+def test_the_commands_that_continue_a_run_find_its_checkpoints(
+    folder: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the training and the export, which tests/integration/test_resume.py runs."""
+    from penstock.platform.checks.load import compose_config
+    from penstock.platform.cli import checkpoints
+    from penstock.platform.cli.main import app
+    from penstock.platform.run import launch
+    from penstock.platform.run.checkpoint import CheckpointFolder
+    from penstock.platform.run.flow import FlowSnapshot
+    from penstock.platform.run.run_dir import prepare_run_dir
+    from penstock.rollout.tokenization.tokenizers import character_tokenizer
+    from penstock.trainer.models.tiny_policy import create_policy
+
+    config = compose_config(["experiment=arithmetic", "name=long", "run_dir=runs/long", "model.path=policy"])
+    create_policy(config.model, character_tokenizer(), "policy", 0)
+    run_dir = prepare_run_dir(config)
+    (run_dir / "metrics.jsonl").touch()
+    saved = CheckpointFolder(run_dir)
+    saved.prepare()
+    for version in (40, 60):
+        manifest = {"version": version, "incarnation": 0, "trainer_files": [], "spooled": {}, "files": [], "run": {}}
+        saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
+    taken: list[str] = []
+    monkeypatch.setattr(launch, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
+    monkeypatch.setattr(checkpoints, "export_policy", lambda _config, found, _target: taken.append(found.name))
+    words = commands()[line]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    is_list = words[0] == "checkpoints" and "--to-hf" not in words
+    assert taken == ([] if is_list else ["step_40" if "40" in words else "step_60"])
+    assert not is_list or result.output.count("complete") == 2
 
 
 async def test_the_agent_program_of_the_guide_prints_its_reward(folder: Path) -> None:
