@@ -261,6 +261,21 @@ def test_a_worker_that_never_comes_up_is_given_up_however_long_each_start_takes(
     assert run_virtual(starts()) == pytest.approx(RESTARTS_PER_HOUR * 1000.0, abs=1.0)
 
 
+def test_the_pauses_between_restarts_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(restart_budget, "LONGEST_PAUSE_S", 60.0)
+
+    async def restarts() -> float:
+        with (
+            client_of(Starter(dying, dying_at_start)) as client,
+            pytest.raises(PenstockError, match="no worker is left"),
+        ):
+            await client.logprobs(1)
+        return asyncio.get_running_loop().time()
+
+    assert 243 / 2 <= run_virtual(restarts()) <= 244, "1 + 2 + 4 + … + 32 + 3 · 60 s, or at least half of it"
+
+
 async def test_a_mistake_that_no_restart_mends_stops_the_run_with_its_cause(killed: list[Any]) -> None:
     starter = Starter(lambda: Process(0.01, raised(ShapeError("planted: 3 and 4")), always))
     with client_of(starter) as client, pytest.raises(PenstockError, match="failed: ShapeError: planted: 3 and 4"):
