@@ -7,7 +7,6 @@ the flow (flow_builder.py). The loop is `controller.train`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock import __version__
+from penstock.actors.restart_budget import RestartBudget
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
 from penstock.dataflow.ledger import JournalEntry
@@ -98,7 +98,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     events = EventTail()
     status: RunStatus = "failed"
     run: Run | None = None
-    rollbacks: list[float] = []
+    rollbacks = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
     try:
         async with start_parts(config, instruments, resumed) as parts:
             while status == "failed":
@@ -106,7 +106,8 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     async with build_run(config, parts, instruments, events, resumed) as run:
                         await train_to_end(run, parts.actors, stop or Stop())
                     status = "completed"
-                except RanksLostError as lost:
+                except (RanksLostError, TrainingError, WeightSendError) as error:
+                    lost = await ranks_lost(parts.actors, error)
                     resumed = await roll_back(config, parts, instruments, lost, rollbacks)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
@@ -133,6 +134,19 @@ class RanksLostError(PenstockError):
     """Trainer ranks are dead or do not answer, and so the policy is lost. The cause is what ended the training."""
 
 
+async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
+    """What `error` means if trainer ranks are lost.
+
+    Raises:
+        PenstockError: `error` itself, if they are all there.
+    """
+    if isinstance(error, RanksLostError):
+        return error
+    if not (lost := await actors.lost_ranks()):
+        raise error
+    return RanksLostError(f"lost {', '.join(lost)}: {error}")
+
+
 async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
     """Train; however it ends, the policy is saved, and after a stop also a checkpoint.
 
@@ -147,11 +161,13 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         await run.save_policy_at_end()
         raise asyncio.CancelledError from error
     except (TrainingError, WeightSendError) as error:
-        if lost := await actors.lost_ranks():
-            await run.abandon_checkpoint()
-            raise RanksLostError(f"lost {', '.join(lost)}: {error}") from error
-        await run.save_policy_at_end()
-        raise
+        try:
+            lost = await ranks_lost(actors, error)
+        except (TrainingError, WeightSendError):
+            await run.save_policy_at_end()
+            raise
+        await run.abandon_checkpoint()
+        raise lost from error
     except BaseException:
         await run.save_policy_at_end()
         raise
@@ -160,16 +176,16 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
 
 
 async def roll_back(
-    config: RunConfig, parts: RunParts, instruments: Instruments, lost: RanksLostError, rollbacks: list[float]
+    config: RunConfig, parts: RunParts, instruments: Instruments, lost: RanksLostError, rollbacks: RestartBudget
 ) -> Checkpoint:
-    """After the loss of a trainer rank, start the trainer anew from the newest checkpoint; the engines stay up.
+    """After the loss of a trainer rank, start the trainer again from the newest checkpoint; the engines stay up.
 
     Args:
         config: Configuration of the run.
         parts: What outlives the trainer.
         instruments: Outputs of the run.
         lost: Which ranks are lost, and why.
-        rollbacks: Times of earlier rollbacks, monotonic seconds; this one is added.
+        rollbacks: Budget of the rollbacks; this one uses one.
 
     Returns:
         The checkpoint.
@@ -177,19 +193,22 @@ async def roll_back(
     Raises:
         RanksLostError: `lost`, if there is no checkpoint, or after too many rollbacks in an hour.
     """
-    now = time.monotonic()
-    rollbacks[:] = [*(at for at in rollbacks if now - at < 3600.0), now]
-    if len(rollbacks) > MAX_ROLLBACKS_PER_HOUR:
-        raise lost
     try:
         checkpoint = await asyncio.to_thread(choose_checkpoint, instruments.run_dir)
     except CheckpointError:
         raise lost from lost.__cause__
-    instruments.note(str(lost))
-    instruments.note(f"the trainer goes back to the checkpoint of v{checkpoint.version}; the engines stay up …")
-    await parts.actors.roll_back(config, str(checkpoint.path))
-    instruments.trajectories.drop_after(checkpoint.version)
-    return checkpoint
+    while (pause_s := rollbacks.take()) is not None:
+        instruments.note(str(lost))
+        instruments.note(f"the trainer goes back to the checkpoint of v{checkpoint.version}; the engines stay up …")
+        await asyncio.sleep(pause_s)
+        try:
+            await parts.actors.roll_back(config, str(checkpoint.path))
+        except TrainingError as error:  # a rank was lost again, while it started
+            lost = RanksLostError(str(error))
+            continue
+        instruments.trajectories.drop_after(checkpoint.version)
+        return checkpoint
+    raise lost
 
 
 def header_facts(config: RunConfig) -> dict[str, str]:
@@ -255,7 +274,7 @@ async def build_run(
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
         incarnation = next_incarnation(instruments.run_dir)
         log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
-        stack.callback(log.close)
+        stack.callback(close_log, log, instruments)
         core.ledger.on_event = partial(record_event, events, log)
         forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
@@ -283,6 +302,13 @@ async def build_run(
         if resumed is not None:
             await restore(run, flow, folder, resumed)
         yield run
+
+
+def close_log(log: LedgerLog, instruments: Instruments) -> None:
+    """Write the rest of the ledger's log; a log that is not complete is said."""
+    log.close()
+    if log.error is not None:
+        instruments.note(f"the ledger's log is not complete, since it could not be written: {log.error}")
 
 
 def record_event(events: EventTail, log: LedgerLog, entry: JournalEntry) -> None:

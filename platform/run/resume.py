@@ -26,7 +26,7 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
-from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE
+from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
 from penstock.platform.run import launch
@@ -86,8 +86,9 @@ def train(config: RunConfig) -> int:
     run_dir = Path(config.run_dir)
     if config.resume == "never" or not (run_dir / CONFIG_FILE).exists():
         return launch.train(config)
-    if not CheckpointFolder(run_dir).versions():  # it ended before its first step
-        return launch.train(config.model_copy(update={"overwrite": True}))
+    if not CheckpointFolder(run_dir).versions():
+        was_killed = not (run_dir / SUMMARY_FILE).exists()  # in its first step, so nothing is lost
+        return launch.train(config.model_copy(update={"overwrite": was_killed or config.overwrite}))
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
         if checkpoint.version >= config.total_steps:
@@ -112,7 +113,9 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
         raise ConfigError(list(dict.fromkeys(problems)))
     write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
     TrajectoryTable(run_dir).drop_after(checkpoint.version)
-    reached = max((record.step for record in read_metrics(run_dir)), default=0)
+    reached = 0
+    if (run_dir / METRICS_FILE).exists():
+        reached = max((record.step for record in read_metrics(run_dir)), default=0)
     again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return launch.train_in(config, run_dir, checkpoint)
