@@ -197,14 +197,15 @@ async def roll_back(
         checkpoint = await asyncio.to_thread(choose_checkpoint, instruments.run_dir)
     except CheckpointError:
         raise lost from lost.__cause__
-    while (pause_s := rollbacks.take()) is not None:
+    has_started = True
+    while (pause_s := rollbacks.take(has_served=has_started)) is not None:
         instruments.note(str(lost))
         instruments.note(f"the trainer goes back to the checkpoint of v{checkpoint.version}; the engines stay up …")
         await asyncio.sleep(pause_s)
         try:
             await parts.actors.roll_back(config, str(checkpoint.path))
         except TrainingError as error:  # a rank was lost again, while it started
-            lost = RanksLostError(str(error))
+            lost, has_started = RanksLostError(str(error)), False
             continue
         instruments.trajectories.drop_after(checkpoint.version)
         return checkpoint
