@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock import __version__
+from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
 from penstock.dataflow.ledger import JournalEntry
@@ -42,9 +43,11 @@ from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTab
 from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog, next_incarnation
@@ -233,6 +236,9 @@ async def build_run(
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
         runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
+        # With two policies it refuses every change, so the publisher is always that of a single policy.
+        publisher = cast("ActorWeightPublisher", runtime.publisher)
+        fleet = Fleet(config, runner.pool, publisher, actors, instruments.note)
         await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
             view = config.partner_view
@@ -271,6 +277,7 @@ async def build_run(
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
+        await stack.enter_async_context(served_control(instruments.run_dir, fleet.scale, instruments.note))
         yield run
 
 
