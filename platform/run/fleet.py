@@ -1,8 +1,8 @@
-"""Engines that join and leave while a run trains (`penstock scale`).
+"""Engines that join and leave while a run trains: by `penstock scale`, or because Ray drains their node.
 
-Consumes: the number of engines that is wanted. Waits for: a new process to load its model and to receive the current
-version; the requests of a leaving engine to end. Unblocked by: these events or their time limits, of which
-`weights.drain_timeout_s` is that for requests.
+Consumes: the number of engines that is wanted, and the nodes that are drained. Waits for: a new process to load its
+model and to receive the current version; the requests of a leaving engine to end. Unblocked by: these events or their
+time limits, of which `weights.drain_timeout_s` is that for requests.
 
 An engine that joins gets the next index that no engine of this run has had, so an id in a log always means one process
 or its restarts. It serves once it has acknowledged a version that is new enough, as after a restart.
@@ -16,8 +16,9 @@ transfer to several engines fails for all of them if one disappears. At least on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Protocol
 
 from penstock.actors.engine.client import RemoteEngine, in_service
@@ -26,6 +27,10 @@ from penstock.platform.checks.cluster import check_cluster
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.pool.pool import EnginePool
 
+logger = logging.getLogger(__name__)
+
+DRAIN_PERIOD_S = 10.0
+"""Seconds between two questions which nodes are being drained."""
 MOVE_S = 5.0
 """Longest wait for interrupted requests to be gone from an engine, seconds."""
 Progress = Callable[[str], None]
@@ -104,14 +109,51 @@ class Fleet:
                 views.sort(key=lambda view: (view.in_use, view.outstanding_tokens))
                 names = {view.engine_id for view in views[: len(views) - num_engines]}
                 leaving = [engine for engine in in_service(self._pool) if engine.engine_id in names]
-                # All at once, before any wait: so none of them can be fenced in between, and none gets the others'
-                # requests.
-                for engine in leaving:
-                    self._pool.retire(engine.engine_id, "it was told to leave")
-                await asyncio.gather(*(self._leave(engine, tell) for engine in leaving))
+                await self._leave_together(leaving, "it was told to leave", tell)
         finally:
             self._is_changing = False
         return f"{len(views)} -> {len(self._pool.views())} engines are in service"
+
+    @asynccontextmanager
+    async def following(self, draining_nodes: Callable[[], Awaitable[set[str]]]) -> AsyncIterator[None]:
+        """While the context is open, let the engines leave whose nodes Ray is draining, e.g. before a preemption.
+
+        Args:
+            draining_nodes: Ids of these nodes.
+        """
+        job = asyncio.create_task(self._follow(draining_nodes), name="draining nodes")
+        try:
+            yield
+        finally:
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    async def _follow(self, draining_nodes: Callable[[], Awaitable[set[str]]]) -> None:
+        is_known_to_fail = False
+        while True:
+            try:
+                await self.leave_nodes(await draining_nodes())
+            except Exception as error:  # noqa: BLE001 - without the notices, a lost node is still survived
+                if not is_known_to_fail:
+                    logger.warning("fleet: Ray's notices of draining nodes cannot be followed: %r", error)
+                is_known_to_fail = True
+            await asyncio.sleep(DRAIN_PERIOD_S)
+
+    async def leave_nodes(self, nodes: set[str]) -> None:
+        """Let the engines on these nodes leave, except the last one in service. They are not replaced."""
+        if self._is_changing or self._config.cluster.colocated or self._config.partner is not None:
+            return
+        engines = in_service(self._pool)
+        leaving = [engine for engine in engines if engine.node_id in nodes]
+        if len(leaving) == len(engines):  # it serves until its node is gone, and is then restarted on another one
+            leaving = leaving[1:]
+        if not leaving:
+            return
+        self._is_changing = True
+        try:
+            await self._leave_together(leaving, "its node is being drained", self._note)
+        finally:
+            self._is_changing = False
 
     def _refusal(self, num_engines: int) -> str | None:
         """Why the number of engines cannot become `num_engines` now; None if it can."""
@@ -170,13 +212,18 @@ class Fleet:
         since = f"at v{engine.version}" if engine.version >= 0 else "from the next version on"
         tell(f"{engine.engine_id} has joined and serves {since}")
 
+    async def _leave_together(self, engines: list[RemoteEngine], why: str, tell: Progress) -> None:
+        # All are retired before any wait: so none of them can be fenced in between, and none gets the others' requests.
+        for engine in engines:
+            self._pool.retire(engine.engine_id, why)
+            tell(f"{engine.engine_id} is leaving: {why}")
+        await asyncio.gather(*(self._leave(engine, tell) for engine in engines))
+
     async def _leave(self, engine: RemoteEngine, tell: Progress) -> None:
         """End a retired engine once its requests have ended or moved."""
-        engine_id, drain_s = engine.engine_id, self._config.weights.drain_timeout_s
-        tell(f"{engine_id} is leaving: it finishes its requests, for at most {drain_s:g} s (weights.drain_timeout_s) …")
-        num_moved = 0
+        engine_id, num_moved = engine.engine_id, 0
         try:
-            async with asyncio.timeout(drain_s):
+            async with asyncio.timeout(self._config.weights.drain_timeout_s):
                 await self._pool.wait_drained(engine_id)
         except TimeoutError:
             num_moved = self._pool.move_requests(engine_id)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock import __version__
+from penstock.actors.cluster import draining_nodes
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
@@ -277,6 +278,8 @@ async def build_run(
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
+        if config.cluster.address != "local":  # a cluster of this machine alone has no node to drain
+            await stack.enter_async_context(fleet.following(draining_nodes))
         await stack.enter_async_context(served_control(instruments.run_dir, fleet.scale, instruments.note))
         yield run
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import ray
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from penstock.actors.cluster import draining_nodes
+from penstock.actors.ray_errors import answer_of
+from penstock.dataflow.errors import EngineLostError
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import ENVIRONMENT, PENSTOCK, read_metric, read_summary, run_cli
 from tests.small_run import small_run_overrides
@@ -115,6 +124,34 @@ def test_a_run_is_scaled_from_one_engine_to_two_and_back_while_it_trains(tmp_pat
     assert "is not running" in scale(run_dir, 2).stderr
 
 
+class Busy:
+    def answer(self) -> bool:
+        return True
+
+
+@pytest.mark.full
+async def test_the_nodes_that_ray_drains_are_known_to_the_driver() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
+    try:
+        node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        ray.init(address=cluster.address, log_to_driver=False)
+        assert await draining_nodes() == set()
+        on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        busy = ray.remote(Busy).options(num_cpus=0, scheduling_strategy=on_node).remote()  # an idle node would end
+        assert await answer_of(busy.answer.remote(), 60, EngineLostError, "start")
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int(time.time() * 1000) + 60_000
+        address = ray.get_runtime_context().gcs_address
+        assert GcsClient(address).drain_node(node.node_id, reason, "planted", deadline_ms)[0]
+        async with asyncio.timeout(30):
+            while await draining_nodes() != {node.node_id}:  # noqa: ASYNC110 - Ray has no event for it
+                await asyncio.sleep(0.2)
+        assert await answer_of(busy.answer.remote(), 60, EngineLostError, "it still serves")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_engines_join_and_leave_every_20_s_for_3_minutes(tmp_path: Path) -> None:
@@ -134,4 +171,4 @@ def test_engines_join_and_leave_every_20_s_for_3_minutes(tmp_path: Path) -> None
     assert set(read_metric(run_dir, "flow/engines")) == {1, 2}
     assert num_changes >= 5
     moved = read_metric(run_dir, "flow/resumed_trajectories")[-1]
-    print(f"{num_changes} changes, {len(read_metric(run_dir, 'flow/engines'))} steps, {moved:g} trajectories moved")
+    print(f"{num_changes} changes, {num_steps(run_dir)} steps, {moved:g} trajectories moved")

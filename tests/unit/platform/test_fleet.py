@@ -19,7 +19,7 @@ from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta,
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run import control
+from penstock.platform.run import control, fleet
 from penstock.platform.run.control import request_scale, served_control
 from penstock.platform.run.fleet import Fleet
 from penstock.rollout.pool.pool import EnginePool
@@ -251,6 +251,26 @@ async def test_a_leave_during_a_publish_waits_for_it_and_breaks_nothing(mode: st
     assert service.pool.fenced == {}
     assert len(service.processes.ended_ids) == 1
     await service.publisher.close()
+
+
+async def test_engines_on_a_draining_node_leave_but_never_the_last_one() -> None:
+    service = Service(3)
+    await service.publisher.publish(0)
+    for one in service.engines[1:]:
+        one.node_id = "node-b"
+    answers = [set[str](), {"node-b"}, {"node-a", "node-b"}]
+
+    async def draining_nodes() -> set[str]:
+        if not answers:
+            raise ConnectionError("planted: the cluster does not answer, and the run goes on")
+        return answers.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "DRAIN_PERIOD_S", 0.0)
+        async with service.fleet.following(draining_nodes):
+            await until(lambda: not answers and len(service.processes.ended_ids) == 2)
+    assert service.ids == ["engine-0"]
+    assert "engine-1 is leaving: its node is being drained" in service.notes
 
 
 async def test_scaling_to_the_same_number_does_nothing() -> None:
