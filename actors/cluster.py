@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.autoscaler.v2.sdk import get_cluster_status
 
 from penstock.actors.devices import DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
@@ -38,6 +39,7 @@ ENGINE_CONCURRENCY = 64
 # Above the number of pending calls: further calls would wait inside the worker, and so would its liveness check.
 REWARD_CONCURRENCY = 100_000
 FETCH_TIMEOUT_S = 120.0
+DRAIN_QUERY_S = 5
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -94,6 +96,18 @@ async def ray_session(address: str, publish_in: str | None = None) -> AsyncItera
         ray.shutdown()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
+
+
+async def draining_nodes() -> set[str]:
+    """Ids of the nodes that Ray has been told to drain, e.g. because they are about to be preempted.
+
+    Ray publishes this neither in `ray.nodes()` nor, without a dashboard, in `ray.util.state`. This is what the command
+    `ray status` asks.
+    """
+    address = ray.get_runtime_context().gcs_address
+    status = await asyncio.to_thread(get_cluster_status, address, timeout=DRAIN_QUERY_S)
+    nodes = [*status.active_nodes, *status.idle_nodes]
+    return {node.node_id for node in nodes if node.node_status == "DRAINING" and node.node_id is not None}
 
 
 class ObjectStore:

@@ -33,7 +33,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -101,12 +102,12 @@ class ActorWeightPublisher:
         is written, and an overlapped delivery sends a snapshot.
 
         Raises:
+            PlacementError: If the weight transport does not reach its node.
             EngineLostError: If it died, or did not answer within `timeout_s`.
             WeightSyncError: If it has also refused the version written once more; it is fenced then.
         """
-        async with self._publishing:
-            if self._delivery is not None:
-                await asyncio.wait([self._delivery])
+        self._transport.check_reaches(engine)
+        async with self.held_off():
             published, answer = self._published, None
             if published is not None:
                 answer = await attempt(engine, published, self._config.timeout_s)
@@ -115,6 +116,17 @@ class ActorWeightPublisher:
             self._pool.add(engine)  # before the version is written again: only engines of the pool get version buffers
             if published is not None and isinstance(answer, WeightSyncError):
                 await self._write_if_none_serves(published.manifest.version, engine)
+
+    @asynccontextmanager
+    async def held_off(self) -> AsyncIterator[None]:
+        """Wait until the engines have what was published, and let no other publish begin within the context.
+
+        With `multi_version` the remaining engines may still be updated one after the other.
+        """
+        async with self._publishing:
+            if self._delivery is not None:
+                await asyncio.wait([self._delivery])
+            yield
 
     async def _write_if_none_serves(self, version: int, engine: RemoteEngine) -> None:
         """Have the trainer write a version that no engine has any more, unless a step to the next one is running."""

@@ -52,6 +52,13 @@ class WeightTransport:
         """Returns once the trainer may continue; the handle is done once engines can fetch the version."""
         raise NotImplementedError
 
+    def check_reaches(self, engine: RemoteEngine) -> None:
+        """Check that versions can reach an engine that joins or was restarted: by default they reach every node.
+
+        Raises:
+            PlacementError: If they cannot.
+        """
+
     async def close(self) -> None:
         """Free resources that outlive the processes."""
 
@@ -127,6 +134,9 @@ class SharedMemoryTransport(WeightTransport):
         self._num_slots = num_buffers
         self._transfer: ShardTransfer | None = None
 
+    def check_reaches(self, engine: RemoteEngine) -> None:
+        _check_same_node("shared_memory", self._trainer, engine)
+
     async def send(self, version: int) -> PublishHandle:
         what = f"publish v{version}"
         if self._transfer is None:
@@ -148,6 +158,16 @@ def _check_one_node(transport: str, trainer: TrainerClient, engines: Sequence[Re
         raise PlacementError(
             f"weights: weights.transport={transport} uses memory of one node, but the trainer and the engines are on "
             "several. Set weights.transport=auto."
+        )
+
+
+def _check_same_node(transport: str, trainer: TrainerClient, engine: RemoteEngine) -> None:
+    """Check a single engine; the run has begun on one node, so its route is fixed."""
+    if not is_one_node(trainer, [engine]):
+        raise PlacementError(
+            f"weights: {engine.engine_id} was started on node {engine.node_id}, but weights.transport={transport} uses "
+            f"memory of node {trainer.nodes[0]}, where this run began. Free a place on that node, or resume the run "
+            "with weights.transport=process_group, which reaches other nodes."
         )
 
 
@@ -176,6 +196,9 @@ class DeviceMemoryTransport(WeightTransport):
         self._timeout_s = config.timeout_s
         self._training: tuple[TrainingSharding, list[str]] | None = None
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
+
+    def check_reaches(self, engine: RemoteEngine) -> None:
+        _check_same_node("cuda_ipc", self._trainer, engine)
 
     async def send(self, version: int) -> PublishHandle:
         if self._training is None:

@@ -248,6 +248,21 @@ def resume(
 
 @app.command(no_args_is_help=True)
 @exits
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    *,
+    engines: Annotated[int, typer.Option(metavar="N", help="Number of engines that the run is to have.")],
+) -> int:
+    """Change the number of rollout engines of a run while it trains; returns when they have joined or left."""
+    from penstock.platform.run.control import request_scale
+
+    console = plain_console()
+    console.print(request_scale(run, engines, lambda sentence: console.print(f"  {sentence}", markup=False)))
+    return 0
+
+
+@app.command(no_args_is_help=True)
+@exits
 def checkpoints(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
     *,

@@ -67,6 +67,10 @@ class RunActors:
     teacher: ReferenceClient | None
     partner: RunActors | None = None
     devices: SharedDevices | None = None
+    num_engines_started: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_engines_started = len(self.engines)
 
     async def lost_ranks(self) -> list[str]:
         """Trainer ranks that are dead or do not answer."""
@@ -108,11 +112,29 @@ class RunActors:
             PlacementError: If it does not start within `rollout.start_timeout_s`.
             EngineLostError: If it fails to start.
         """
-        index = [engine.engine_id for engine in self.engines].index(engine_id)
-        self.engines[index].kill()
-        spec, need = engine_specs(config)[index], resources(config, "engine", "train")[index]
-        (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
-        return self.engines[index]
+        place = [engine.engine_id for engine in self.engines].index(engine_id)
+        self.engines[place].kill()
+        engine = await start_engine(config, engine_index(engine_id))
+        self.engines[place] = engine
+        return engine
+
+    async def started(self, config: RunConfig) -> RemoteEngine:
+        """Start one more engine, with an id that no engine of this run has had; not yet in the pool.
+
+        Raises:
+            PlacementError: If it does not start within `rollout.start_timeout_s`.
+            EngineLostError: If it fails to start.
+        """
+        index, self.num_engines_started = self.num_engines_started, self.num_engines_started + 1
+        engine = await start_engine(config, index)
+        self.engines.append(engine)
+        return engine
+
+    async def ended(self, engine: RemoteEngine) -> None:
+        """End the process of an engine that has left."""
+        self.engines.remove(engine)
+        await engine.close()
+        engine.kill()
 
     async def _export(self, pool: EnginePool, config: RunConfig) -> WeightTransport:
         """Create the weight transport, by the configuration and the nodes on which Ray placed trainer and engines."""
@@ -283,26 +305,40 @@ async def start_engine_group(
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
 
 
+async def start_engine(config: RunConfig, index: int) -> RemoteEngine:
+    """Start one engine during a run. All engines that are not colocated need the same resources."""
+    need = resources(config, "engine", "train")[0]
+    (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
+    return engine
+
+
 def engine_specs(config: RunConfig) -> list[EngineSpec]:
-    """Settings of each engine."""
+    """Settings of the engines that a run begins with."""
+    return [engine_spec(config, index) for index in range(config.rollout.num_engines)]
+
+
+def engine_spec(config: RunConfig, index: int) -> EngineSpec:
+    """Settings of the engine `engine-<index>`."""
     cluster = config.cluster
-    return [
-        EngineSpec(
-            engine_id=EngineId(f"engine-{index}"),
-            model_path=model_path(config),
-            model=config.model,
-            engine=config.rollout.engine,
-            device=pool_device(config, cluster.rollout_pool),
-            update_mode=config.weights.kv_mode,
-            bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
-            # Shorter than the driver's time limit, because the engine's own error has more detail.
-            stage_timeout_s=0.9 * config.weights.timeout_s,
-            publish_in=config.weights.directory,
-            seed=config.seed + index,
-            threads=cluster.threads_per_process,
-        )
-        for index in range(config.rollout.num_engines)
-    ]
+    return EngineSpec(
+        engine_id=EngineId(f"engine-{index}"),
+        model_path=model_path(config),
+        model=config.model,
+        engine=config.rollout.engine,
+        device=pool_device(config, cluster.rollout_pool),
+        update_mode=config.weights.kv_mode,
+        bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
+        # Shorter than the driver's time limit, because the engine's own error has more detail.
+        stage_timeout_s=0.9 * config.weights.timeout_s,
+        publish_in=config.weights.directory,
+        seed=config.seed + index,
+        threads=cluster.threads_per_process,
+    )
+
+
+def engine_index(engine_id: EngineId) -> int:
+    """The index that `engine_spec` has named an engine by."""
+    return int(engine_id.removeprefix("engine-"))
 
 
 def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:

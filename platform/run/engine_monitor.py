@@ -42,6 +42,11 @@ class EngineMonitor:
         self.num_preemptions = 0
 
     @property
+    def num_engines(self) -> int:
+        """Engines in service now."""
+        return len(self._pool.engines())
+
+    @property
     def num_restarts(self) -> int:
         """Restarts of all engines since the run began; absolute."""
         return self._pool.num_returned

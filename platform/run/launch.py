@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import cast
 
 from penstock import __version__
+from penstock.actors.cluster import draining_nodes
 from penstock.actors.restart_budget import RestartBudget
+from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
 from penstock.dataflow.ledger import JournalEntry
@@ -48,9 +50,11 @@ from penstock.platform.run.checkpoint import (
     next_incarnation,
 )
 from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
@@ -265,6 +269,9 @@ async def build_run(
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
         runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
+        # With two policies it refuses every change, so the publisher is always that of a single policy.
+        publisher = cast("ActorWeightPublisher", runtime.publisher)
+        fleet = Fleet(config, runner.pool, publisher, actors, instruments.note)
         await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
             view = config.partner_view
@@ -302,6 +309,9 @@ async def build_run(
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
+        if config.cluster.address != "local":  # a cluster of this machine alone has no node to drain
+            await stack.enter_async_context(fleet.following(draining_nodes))
+        await stack.enter_async_context(served_control(instruments.run_dir, fleet.scale, instruments.note))
         yield run
 
 

@@ -322,6 +322,7 @@ class Run:
             "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
             "flow/resumed_tokens": flow.ports.runner.stats.tokens,
             "flow/preemptions": self._monitor.num_preemptions,
+            "flow/engines": self._monitor.num_engines,
             "flow/engine_restarts": self._monitor.num_restarts,
             "flow/ignored_reports": flow.core.ignored.total(),
             "throughput/generated_tokens_per_s": generated / wall_s,

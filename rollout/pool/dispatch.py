@@ -137,6 +137,10 @@ class Dispatcher:
         self._requeue_waiters(view)
         return self.refresh()
 
+    def remove(self, view: EngineView) -> None:
+        """Forget an engine that is out of service. Requests that still hold its slots release them as usual."""
+        del self.views[view.engine_id]
+
     def pause(self, view: EngineView) -> Granted:
         """Grant no new requests to an engine until `resume`; running ones continue."""
         view.is_paused = True

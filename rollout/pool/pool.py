@@ -7,7 +7,8 @@ Consumes: leases. Waits for: an engine with a free slot and a version that is ne
 lease, an engine that joins or receives newer weights, the loss of the last engine that serves or restarts (every waiter
 then gets the error), or the time limit for a version that no engine has. rollout/pool/dispatch.py decides which lease
 is granted; this file only holds the futures. A lost engine is restarted by platform/run/engine_restarts.py, and its
-trajectories are resumed on other engines by rollout/trajectory/runner.py.
+trajectories are resumed on other engines by rollout/trajectory/runner.py. Engines join and leave by
+platform/run/fleet.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LATE_S = 1.0
 """A timer that is later than this shows that the driver's event loop stood still; less is ordinary load. Seconds."""
 
 
-InterruptionKind = Literal["lost", "aborted", "silent", "fenced"]
+InterruptionKind = Literal["lost", "aborted", "silent", "fenced", "left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Interruption:
     kind: InterruptionKind
     reason: str
     view: EngineView
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether it counts against `rollout.max_resumes`. An engine that was told to leave is nobody's fault."""
+        return self.kind != "left"
 
     @property
     def may_be_caused_by_request(self) -> bool:
@@ -305,15 +311,48 @@ class EnginePool:
             reason: Shown in logs and errors.
             kind: `lost` if the engine process is gone, and its requests with it.
         """
-        view = self._dispatcher.views[engine_id]
-        if view.fenced is not None:
+        view = self._dispatcher.views.get(engine_id)
+        # A publish that began before an engine left may report its loss after it.
+        if view is None or view.fenced is not None:
             return
         logger.warning("%s is fenced and gets no more requests: %s", engine_id, reason)
         if self._restart_hook is not None and self._restart_hook(engine_id):
             self._returning.add(engine_id)
-        self._wake_granted(self._dispatcher.fence(view, reason))
+        self._take_out(view, reason)
         for lease in _leases(view.requests):
             lease.interrupt(kind, f"{engine_id} was fenced: {reason}")
+
+    def retire(self, engine_id: EngineId, reason: str) -> None:
+        """Take an engine out of service for good: it gets no new requests and no new versions.
+
+        Its running requests continue until they end, or until `move_requests`. It is not restarted.
+        """
+        self._take_out(self._dispatcher.views[engine_id], reason)
+
+    async def wait_drained(self, engine_id: EngineId) -> None:
+        """Wait until a retired engine has no requests."""
+        view = self._dispatcher.views[engine_id]
+        while view.in_use:
+            await self._idle_events.setdefault(view, asyncio.Event()).wait()
+
+    def move_requests(self, engine_id: EngineId) -> int:
+        """Interrupt the requests of a retired engine, which resume on other engines from their tokens.
+
+        Returns:
+            The number of requests.
+        """
+        running = [lease for lease in _leases(self._dispatcher.views[engine_id].requests) if lease.is_interruptible]
+        for lease in running:
+            lease.interrupt("left", f"{engine_id} leaves the run")
+        return len(running)
+
+    def remove(self, engine_id: EngineId) -> None:
+        """Forget a retired engine."""
+        self._dispatcher.remove(self._dispatcher.views[engine_id])
+
+    def _take_out(self, view: EngineView, reason: str) -> None:
+        """Take an engine out of service: its waiters go elsewhere, or fail if no engine can serve them any more."""
+        self._wake_granted(self._dispatcher.fence(view, reason))
         if (idle := self._idle_events.pop(view, None)) is not None:
             idle.set()
         if self._dispatcher.stalled():
@@ -370,12 +409,14 @@ class EnginePool:
         self._wake_granted(self._dispatcher.pause(self._dispatcher.views[engine_id]))
 
     def resume(self, engine_id: EngineId) -> None:
-        """Undo `pause`."""
-        self._wake_granted(self._dispatcher.resume(self._dispatcher.views[engine_id]))
+        """Undo `pause`; an engine that has left meanwhile is ignored."""
+        if (view := self._dispatcher.views.get(engine_id)) is not None:
+            self._wake_granted(self._dispatcher.resume(view))
 
     def set_limit(self, engine_id: EngineId, limit: int) -> None:
-        """Limit the concurrent requests of one engine (adaptive concurrency)."""
-        self._wake_granted(self._dispatcher.set_limit(self._dispatcher.views[engine_id], limit))
+        """Limit the concurrent requests of one engine (adaptive concurrency), unless it has left meanwhile."""
+        if (view := self._dispatcher.views.get(engine_id)) is not None:
+            self._wake_granted(self._dispatcher.set_limit(view, limit))
 
     def set_min_version(self, version: int) -> None:
         """Route no new requests to engines below `version`."""
@@ -403,8 +444,8 @@ class EnginePool:
 
     async def wait_engine_idle(self, engine_id: EngineId) -> None:
         """Wait until an engine has no requests or is out of service."""
-        view = self._dispatcher.views[engine_id]
-        while view.in_use and view.fenced is None:
+        view = self._dispatcher.views.get(engine_id)
+        while view is not None and view.in_use and view.fenced is None:
             await self._idle_events.setdefault(view, asyncio.Event()).wait()
 
     # Called by leases.

@@ -212,10 +212,13 @@ class TrajectoryRunner:
                 return
             stats = self.stats
             stats.interruptions[last.kind] += 1
-            partial.num_interruptions += 1
+            partial.num_interruptions += last.is_charged
             # An attempt that added a token is progress. So a long answer survives any number of preemptions, and still
-            # ends, since its tokens are bounded.
-            num_in_vain = num_in_vain + 1 if partial.num_tokens == num_tokens else 0
+            # ends, since its tokens are bounded. An engine that leaves is counted neither way.
+            if partial.num_tokens > num_tokens:
+                num_in_vain = 0
+            elif last.is_charged:
+                num_in_vain += 1
             if num_in_vain > self.max_resumes:
                 raise TrajectoryError(
                     "engine",
