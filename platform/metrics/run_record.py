@@ -69,9 +69,7 @@ def read_run(run_dir: Path) -> RunRecord:
         PenstockError: If the directory does not exist or holds no file of a run.
     """
     if not run_dir.is_dir():
-        raise PenstockError(
-            f"{run_dir}: no such directory. Give the directory of a run, e.g. runs/arithmetic."
-        )
+        raise PenstockError(f"{run_dir}: no such directory. Give the directory of a run, e.g. runs/arithmetic.")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)):
         raise PenstockError(
             f"{run_dir} is not a run: it has no {CONFIG_FILE}, {METRICS_FILE} or {SUMMARY_FILE}. "
