@@ -1,6 +1,8 @@
-"""A publish makes at most eight calls between files, from the run to the live parameters.
+"""A publish makes at most eight calls between files, and a trajectory is sampled and scored by at most twelve files.
 
-Each path below is the longest of its kind, function by function. The syntax trees must show that every function calls
+A publish is followed from the run to the live parameters. A trajectory is followed from the admission of its task to
+the engine that samples it, to the function that scores it, and to the gate at which its group waits to be trained. Each
+path below is the longest of its kind, function by function. The syntax trees must show that every function calls
 the next one by its name, or names it in a string (a method of vLLM's workers); so a new layer between two of them
 breaks the path here, and has to be counted.
 """
@@ -15,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST = 8
+MOST_FILES = 12
 TO_THE_ENGINE = [
     ("platform/run/run.py", "publish"),
     ("actors/weights/publisher.py", "publish"),
@@ -41,6 +44,30 @@ FROM_THE_TRAINER = [
     ("actors/trainer/actor.py", "send_weights"),
     ("weights/transport/process_group/endpoints.py", "send"),
     ("weights/transport/process_group/transfer.py", "run"),
+]
+SAMPLED = [
+    ("platform/run/flow.py", "_admit_now"),
+    ("platform/run/group_run.py", "start"),
+    ("rollout/trajectory/runner.py", "run"),
+    ("rollout/pool/pool.py", "lease"),
+]
+SAMPLED_BY_VLLM = [
+    ("rollout/trajectory/runner.py", "run"),
+    ("actors/engine/client.py", "generate"),
+    ("actors/engine/actor.py", "submit"),
+    ("rollout/engines/vllm/engine.py", "generate"),
+]
+SCORED = [
+    ("platform/run/group_run.py", "start"),
+    ("actors/reward/client.py", "score"),
+    ("actors/reward/actor.py", "score"),
+    ("envs/workers/scoring.py", "score"),
+]
+READY = [
+    ("platform/run/group_run.py", "start"),
+    ("platform/run/flow.py", "group_finished"),
+    ("dataflow/core.py", "ready"),
+    ("dataflow/gate.py", "mark_ready"),
 ]
 PATHS = {
     "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_receive_in_place"), *IN_PLACE],
@@ -76,13 +103,24 @@ def names(path: str) -> tuple[set[str], set[str]]:
     }
 
 
-@pytest.mark.parametrize("kind", PATHS)
-def test_a_publish_passes_at_most_eight_calls_between_files(kind: str) -> None:
-    path = PATHS[kind]
+def follow(path: list[tuple[str, str]]) -> None:
+    """Fail where a file of a path does not call the next one."""
     for (caller, _), (callee, function) in pairwise(path):
         assert BETWEEN.get((caller, function), function) in names(caller)[1], f"{caller} calls no {function}"
         assert function in names(callee)[0], f"{callee} has no {function}"
-    assert len(path) - 1 <= MOST
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_a_publish_passes_at_most_eight_calls_between_files(kind: str) -> None:
+    follow(PATHS[kind])
+    assert len(PATHS[kind]) - 1 <= MOST
+
+
+def test_a_trajectory_is_sampled_and_scored_by_at_most_twelve_files() -> None:
+    paths = (SAMPLED, SAMPLED_BY_VLLM, SCORED, READY)
+    for path in paths:
+        follow(path)
+    assert len({file for path in paths for file, _ in path}) <= MOST_FILES
 
 
 def test_the_live_parameters_are_written_at_the_end_of_each_path() -> None:
