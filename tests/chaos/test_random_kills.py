@@ -32,7 +32,7 @@ def test_a_run_survives_random_kills(
     seed: int, kills: int, overrides: tuple[str, ...], workspace: Path, train_overrides: list[str]
 ) -> None:
     name = f"chaos_{seed}_{kills}"
-    few = ("evaluation.num_tasks=64", "evaluation.every_steps=0", "dataflow.batch_groups=8", "total_steps=150")
+    few = ("evaluation.num_tasks=64", "evaluation.every_steps=0", "dataflow.batch_groups=8", "total_steps=100")
     arguments = (*train_overrides, *overrides, *few, f"name={name}", "--kills", str(kills), "--seed", str(seed))
     done = run_cli("chaos", *arguments, cwd=workspace, timeout_s=1900)
     log = workspace / "runs" / f"{name}.chaos.log"

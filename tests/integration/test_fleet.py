@@ -100,6 +100,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+@pytest.mark.full
 def test_a_run_is_scaled_from_one_engine_to_two_and_back_while_it_trains(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "scaled"
     process = training(tmp_path, "scaled")
