@@ -48,7 +48,7 @@ BASE_GPU_HOST_GIB = 3.0
 """Host memory of a process that uses a GPU, GiB."""
 CUDA_CONTEXT_GIB = 1.0
 
-Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache", "published"]
+Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache", "published", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,17 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
         "activations": activations / GIB,
         "published": merged * width / (ranks if stage == 3 else 1) / GIB,
     }
+    # A rank's copy of its share of the trained state, while a checkpoint is written.
+    takes_any = config.checkpoint.every_steps or config.checkpoint.every_minutes
+    copied: dict[Part, float] = {
+        "checkpoint": trained_state_gib(config) / config.trainer.num_ranks if takes_any else 0.0
+    }
     if pool.device == "cpu":
-        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer})
+        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer, **copied})
+    host: dict[Part, float] = {"base": BASE_GPU_HOST_GIB, **copied}
     if config.trainer.offload_optimizer:
-        return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, "optimizer": optimizer})
-    return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, {"base": BASE_GPU_HOST_GIB})
+        return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {**host, "optimizer": optimizer})
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, host)
 
 
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
