@@ -17,7 +17,7 @@ from tests.tiny_policy import tiny_shape
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)
-STEPS, BATCH = 10, 12
+STEPS, BATCH = 20, 12
 
 
 @pytest.mark.parametrize(

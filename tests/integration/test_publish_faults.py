@@ -163,7 +163,7 @@ async def test_a_killed_engine_is_restarted_and_has_the_served_version_before_it
         (engines[1],) = await start_engines([engine_spec(node.model, engine_id)], [Resources()], WAIT_S)
         return engines[1]
 
-    async with EngineRestarts(pool, start, publisher.catch_up, max_restarts=1).running():
+    async with EngineRestarts(pool, start, publisher.catch_up, max_restarts_per_hour=1).running():
         for version in (0, 1):
             await publisher.publish(version)
             await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of the served version
