@@ -72,11 +72,11 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the everyday tests (6 to 9 minutes on two cores)
+test: setup  ## Run the everyday tests (about 12 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
-test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (30 to 40 minutes)
+test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (more than an hour)
 	$(call pytest_in_two,not soak and ,--timeout=3600)
 
 PART ?= 1/1

@@ -5,7 +5,7 @@
 
 Of each trained parameter the checkpoint has the float32 value and AdamW's moments exp_avg and exp_avg_sq. A rank writes
 them as stretches of the parameter in row-major order, and each element is written by exactly one rank. So nothing is
-gathered when a checkpoint is saved, and a reader puts whole parameters together, whoever wrote the parts.
+gathered when a checkpoint is saved, and a reader puts whole parameters together, whichever ranks wrote the parts.
 
 Files: `trainer_<rank>.safetensors` with the tensors `<prefix>/<parameter>/<start>/<kind>`, flat float32, and the random
 state of the rank. The prefix is `model` or `critic`. The metadata has the shapes, the counters and the format version.

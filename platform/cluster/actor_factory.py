@@ -80,7 +80,7 @@ class RunActors:
         return lost
 
     async def roll_back(self, config: RunConfig, restore_from: str) -> None:
-        """Start the trainer anew from a checkpoint. Engines stay up, and forget versions of the lost lineage.
+        """Start the trainer again from a checkpoint. Engines stay up, and forget versions of the lost lineage.
 
         Raises:
             TrainingError: If a rank does not start.

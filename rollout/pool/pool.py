@@ -50,7 +50,7 @@ class Interruption:
 
     @property
     def is_charged(self) -> bool:
-        """Whether it counts against `rollout.max_resumes`. An engine that was told to leave is nobody's fault."""
+        """Whether it counts against `rollout.max_resumes`. An engine that was told to leave has not failed."""
         return self.kind != "left"
 
     @property

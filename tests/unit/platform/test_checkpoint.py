@@ -229,7 +229,7 @@ async def test_a_full_disk_costs_a_checkpoint_and_not_the_run_nor_the_one_before
     await run.take(4, 1)
     assert choose_checkpoint(tmp_path).version == 4
     assert len(run.notes) == 2
-    assert run.folder.flow_snapshot(choose_checkpoint(tmp_path))[1].keys() == {1}, "the torn group was written anew"
+    assert run.folder.flow_snapshot(choose_checkpoint(tmp_path))[1].keys() == {1}, "the torn group was written again"
     assert names(tmp_path / "checkpoints") == ["step_1", "step_4"]
 
 
