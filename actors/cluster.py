@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.devices import DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
@@ -57,11 +58,14 @@ class Resources:
         num_gpus: GPUs of its own; 0 on a CPU pool, or with an assignment.
         accelerator_type: Ray's accelerator label, or None for any.
         assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
+        near: Node on which it is started if that is possible: the one that a lost process was on, since the route of
+            the weights depends on it.
     """
 
     num_gpus: float = 0.0
     accelerator_type: str | None = None
     assignment: DeviceAssignment | None = None
+    near: str | None = None
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Arguments of `.options(...)`."""
@@ -73,6 +77,8 @@ class Resources:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:
             options["accelerator_type"] = self.accelerator_type
+        if self.near is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.near, soft=True)
         return options
 
 

@@ -4,6 +4,9 @@
       wait a random time → choose a kind of process that is alive → kill -9 it, or stop it as if it hung
       the driver was killed → `penstock resume`
 
+With several nodes, Ray runs as that many raylets on this machine, and there is one more kind: a whole node, its raylet
+and all processes below it; a new node joins then.
+
 A run that ends must have completed with its policy. Its ledger must balance, and the ledger on disk must have trained
 each group once in the lineage that survives (run/ledger_log.py). Kinds, moments and signals follow from the seed; what
 they hit does not, since the run is asynchronous.
@@ -12,20 +15,23 @@ they hit does not, since the run is asynchronous.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import psutil
+from ray.cluster_utils import Cluster
 
+from penstock.actors.cluster import RAY_ENVIRONMENT
 from penstock.dataflow.ledger import GroupState, LedgerEvent
 from penstock.platform.checks.load import load_config
 from penstock.platform.config.schema import RunConfig
@@ -54,7 +60,9 @@ KINDS: dict[str, Callable[[psutil.Process], bool]] = {
     "environment host": lambda process: "episode_child" in _title(process),
 }
 """Kind of process -> whether a process below the driver is one. The driver itself is another kind."""
-DRIVER = "driver"
+DRIVER, NODE = "driver", "node"
+NODE_CPUS = 2
+NODE_STORE_BYTES = 256 << 20
 LONGEST_PAUSE_S = 12.0
 STOPPED_SHARE = 0.15
 """Share of the kills that stop a process (SIGSTOP) instead of ending it; a driver goes on after `STOPPED_S`."""
@@ -78,14 +86,17 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def run_chaos(overrides: Sequence[str], num_kills: int, seed: int, console: Console) -> int:
+def run_chaos(overrides: Sequence[str], num_kills: int, seed: int, num_nodes: int, console: Console) -> int:
     """Run it, print what happened and return the exit code: 1 if a promise was broken."""
-    config = load_config("train", [*overrides, *OVERRIDES]).config
-    outcome = Outcome()
-    log_path = Path(f"{config.run_dir}.chaos.log")
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("wb") as log:
-        _drive(config, overrides, num_kills, random.Random(seed), outcome, log, console)
+    with _nodes(num_nodes) as nodes:
+        if nodes is not None:
+            overrides = [*overrides, f"cluster.address={nodes.address}"]
+        config = load_config("train", [*overrides, *OVERRIDES]).config
+        outcome = Outcome()
+        log_path = Path(f"{config.run_dir}.chaos.log")
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("wb") as log:
+            _drive(config, overrides, num_kills, random.Random(seed), outcome, log, console, nodes)
     if not outcome.problems:
         outcome.problems += broken_promises(Path(config.run_dir), config)
     told = ", ".join(f"{count} x {what}" for what, count in sorted(outcome.kills.items()))
@@ -109,14 +120,16 @@ def _drive(
     outcome: Outcome,
     log: IO[bytes],
     console: Console,
+    nodes: Cluster | None,
 ) -> None:
     """Train to the end through all kills."""
+    kinds = [DRIVER, *KINDS] if nodes is None else [DRIVER, NODE, *KINDS]
     run_dir, deadline = Path(config.run_dir), time.monotonic() + RUN_LIMIT_S
     driver, started = _start(["train", *overrides, *OVERRIDES], log), time.time()
     try:
         while True:
             pause_s = rng.uniform(0.0, LONGEST_PAUSE_S)
-            kind, stops = rng.choice([DRIVER, *KINDS]), rng.random() < STOPPED_SHARE
+            kind, stops = rng.choice(kinds), rng.random() < STOPPED_SHARE
             # Not while it starts: what fails then ends a run, and is started again by who started it.
             has_ended = _wait(driver, lambda: _has_stepped(run_dir, started), deadline) or (  # noqa: B023 - called at once
                 outcome.kills.total() < num_kills and _sleep(driver, pause_s)
@@ -130,7 +143,14 @@ def _drive(
             if time.monotonic() > deadline:
                 outcome.problems.append(f"the run has not ended after {RUN_LIMIT_S:.0f} s")
                 return
-            victim = _victim(driver, kind)
+            if kind == NODE:
+                assert nodes is not None
+                outcome.kills["node killed"] += 1
+                console.print(f"{outcome.kills.total():>3}/{num_kills}  node killed")
+                nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+                nodes.add_node(num_cpus=NODE_CPUS, object_store_memory=NODE_STORE_BYTES)
+                continue
+            victim = _victim(driver, kind, rng)
             if victim is None:
                 continue
             what = f"{kind} {'stopped' if stops else 'killed'}"
@@ -216,16 +236,33 @@ def _sleep(driver: subprocess.Popen[bytes], seconds: float) -> bool:
     return driver.poll() is not None
 
 
-def _victim(driver: subprocess.Popen[bytes], kind: str) -> psutil.Process | None:
+def _victim(driver: subprocess.Popen[bytes], kind: str, rng: random.Random) -> psutil.Process | None:
     """A process of this kind; None if there is none."""
     try:
-        root = psutil.Process(driver.pid)
         if kind == DRIVER:
-            return root
-        found = [process for process in root.children(recursive=True) if KINDS[kind](process)]
+            return psutil.Process(driver.pid)
+        # Workers are below the driver, which has started Ray, or below the raylets that this process has started.
+        found = [process for process in psutil.Process().children(recursive=True) if KINDS[kind](process)]
     except psutil.Error:
         return None
-    return found[0] if found else None
+    return rng.choice(found) if found else None
+
+
+@contextmanager
+def _nodes(num_nodes: int) -> Iterator[Cluster | None]:
+    """Several raylets on this machine; None for one, which the run starts itself."""
+    if num_nodes == 1:
+        yield None
+        return
+    os.environ.update(RAY_ENVIRONMENT)
+    node = {"num_cpus": NODE_CPUS, "object_store_memory": NODE_STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        for _ in range(num_nodes - 1):
+            cluster.add_node(**node)
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def _title(process: psutil.Process) -> str:

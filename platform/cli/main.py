@@ -284,6 +284,9 @@ def chaos(
     *,
     kills: Annotated[int, typer.Option(help="Number of processes to kill.", min=1)] = 5,
     seed: Annotated[int, typer.Option(help="Decides which kinds of process are killed, and when.")] = 0,
+    nodes: Annotated[
+        int, typer.Option(help="Ray nodes on this machine; all but the first are killed, too.", min=1)
+    ] = 1,
 ) -> int:
     """Train while processes are killed at random, resume the driver, and check that nothing was lost.
 
@@ -291,7 +294,7 @@ def chaos(
     """
     from penstock.platform.cli.chaos import run_chaos
 
-    return run_chaos(overrides or [], kills, seed, plain_console())
+    return run_chaos(overrides or [], kills, seed, nodes, plain_console())
 
 
 @app.command()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +39,7 @@ from penstock.actors.weights.transports import (
     WeightTransport,
     is_one_node,
 )
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, EngineLostError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
@@ -68,6 +69,7 @@ class RunActors:
     partner: RunActors | None = None
     devices: SharedDevices | None = None
     num_engines_started: int = 0
+    layout: EngineLayout | None = None
 
     def __post_init__(self) -> None:
         self.num_engines_started = len(self.engines)
@@ -79,24 +81,39 @@ class RunActors:
             lost += [f"{rank} of the partner" for rank in await self.partner.lost_ranks()]
         return lost
 
-    async def roll_back(self, config: RunConfig, restore_from: str) -> None:
+    async def roll_back(self, config: RunConfig, restore_from: str, policy_id: PolicyId = POLICY) -> None:
         """Start the trainer again from a checkpoint. Engines stay up, and forget versions of the lost lineage.
 
+        Engines that were lost with the ranks, e.g. with their node, are restarted here, since a run is built from
+        engines that answer.
+
         Raises:
-            TrainingError: If a rank does not start.
+            TrainingError, EngineLostError, PlacementError: The first failure, after all starts have ended.
         """
-        self.trainer.kill()
-        starts = [start_trainer_group(config, devices=self.devices, restore_from=restore_from)]
+        starts = [self._trainer_again(config, policy_id, restore_from)]
+        starts += [self._engine_again(config, engine) for engine in self.engines]
         if self.partner is not None:
-            self.partner.trainer.kill()
             folder = str(Path(restore_from) / PARTNER)
-            starts.append(start_trainer_group(config.partner_view, policy_id=PARTNER, restore_from=folder))
-        engines = [*self.engines, *([] if self.partner is None else self.partner.engines)]
-        # An engine that does not forget is ended, and the publisher finds it dead.
-        await asyncio.gather(*(engine.forget_versions() for engine in engines), return_exceptions=True)
-        self.trainer, *others = await asyncio.gather(*starts)
-        if self.partner is not None:
-            (self.partner.trainer,) = others
+            starts.append(self.partner.roll_back(config.partner_view, folder, PARTNER))
+        for end in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(end, BaseException):
+                raise end
+
+    async def _trainer_again(self, config: RunConfig, policy_id: PolicyId, restore_from: str) -> None:
+        nodes = self.trainer.nodes
+        self.trainer.kill()
+        self.trainer = await start_trainer_group(
+            config, policy_id=policy_id, devices=self.devices, restore_from=restore_from, near=nodes
+        )
+
+    async def _engine_again(self, config: RunConfig, engine: RemoteEngine) -> None:
+        try:
+            await engine.forget_versions()
+        except EngineLostError:
+            if config.cluster.colocated:  # its model may be loaded only in its turn on the shared devices
+                raise
+            logger.warning("%s was lost too, and is restarted", engine.engine_id)
+            await self.restarted(config, engine.engine_id)
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
         """Trainers and engines of all policies."""
@@ -114,7 +131,7 @@ class RunActors:
         """
         place = [engine.engine_id for engine in self.engines].index(engine_id)
         self.engines[place].kill()
-        engine = await start_engine(config, engine_index(engine_id))
+        engine = await start_engine(config, engine_index(engine_id), near=self.engines[place].node_id)
         self.engines[place] = engine
         return engine
 
@@ -145,7 +162,9 @@ class RunActors:
         if route == "gather":
             return GatherTransport(self.trainer, pool)
         training, _ = await self.trainer.training_sharding()
-        layout = EngineLayout(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+        if self.layout is None:  # asked once: after a rollback the first engine may just have been lost, too
+            self.layout = EngineLayout(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+        layout = self.layout
         if route == "adapters":
             return AdapterTransport(self.trainer, pool, layout, dtype)
         if route == "cuda_ipc":
@@ -227,10 +246,15 @@ async def start_trainer_group(
     policy_id: PolicyId = POLICY,
     devices: SharedDevices | None = None,
     restore_from: str | None = None,
+    near: Sequence[str] = (),
 ) -> TrainerClient:
-    """Start the trainer ranks of `config` with the policy at `path` (default: `model.path`)."""
+    """Start the trainer ranks of `config` with the policy at `path` (default: `model.path`).
+
+    Rank i is started on node `near[i]` if that is possible.
+    """
     spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
     needs = resources(config, "trainer", command, devices)
+    needs = [replace(need, near=node) for need, node in zip_longest(needs, near)]
     return await start_trainer(spec, needs, torch_environment(config, spec.device))
 
 
@@ -305,9 +329,12 @@ async def start_engine_group(
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
 
 
-async def start_engine(config: RunConfig, index: int) -> RemoteEngine:
-    """Start one engine during a run. All engines that are not colocated need the same resources."""
-    need = resources(config, "engine", "train")[0]
+async def start_engine(config: RunConfig, index: int, near: str | None = None) -> RemoteEngine:
+    """Start one engine during a run, on node `near` if that is possible.
+
+    All engines that are not colocated need the same resources.
+    """
+    need = replace(resources(config, "engine", "train")[0], near=near)
     (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
     return engine
 

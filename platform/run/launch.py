@@ -19,7 +19,7 @@ from penstock.actors.cluster import draining_nodes
 from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError
+from penstock.dataflow.errors import CheckpointError, EngineLostError, PenstockError, PlacementError, TrainingError
 from penstock.dataflow.ledger import JournalEntry
 from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
@@ -110,7 +110,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     async with build_run(config, parts, instruments, events, resumed) as run:
                         await train_to_end(run, parts.actors, stop or Stop())
                     status = "completed"
-                except (RanksLostError, TrainingError, WeightSendError) as error:
+                except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
                     lost = await ranks_lost(parts.actors, error)
                     resumed = await roll_back(config, parts, instruments, lost, rollbacks)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
@@ -164,10 +164,10 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         await run.checkpoint_at_end()
         await run.save_policy_at_end()
         raise asyncio.CancelledError from error
-    except (TrainingError, WeightSendError) as error:
+    except PenstockError as error:
         try:
             lost = await ranks_lost(actors, error)
-        except (TrainingError, WeightSendError):
+        except PenstockError:
             await run.save_policy_at_end()
             raise
         await run.abandon_checkpoint()
@@ -208,7 +208,7 @@ async def roll_back(
         await asyncio.sleep(pause_s)
         try:
             await parts.actors.roll_back(config, str(checkpoint.path))
-        except TrainingError as error:  # a rank was lost again, while it started
+        except (TrainingError, EngineLostError, PlacementError) as error:  # a process was lost again, while it started
             lost, has_started = RanksLostError(str(error)), False
             continue
         instruments.trajectories.drop_after(checkpoint.version)

@@ -1,15 +1,20 @@
-"""A trainer that loses ranks goes back to its newest checkpoint a bounded number of times within an hour."""
+"""A trainer that loses ranks goes back to its newest checkpoint a bounded number of times within an hour, and engines
+that were lost with it are restarted."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from penstock.actors.restart_budget import RestartBudget
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId
+from penstock.platform.cluster import actor_factory
+from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.run import launch
 from penstock.platform.run.launch import MAX_ROLLBACKS_PER_HOUR, RanksLostError, roll_back
 
@@ -51,3 +56,57 @@ async def test_rollbacks_have_growing_pauses_and_end_after_too_many_in_an_hour(p
     assert actors.num_rollbacks == MAX_ROLLBACKS_PER_HOUR
     assert pauses[0] == 0.0
     assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses[1:], (1, 2, 4, 8), strict=True))
+
+
+class LostEngine:
+    """An engine that was lost with its node."""
+
+    engine_id, node_id = EngineId("engine-1"), "node-b"
+
+    def kill(self) -> None:
+        pass
+
+    async def forget_versions(self) -> None:
+        raise EngineLostError.final("engine-1: its node is gone")
+
+
+class LiveEngine(LostEngine):
+    engine_id, node_id = EngineId("engine-0"), "node-a"
+
+    async def forget_versions(self) -> None:
+        pass
+
+
+class Trainer:
+    nodes = ("node-b",)
+
+    def kill(self) -> None:
+        pass
+
+
+async def test_a_rollback_restarts_the_engines_that_were_lost_too_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes: dict[str, object] = {}
+
+    async def start_trainer(_config: object, **options: Any) -> Trainer:
+        nodes["trainer"] = options["near"]
+        return Trainer()
+
+    async def start_engine(_config: object, index: int, near: str) -> str:
+        nodes[f"engine-{index}"] = near
+        return f"new engine-{index}"
+
+    monkeypatch.setattr(actor_factory, "start_trainer_group", start_trainer)
+    monkeypatch.setattr(actor_factory, "start_engine", start_engine)
+    live, before, none = LiveEngine(), Trainer(), cast("Any", None)
+    actors = RunActors([live, LostEngine()], before, none, none, None, None)  # type: ignore[arg-type,list-item]
+    config: Any = SimpleNamespace(cluster=SimpleNamespace(colocated=False))
+    await actors.roll_back(config, "checkpoint")
+    assert actors.engines == [live, "new engine-1"]
+    assert actors.trainer is not before  # type: ignore[comparison-overlap]
+    assert nodes == {"trainer": ("node-b",), "engine-1": "node-b"}
+    config.cluster.colocated = True
+    actors.engines = [LostEngine()]  # type: ignore[list-item]
+    with pytest.raises(EngineLostError, match="its node is gone"):
+        await actors.roll_back(config, "checkpoint")
