@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
-from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.errors import AccountingError, PenstockError, StalenessError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
@@ -144,7 +144,9 @@ class Flow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_running = False
-        if isinstance(error, StopRequestedError) and not self.core.in_training:
+        # After an error of the books themselves they are not kept.
+        is_resumable = isinstance(error, PenstockError) and not isinstance(error, AccountingError | StalenessError)
+        if is_resumable and not self.core.in_training:
             self._last_snapshot = self.snapshot()
             self.core.ledger.on_event = None  # what a resume continues has not ended
         if self._admission is not None:
@@ -201,7 +203,7 @@ class Flow:
 
     @property
     def last_snapshot(self) -> FlowSnapshot | None:
-        """The flow when a stop was requested; None if it ended otherwise, or with a batch in training."""
+        """The flow when a stop or an error ended it between two batches; None if it ended otherwise."""
         return self._last_snapshot
 
     def snapshot(self) -> FlowSnapshot:
