@@ -133,9 +133,12 @@ class ReferenceClient:
             worker = await self._free.get()
             if worker is None:
                 self._free.put_nowait(None)
+                num = len(self._workers)
                 raise PenstockError(
-                    f"{self._role}: no worker is left: each was lost more than {RESTARTS_PER_HOUR} times within an "
-                    f"hour, so no group can become ready. The last cause: {self._last_cause}. See Ray's logs."
+                    f"{self._role}: no worker is left: {num} of {num} were given up (each is restarted at most "
+                    f"{RESTARTS_PER_HOUR} times within an hour), so no group can become ready. The last cause: "
+                    f"{self._last_cause}. Mend it (Ray's logs tell more; {self._role}.pool gives the workers other "
+                    "devices), then continue with `penstock resume`."
                 )
             try:
                 # The worker is busy until it answers, even if the group of the caller is cancelled.

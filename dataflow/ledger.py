@@ -162,7 +162,6 @@ class Ledger:
         live_trajectories: Number of trajectories of all live groups, as admitted.
         live_by_stream: Number of live groups of each task stream.
         admitted_by_stream: Number of groups ever admitted of each task stream.
-        tasks_by_stream: Number of tasks ever taken from each stream; requeued tasks count once.
         on_event: Callback for every event, in order (dataflow/journal.py).
     """
 
@@ -170,7 +169,6 @@ class Ledger:
     live_trajectories: int = 0
     live_by_stream: Counter[str] = field(default_factory=Counter)
     admitted_by_stream: Counter[str] = field(default_factory=Counter)
-    tasks_by_stream: Counter[str] = field(default_factory=Counter)
     on_event: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
@@ -184,7 +182,6 @@ class Ledger:
         self.live_trajectories += group_size
         self.live_by_stream[stream] += 1
         self.admitted_by_stream[stream] += 1
-        self.tasks_by_stream[stream] += not requeues
         self._emit(record)
         return record
 
@@ -284,7 +281,6 @@ class Ledger:
             "ended": {str(state): count for state, count in self._ended.items()},
             "reasons": [[str(state), str(reason), count] for (state, reason), count in self.reasons.items()],
             "admitted_by_stream": dict(self.admitted_by_stream),
-            "tasks_by_stream": dict(self.tasks_by_stream),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], live: Iterable[GroupRecord]) -> None:
@@ -301,7 +297,6 @@ class Ledger:
         self._ended.update({GroupState(end): count for end, count in state["ended"].items()})
         self.reasons.update({(GroupState(end), Reason(reason)): count for end, reason, count in state["reasons"]})
         self.admitted_by_stream.update(state["admitted_by_stream"])
-        self.tasks_by_stream.update(state["tasks_by_stream"])
         for record in live:
             self._live[record.group_id] = record
             self.live_trajectories += record.group_size

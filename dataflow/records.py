@@ -92,13 +92,11 @@ class OpenGroup:
     """A group whose trajectories are being sampled or scored.
 
     Attributes:
-        max_new_tokens: Limit of its turns; None is the limit of the run.
         is_judged: Whether the filters and the hooks of the task queue have seen it.
     """
 
     group_id: GroupId
     members: tuple[MemberProgress, ...]
-    max_new_tokens: int | None = None
     is_judged: bool = False
 
     def packed(self) -> OpenGroup:

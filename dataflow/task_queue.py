@@ -51,6 +51,7 @@ class QueuedTask:
     """A task that is about to be admitted.
 
     Attributes:
+        requeues: Number of earlier groups of this task that were dropped as too old.
         max_new_tokens: Maximum number of tokens per turn for this task; None is the limit of the run.
     """
 
@@ -140,6 +141,7 @@ class TaskQueue:
         window: W, the admission window in groups.
         group_size: Trajectories per group; the upper limit if `sizing` is set.
         lengths: Turn length limits of individual tasks; None applies the limit of the run to all tasks.
+        num_taken: Number of tasks that were taken from each stream; requeued tasks count once.
     """
 
     streams: Sequence[TaskStream]
@@ -148,6 +150,7 @@ class TaskQueue:
     sizing: GroupSizing | None = None
     lengths: LengthLimits | None = None
     curriculum: Curriculum | None = None
+    num_taken: Counter[str] = field(init=False, default_factory=Counter)
     _weights: dict[str, float] = field(init=False)
     _listeners: tuple[GroupListener, ...] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)
@@ -188,6 +191,7 @@ class TaskQueue:
                 f"{ledger.admitted_by_stream[stream.name]} tasks. The run needs more: train() has to be endless "
                 "(start over when the data ends), or lower total_steps."
             ) from None
+        self.num_taken[stream.name] += 1
         size = self.group_size if self.sizing is None else self.sizing.group_size(task, stream.name)
         if self.sizing is not None and not MIN_GROUP_SIZE <= size <= self.group_size:
             raise PenstockError(
@@ -197,15 +201,21 @@ class TaskQueue:
             )
         return QueuedTask(task, stream.name, size, max_new_tokens=self._limit(task, stream.name))
 
-    def requeue(self, queued: QueuedTask, ledger: Ledger) -> None:
-        """Queue the task of a dropped group again, to be admitted after a window of other tasks."""
-        requeued = replace(queued, requeues=queued.requeues + 1)
+    def requeue(self, queued: QueuedTask, ledger: Ledger, *, is_charged: bool = True) -> None:
+        """Queue the task of a dropped group again, to be admitted after a window of other tasks.
+
+        Args:
+            queued: What was admitted.
+            ledger: Of the run.
+            is_charged: Whether it counts against `dataflow.max_requeues`.
+        """
+        requeued = replace(queued, requeues=queued.requeues + is_charged)
         self._requeued.append((ledger.num_admitted + self.window, requeued))
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, waiting requeued tasks, curriculum and the memory of the hooks, as JSON types.
 
-        The position in each stream is in the ledger (`tasks_by_stream`).
+        The position in each stream is `num_taken`.
         """
         return {
             "weights": dict(self._weights),
@@ -229,7 +239,7 @@ class TaskQueue:
 
         Args:
             state: Result of `state_dict`.
-            num_taken: Number of tasks that had been taken from each stream (`Ledger.tasks_by_stream`).
+            num_taken: The attribute, at that time.
             wanted: Stream and id of tasks that are needed again, those of live groups.
 
         Returns:
@@ -238,18 +248,19 @@ class TaskQueue:
         Raises:
             PenstockError: If a wanted or requeued task is no longer in its stream.
         """
+        self.num_taken.update(num_taken)
         requeued = [(entry["stream"], TaskId(entry["task_id"])) for entry in state["requeued"]]
         missing = {*wanted, *requeued}
         found: dict[tuple[str, TaskId], Task] = {}
         for stream in self.streams:
-            for taken in itertools.islice(stream.tasks, num_taken.get(stream.name, 0)):
+            for taken in itertools.islice(stream.tasks, self.num_taken[stream.name]):
                 if (stream.name, taken.task_id) in missing:
                     found[stream.name, taken.task_id] = taken
         if lost := missing - found.keys():
             name, task_id = min(lost)
             raise PenstockError(
                 f"env: {len(lost)} tasks of the checkpoint, {task_id} among them, are not among the first "
-                f"{num_taken.get(name, 0)} tasks of their source{f' {name}' if name else ''}. Their unfinished "
+                f"{self.num_taken[name]} tasks of their source{f' {name}' if name else ''}. Their unfinished "
                 "groups could not be scored. Resume with the same data in the same order, or start a new run."
             )
         self._weights |= state["weights"]

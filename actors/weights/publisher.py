@@ -156,6 +156,8 @@ class ActorWeightPublisher:
         """
         while True:
             await self._pool.wait_available()
+            if not self._pool.engines():
+                raise WeightSyncError(f"publish v{version}: {self._pool.no_engine_left()}")
             try:
                 async with self._publishing:
                     report = await self._publish(version)
@@ -232,7 +234,7 @@ class ActorWeightPublisher:
 
         acks = await self._updater.update(published, write_again if may_repeat else None)
         if not acks:
-            raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.fenced}")
+            raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.no_engine_left()}")
         return PublishReport(
             version=version,
             num_bytes=published.manifest.num_bytes,

@@ -209,7 +209,7 @@ class DeviceMemoryTransport(WeightTransport):
         left = [engine for engine in in_service(self._pool) if engine in self._transfers]
         self._transfers = {engine: self._transfers[engine] for engine in left}
         if not self._transfers:
-            raise WeightSyncError(f"publish v{version}: no engine is left to receive it: {self._pool.fenced}")
+            raise WeightSyncError(f"publish v{version}: no engine is left to receive it: {self._pool.no_engine_left()}")
         names = [engine.engine_id for engine in self._transfers]
         parts = await self._trainer.call_ranks(
             f"publish v{version}", self._timeout_s, "write_version_buffers", version, names

@@ -53,7 +53,7 @@ def _loss_is_its_own(config: RunConfig) -> bool:
 
 
 def _weighs_divergence(config: RunConfig) -> bool:
-    """Whether the policy loss uses the behavior policy itself, so that the divergence needs its own weight."""
+    """Whether the policy loss takes no weight of the correction, so that the divergence needs its own."""
     algorithm = config.algorithm
     return algorithm.proximal == "behavior" or not find("loss", algorithm.loss.name).takes_weight
 

@@ -467,6 +467,10 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # Otherwise Ray answers SIGTERM with a C++ stack trace.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    # Ray prints a paragraph of possible causes for every worker that dies. The run supervises all of them: it says
+    # which one was lost and what it does about it. Ray reads this when it is imported. It still reports workers that it
+    # kills itself for want of memory.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")
     # Lets `reward.fn=my_module.my_reward` find a module in the working directory.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

@@ -44,17 +44,18 @@ class EngineRestarts:
         self._pool = pool
         self._start = start
         self._catch_up = catch_up
+        self._max_restarts_per_hour = max_restarts_per_hour
         self._budgets: defaultdict[EngineId, RestartBudget] = defaultdict(lambda: RestartBudget(max_restarts_per_hour))
         self._jobs: dict[EngineId, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Restart engines while the context is open."""
-        self._pool.set_restart_hook(self._request_restart)
+        self._pool.set_restart_hook(self._request_restart, self._max_restarts_per_hour)
         try:
             yield
         finally:
-            self._pool.set_restart_hook(lambda _engine_id: False)
+            self._pool.set_restart_hook(lambda _engine_id: False, self._max_restarts_per_hour)
             jobs = list(self._jobs.values())
             for job in jobs:
                 job.cancel()

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
-from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.errors import AccountingError, PenstockError, StalenessError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
@@ -144,7 +144,9 @@ class Flow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_running = False
-        if isinstance(error, StopRequestedError) and not self.core.in_training:
+        # After an error of the books themselves they are not kept.
+        is_resumable = isinstance(error, PenstockError) and not isinstance(error, AccountingError | StalenessError)
+        if is_resumable and not self.core.in_training:
             self._last_snapshot = self.snapshot()
             self.core.ledger.on_event = None  # what a resume continues has not ended
         if self._admission is not None:
@@ -201,7 +203,7 @@ class Flow:
 
     @property
     def last_snapshot(self) -> FlowSnapshot | None:
-        """The flow when a stop was requested; None if it ended otherwise, or with a batch in training."""
+        """The flow when a stop or an error ended it between two batches; None if it ended otherwise."""
         return self._last_snapshot
 
     def snapshot(self) -> FlowSnapshot:
@@ -209,8 +211,9 @@ class Flow:
 
         It holds references only; trajectories that change later are copied.
         """
-        ready, open_groups = [], []
+        ready, open_groups, max_new_tokens = [], [], {}
         for record in self.core.ledger.live():
+            max_new_tokens[str(record.group_id)] = self._groups[record.group_id].queued.max_new_tokens
             if record.ready is not None:
                 ready.append(record.ready)
             else:
@@ -218,7 +221,9 @@ class Flow:
         state = {
             "limits": self._bounds(),
             "core": self.core.state_dict(),
+            "max_new_tokens": max_new_tokens,
             "tasks": self._tasks.state_dict(),
+            "num_taken": dict(self._tasks.num_taken),
             "filtered_since_batch": {str(reason): count for reason, count in self._filters.since_batch.items()},
             "consecutive_failures": self._consecutive_failures,
             "stats": self.stats.state_dict(),
@@ -240,16 +245,20 @@ class Flow:
         core = saved.state["core"]
         live = {GroupId(group["group_id"]): group for group in core["groups"]}
         keys = {group_id: (group["stream"], TaskId(group["task_id"])) for group_id, group in live.items()}
-        tasks = self._tasks.load_state_dict(saved.state["tasks"], core["ledger"]["tasks_by_stream"], keys.values())
+        tasks = self._tasks.load_state_dict(saved.state["tasks"], saved.state["num_taken"], keys.values())
         self.stats.load_state_dict(saved.state["stats"])
         self._filters.since_batch.update(
             {Reason(reason): count for reason, count in saved.state["filtered_since_batch"].items()}
         )
         self._consecutive_failures = saved.state["consecutive_failures"]
-        limits = {group.group_id: group.max_new_tokens for group in saved.open_groups}
+        max_new_tokens = saved.state["max_new_tokens"]
         for group_id, group in live.items():
             queued = QueuedTask(
-                tasks[keys[group_id]], group["stream"], group["group_size"], group["requeues"], limits.get(group_id)
+                tasks[keys[group_id]],
+                group["stream"],
+                group["group_size"],
+                group["requeues"],
+                max_new_tokens[str(group_id)],
             )
             self._groups[group_id] = GroupRun(self, group_id, queued)
         ready, failed = {}, {}
@@ -269,7 +278,7 @@ class Flow:
         num_allowed = self.core.limits.total_steps * self.core.limits.batch_groups
         if saved.state["limits"] != self._bounds() or ledger.num_admitted - ledger.num_returned > num_allowed:
             for group_id in self.core.roll_back():
-                self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger)
+                self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger, is_charged=False)
 
     def _bounds(self) -> list[Any]:
         """The limits under which live groups were admitted."""

@@ -52,7 +52,7 @@ class GroupRun(RolloutContext):
     def snapshot(self) -> OpenGroup:
         """What a checkpoint keeps: each member as far as it has come."""
         members = tuple([self._progress(index) for index in range(len(self.outcomes))])
-        return OpenGroup(self.group_id, members, self.queued.max_new_tokens, self.is_judged)
+        return OpenGroup(self.group_id, members, self.is_judged)
 
     def _progress(self, index: int) -> MemberProgress:
         outcome, sampled, turn = self.outcomes[index], self._sampled[index], self.turns.get(index)

@@ -152,7 +152,7 @@ async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
 
 
 async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
-    """Train; however it ends, the policy is saved, and after a stop also a checkpoint.
+    """Train; however it ends, the policy is saved, and if it ends between two batches also a checkpoint.
 
     Raises:
         RanksLostError: If the policy cannot be saved, because trainer ranks are lost.
@@ -173,6 +173,7 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         await run.abandon_checkpoint()
         raise lost from error
     except BaseException:
+        await run.checkpoint_at_end()
         await run.save_policy_at_end()
         raise
     finally:

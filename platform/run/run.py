@@ -242,9 +242,13 @@ class Run:
         return self._flow.is_running
 
     async def checkpoint_at_end(self) -> None:
-        """Take a checkpoint of a run that was stopped at a cut."""
-        if (saved := self._flow.last_snapshot) is not None:
+        """Take a checkpoint of a run that was stopped or has failed between two batches; a failure is only noted."""
+        if (saved := self._flow.last_snapshot) is None:
+            return
+        try:
             await self._checkpointer.take_last(self.version, saved, self.state_dict())
+        except PenstockError as error:
+            self._instruments.note(f"the last checkpoint, of v{self.version}, could not be taken: {error}")
 
     async def abandon_checkpoint(self) -> None:
         """Stop writing a checkpoint, since a trainer rank is lost."""

@@ -236,6 +236,7 @@ class EnginePool:
         self._idle.set()
         self._idle_events: dict[EngineView, asyncio.Event] = {}
         self._restart_hook: Callable[[EngineId], bool] | None = None
+        self._max_restarts_per_hour = 0
         self._returning: set[EngineId] = set()
         self._joined = asyncio.Event()
         self.num_returned = 0
@@ -275,11 +276,15 @@ class EnginePool:
         slots = self.max_per_engine if max_requests is None else max_requests
         self._wake_granted(self._dispatcher.add(EngineView(engine, slots, slots)))
 
-    def set_restart_hook(self, restart: Callable[[EngineId], bool]) -> None:
-        """Call `restart` for every engine that is fenced from now on; True promises a later `add` or
-        `abandon_return`.
+    def set_restart_hook(self, restart: Callable[[EngineId], bool], max_per_hour: int = 0) -> None:
+        """Call `restart` for every engine that is fenced from now on.
+
+        Args:
+            restart: True promises a later `add` or `abandon_return`.
+            max_per_hour: How often one engine is restarted within an hour; for the message when none is left.
         """
         self._restart_hook = restart
+        self._max_restarts_per_hour = max_per_hour
 
     def abandon_return(self, engine_id: EngineId) -> None:
         """Report that the restart of an engine was abandoned."""
@@ -365,7 +370,7 @@ class EnginePool:
             return
         largest = self._dispatcher.max_gang
         if largest == 0:
-            self._fail(self._dispatcher.waiting(), EngineLostError(self._no_engine_left()))
+            self._fail(self._dispatcher.waiting(), EngineLostError(self.no_engine_left()))
         too_large = [request for request in self._dispatcher.waiting() if request.slots > largest]
         self._fail(too_large, PlacementError(_too_large(largest)))
 
@@ -454,7 +459,7 @@ class EnginePool:
         """Grant the lease, or queue it and let it wait for `lease.granted`."""
         dispatcher = self._dispatcher
         if not dispatcher.num_serving and not self._returning:
-            raise EngineLostError(self._no_engine_left())
+            raise EngineLostError(self.no_engine_left())
         if dispatcher.submit(lease):
             self._num_leases += 1
             self._idle.clear()
@@ -549,8 +554,15 @@ class EnginePool:
         if len(late) < len(stalled):
             self._watch_stall(min(deadline for deadline in deadlines.values() if deadline > now))
 
-    def _no_engine_left(self) -> str:
-        return f"no rollout engine is left in service: {self.fenced}"
+    def no_engine_left(self) -> str:
+        """The message of a run that has lost its last engine."""
+        fenced, limit = self.fenced, self._max_restarts_per_hour
+        causes = "; ".join(f"{engine_id}: {reason.rstrip('.')}" for engine_id, reason in fenced.items())
+        return (
+            f"no rollout engine is left in service: {len(fenced)} of {len(fenced)} are out (each is restarted at most "
+            f"rollout.max_engine_restarts_per_hour={limit} times within an hour), so nothing can be sampled. Causes: "
+            f"{causes}. Mend them (Ray's logs tell more), then continue with `penstock resume`."
+        )
 
 
 def _leases(requests: Iterable[SlotRequest]) -> list[Lease]:

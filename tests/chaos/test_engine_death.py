@@ -71,6 +71,7 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
     assert read_metric(run_dir, "flow/resumed_trajectories")[-1] > 0
     assert "is fenced and gets no more requests" in stdout + stderr
     assert "Traceback" not in stderr, stderr
+    assert "(raylet)" not in stdout + stderr, "what was lost is said once, by the run"
 
 
 def wait_until_it_works(engine: psutil.Process) -> None:

@@ -58,6 +58,7 @@ def test_a_killed_reward_worker_costs_no_group_and_no_sample(tmp_path: Path) -> 
     assert read_metric(run_dir, "flow/retries/reward")[-1] == 0, "scored again, not sampled again"
     assert "reward worker 0 with" in stdout + stderr
     assert "Traceback" not in stderr, stderr
+    assert "(raylet)" not in stdout + stderr, "what was lost is said once, by the run"
 
 
 def is_reward_worker(process: psutil.Process) -> bool:

@@ -386,8 +386,8 @@ class KlConfig(Variant):
         coefficient: β; with 0 no reference is started.
         apply_to: Whether it is added to the loss or subtracted from the reward.
         estimator: `k2` (gradient of the reverse KL) or `k3` (of the forward KL) in the loss, `k1` in the reward.
-        max_weight: C: in the loss, the divergence of a token has the weight min(exp(c − b), C) if the policy loss uses
-            the behavior logprobs itself.
+        max_weight: C: in the loss, the divergence of a token has the weight min(exp(c − b), C) if the policy loss takes
+            no weight of `correction`, since it uses the behavior logprobs itself or needs no correction.
     """
 
     coefficient: float = Field(default=0.0, ge=0)

@@ -3,7 +3,9 @@
     term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^staleness · [high entropy]
 
 v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks apply to the policy loss, not to the
-divergence. u = min(exp(c − b), C) for losses that contain the ratio to the behavior policy themselves, else 1.
+divergence. u = min(exp(c − b), C) where the chain can have no weight, because the loss contains the ratio to the
+behavior policy itself (proximal=behavior, dppo, topr) or needs none (sft, online_dpo, ipo); else 1. The divergence
+needs it in both cases: it is an expectation over the policy, and the behavior policy has sampled the tokens.
 
 Shape legend: T loss tokens.
 """
@@ -58,7 +60,7 @@ class Objective:
             for name, settings in config.correction.chain.items()
         ]
         self._kl = find("kl", config.kl.estimator).load()
-        self._loss_has_behavior_ratio = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
+        self._weighs_divergence = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
 
     def __call__(
         self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, *, is_first_update: bool = True
@@ -97,10 +99,10 @@ class Objective:
         correction = correct(self._chain, tokens)
         terms = loss.terms * correction.factors
         if config.kl_in_loss:
-            # v: a weight of the chain multiplies the policy loss and the divergence. A policy loss that contains the
-            # ratio to the behavior policy leaves the divergence uncorrected, so the divergence is weighted here.
+            # v: a weight of the chain multiplies the policy loss and the divergence. Where the loss takes no weight,
+            # the divergence of stale tokens would stay uncorrected, so it is weighted here.
             weights = correction.weights
-            if self._loss_has_behavior_ratio:
+            if self._weighs_divergence:
                 ratio = clamped_exp((tokens.target - tokens.behavior).detach())
                 weights = weights * ratio.clamp(max=config.kl.max_weight)
             weights = weights.masked_fill(correction.is_masked, 1.0)

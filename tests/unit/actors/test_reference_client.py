@@ -233,8 +233,9 @@ async def test_when_all_workers_are_given_up_every_group_that_waits_gets_the_err
         waiting = [asyncio.create_task(client.logprobs(group)) for group in range(5)]
         found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10.0)
     assert {type(error) for error in found} == {PenstockError}
-    assert "reference: no worker is left: each was lost more than 10 times within an hour" in str(found[0])
+    assert "reference: no worker is left: 2 of 2 were given up (each is restarted at most 10 times" in str(found[0])
     assert "low on memory" in str(found[0])
+    assert "continue with `penstock resume`" in str(found[0])
     assert [len(starter.processes) for starter in starters] == [1 + RESTARTS_PER_HOUR] * 2
 
 

@@ -94,7 +94,7 @@ def test_open_groups_come_back_as_far_as_their_members_have_come() -> None:
         MemberProgress(failures=(Failure("engine", "gone", is_final=True),), has_failed=True),
         MemberProgress(),
     )
-    packed = OpenGroup(GroupId(9), members, max_new_tokens=30, is_judged=True).packed()
+    packed = OpenGroup(GroupId(9), members, is_judged=True).packed()
     (found,) = decode(encode((packed,)), "here")
     assert_same(found, packed)
     assert found.members[1].partial.delta() == TokenDelta((5, 6, 7), (-0.5, -0.25, -0.125), (Span(3, 2), Span(4, 1)))

@@ -209,7 +209,7 @@ def test_a_restored_queue_continues_with_the_next_tasks_and_finds_those_that_are
 
     restored = TaskQueue([stream("a"), stream("b")], 4, 2)
     wanted = [(queued.stream, queued.task.task_id) for queued in admitted]
-    found = restored.load_state_dict(json.loads(json.dumps(queue.state_dict())), ledger.tasks_by_stream, wanted)
+    found = restored.load_state_dict(json.loads(json.dumps(queue.state_dict())), queue.num_taken, wanted)
     assert found == {(queued.stream, queued.task.task_id): queued.task for queued in admitted}
     copy_of_ledger = copy.deepcopy(ledger)
     continued = [admit(queue, ledger) for _ in range(8)]
@@ -223,4 +223,4 @@ def test_a_restored_queue_lacks_a_task_that_no_longer_exists() -> None:
     assert queued is not None
     other = TaskQueue([TaskStream("a", endless("other"))], 4, 2)
     with pytest.raises(PenstockError, match=r"1 tasks of the checkpoint, a0 among them.*the first 1 tasks"):
-        other.load_state_dict(queue.state_dict(), ledger.tasks_by_stream, [("a", queued.task.task_id)])
+        other.load_state_dict(queue.state_dict(), queue.num_taken, [("a", queued.task.task_id)])

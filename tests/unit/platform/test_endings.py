@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
-from penstock.dataflow.errors import TrainingError
+import pytest
+import ray
+
+from penstock.actors import restart_budget
+from penstock.actors.reference import ReferenceClient
+from penstock.dataflow.errors import AccountingError, PenstockError, TrainingError
 from penstock.platform.run import controller
+from penstock.platform.run.checkpoint import choose_checkpoint
+from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluation
-from tests.runs import STEPS, Evaluator, run_of
+from penstock.platform.run.launch import train_to_end
+from penstock.platform.run.lifecycle import Stop
+from penstock.platform.run.run import Run
+from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
 
 async def test_the_policy_is_saved_before_the_last_evaluation_which_may_fail(tmp_path: Path) -> None:
@@ -59,3 +74,117 @@ async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path
     run = run_of(set(), tmp_path, [])
     await run.save_policy_at_end()
     assert run.trainer.saved == []
+
+
+class FrozenProcess:
+    """Computes so many groups and dies; with 0 it does not come up."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_left = num_groups
+        self.ready = SimpleNamespace(remote=lambda: asyncio.ensure_future(self._check()))
+        self.logprobs = SimpleNamespace(remote=lambda group: (group, asyncio.ensure_future(self._compute())))
+
+    async def _check(self) -> None:
+        if not self._num_left:
+            raise ray.exceptions.OutOfMemoryError("the node is running low on memory")
+
+    async def _compute(self) -> int:
+        await self._check()
+        self._num_left -= 1
+        return 1
+
+
+async def fails_to_the_end(run: Run) -> PenstockError:
+    """Train; returns the error that the console shows."""
+    with pytest.raises(PenstockError) as found:
+        await asyncio.wait_for(train_to_end(run, cast("Any", SimpleNamespace()), Stop()), 60.0)
+    return found.value
+
+
+@pytest.mark.parametrize("role", ["reference", "teacher"])
+async def test_a_run_without_frozen_workers_ends_with_one_error_its_policy_and_a_checkpoint(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda _process: None)
+    monkeypatch.setattr(restart_budget, "FIRST_PAUSE_S", 0.0)
+    notes: list[str] = []
+    run = run_of(set(), tmp_path, notes)
+    processes = iter([FrozenProcess(2 * GROUPS + 1)])
+    client = ReferenceClient(role, [lambda: cast("Any", next(processes, FrozenProcess(0)))], 5.0)
+    run._flow.ports = replace(run._flow.ports, **{role: client})
+    error = await fails_to_the_end(run)
+    client.close()
+    assert f"{role}: no worker is left: 1 of 1 were given up (each is restarted at most 10 times" in str(error)
+    assert "low on memory" in str(error)
+    assert "penstock resume" in str(error)
+    assert "\n" not in str(error)
+    check_saved(run, tmp_path)
+
+
+async def test_a_run_without_engines_ends_with_one_error_its_policy_and_a_checkpoint(tmp_path: Path) -> None:
+    run = run_of(set(), tmp_path, [])
+    pool = run._flow.ports.runner.pool
+    (engine,) = cast("list[Any]", pool.engines())
+    engine.dies, engine.loses_at = True, lambda serial: 0 if serial > 5 * GROUPS else None
+
+    async def begin_again(_engine_id: object) -> Any:
+        engine.served = 5 * GROUPS + 1  # dies at the next request
+        return engine
+
+    async def catch_up(engine: Any) -> None:
+        pool.add(engine)
+
+    async with EngineRestarts(pool, begin_again, catch_up, 2).running():
+        error = await fails_to_the_end(run)
+    assert "no rollout engine is left in service: 1 of 1 are out" in str(error)
+    assert "rollout.max_engine_restarts_per_hour=2" in str(error)
+    assert "fake-0: planted loss of" in str(error)
+    assert "penstock resume" in str(error)
+    assert pool.num_returned == 2
+    check_saved(run, tmp_path)
+
+
+def check_saved(run: Run, run_dir: Path) -> None:
+    """The policy and a checkpoint of the version that was reached are there."""
+    assert 0 < run.version < STEPS
+    assert run.policy_version == run.version
+    assert choose_checkpoint(run_dir).version == run.version
+    assert run.trainer.snapshots == [run.version]
+
+
+@pytest.mark.parametrize("error", [AccountingError("planted (I3)"), ValueError("planted")])
+async def test_a_run_whose_books_may_be_wrong_keeps_its_policy_and_takes_no_checkpoint(
+    error: Exception, tmp_path: Path
+) -> None:
+    run = run_of(set(), tmp_path, [])
+    fail_at(run, 2, lambda: run._flow.fail(error))
+    with pytest.raises(type(error), match="planted"):
+        await train_to_end(run, cast("Any", SimpleNamespace()), Stop())
+    assert run.policy_version == run.version == 2
+    assert run.trainer.snapshots == []
+
+
+async def test_a_checkpoint_that_cannot_be_taken_at_the_end_is_noted_and_hides_no_cause(tmp_path: Path) -> None:
+    notes: list[str] = []
+    run = run_of(set(), tmp_path, notes)
+    fail_at(run, 2, lambda: run._flow.fail(PenstockError("the judge is down")))
+
+    async def snapshot() -> float:
+        raise TrainingError("trainer: snapshot: a process died: rank 0")
+
+    run.trainer.snapshot = snapshot  # type: ignore[method-assign]
+    assert str(await fails_to_the_end(run)) == "the judge is down"
+    assert [note for note in notes if "v2, could not be taken: trainer: snapshot: a process died: rank 0" in note]
+    assert run.policy_version == 2
+
+
+def fail_at(run: Run, version: int, fail: Callable[[], None]) -> None:
+    """Call `fail` directly after the flow has advanced to a version."""
+    advance = run._flow.advance
+
+    def advance_and_fail(to: int) -> None:
+        advance(to)
+        if to == version:
+            fail()
+
+    run._flow.advance = advance_and_fail  # type: ignore[method-assign]

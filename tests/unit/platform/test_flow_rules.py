@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -100,6 +101,32 @@ def unlucky(members: set[int], groups: int = 1_000_000) -> FakeRewards:
 class AtMostEight:
     def max_new_tokens(self, task: Task, stream: str) -> int:
         return 8
+
+
+async def test_under_other_bounds_tasks_start_again_with_their_limits_and_are_not_charged() -> None:
+    long_last = FakeEngine(length=lambda serial: 2 if serial < 6 else 8)
+    saved_flow = make_flow([long_last], FakeRewards(), eta=1, lengths=LengthLimits(5000, AtMostEight()))
+    async with saved_flow:
+        while saved_flow.core.num_ready < 3:  # noqa: ASYNC110 - the core has no event for it
+            await asyncio.sleep(0)
+        saved = saved_flow.snapshot()
+        payloads = {group.group_id: await saved_flow.ports.store.get(group.handle) for group in saved.ready}
+    assert len(saved.ready) == 3
+    assert len(saved.open_groups) == 1
+
+    flow = make_flow(engines := [FakeEngine()], FakeRewards(), eta=0)
+    await flow.restore(saved, payloads)
+    events: list[JournalEntry] = []
+    flow.core.ledger.on_event = events.append
+    await train_all(flow, engines)
+    assert flow.core.ledger.reasons == {(GroupState.DROPPED, Reason.ROLLBACK): 4}
+    starts = [one for one in events if isinstance(one, LedgerEvent) and one.state is GroupState.GENERATING]
+    assert [one.task_id for one in starts] == ["t4", "t5", "t0", "t1", "t2", "t3", "t6", "t7"], "each task once"
+    assert {one.requeues for one in starts} == {0}
+    began_again = {one.group_id for one in starts if one.task_id < "t4"}
+    for request in engines[0].requests:
+        is_again = int(request.request_id.partition("/")[0]) in began_again
+        assert request.sampling.max_new_tokens == (8 if is_again else 5000), request.request_id
 
 
 def one_long(members: Sequence[Trajectory]) -> bool:

@@ -92,6 +92,19 @@ def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
     np.testing.assert_allclose(gradient, policy_slope * factors + held * slope, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("loss", ["dppo", "topr", "sft", "online_dpo", "ipo"])
+def test_divergence_of_stale_tokens_has_a_weight_of_its_own_under_a_loss_that_takes_none(loss: str) -> None:
+    d = data(LENGTHS["ragged"], 2)
+    args = (np.zeros(16, np.int64), np.ones(16))
+    keys = {"loss": loss, "correction": "none", "aggregation": "seq_mean_token_mean"}
+    _, without = composed(d, algorithm_config(**keys), *args)
+    _, with_divergence = composed(d, algorithm_config(**keys, kl_coefficient=0.3, kl_max_weight=1.2), *args)
+    c, b, r = (array.astype(np.float64) for array in (d.c, d.b, d.r))
+    weight = np.minimum(np.exp(c - b), 1.2)
+    assert 0 < (weight == 1.2).sum() < 16
+    np.testing.assert_allclose(with_divergence - without, 0.3 * weight * (c - r), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("chain", "kept"),
     [
