@@ -168,12 +168,12 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         try:
             lost = await ranks_lost(actors, error)
         except PenstockError:
+            await run.checkpoint_at_end()
             await run.save_policy_at_end()
             raise
         await run.abandon_checkpoint()
         raise lost from error
     except BaseException:
-        await run.checkpoint_at_end()
         await run.save_policy_at_end()
         raise
     finally:
