@@ -94,10 +94,20 @@ class FrozenProcess:
         return 1
 
 
+class LiveActors:
+    """All trainer ranks are alive."""
+
+    async def lost_ranks(self) -> list[str]:
+        return []
+
+
+LIVE_ACTORS: Any = LiveActors()
+
+
 async def fails_to_the_end(run: Run) -> PenstockError:
     """Train; returns the error that the console shows."""
     with pytest.raises(PenstockError) as found:
-        await asyncio.wait_for(train_to_end(run, cast("Any", SimpleNamespace()), Stop()), 60.0)
+        await asyncio.wait_for(train_to_end(run, LIVE_ACTORS, Stop()), 60.0)
     return found.value
 
 
@@ -159,7 +169,7 @@ async def test_a_run_whose_books_may_be_wrong_keeps_its_policy_and_takes_no_chec
     run = run_of(set(), tmp_path, [])
     fail_at(run, 2, lambda: run._flow.fail(error))
     with pytest.raises(type(error), match="planted"):
-        await train_to_end(run, cast("Any", SimpleNamespace()), Stop())
+        await train_to_end(run, LIVE_ACTORS, Stop())
     assert run.policy_version == run.version == 2
     assert run.trainer.snapshots == []
 
