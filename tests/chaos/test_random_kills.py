@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCH, VLLM = ("rollout/engine=torch",), ("rollout/engine=vllm",)
 RANKS = ("trainer.num_ranks=2", "trainer.zero_stage=2", "cluster.pools.cpu.count=4")
 NODES = ("--nodes", "2")
-GUESSING = ("~env.args", "env.factory=guessing:GuessingGame", "env.episode.max_turns=5", "reward=episode")
+GUESSING = ("env.args={high: 1000}", "env.factory=guessing:GuessingGame", "env.episode.max_turns=5", "reward=episode")
 SHORT, LONG = "total_steps=100", "total_steps=250"
 
 
@@ -40,7 +40,7 @@ SHORT, LONG = "total_steps=100", "total_steps=250"
 def test_a_run_survives_random_kills(
     seed: int, kills: int, overrides: tuple[str, ...], workspace: Path, train_overrides: list[str]
 ) -> None:
-    name, plays = f"chaos_{seed}_{kills}", "~env.args" in overrides
+    name, plays = f"chaos_{seed}_{kills}", "reward=episode" in overrides
     shutil.copy(EXAMPLES / "guessing.py", workspace)
     settings = [setting for setting in train_overrides if not (plays and setting.startswith("env.args."))]
     few = ("evaluation.num_tasks=64", "evaluation.every_steps=0", "dataflow.batch_groups=8", f"name={name}")
