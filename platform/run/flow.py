@@ -278,6 +278,7 @@ class Flow:
         num_allowed = self.core.limits.total_steps * self.core.limits.batch_groups
         if saved.state["limits"] != self._bounds() or ledger.num_admitted - ledger.num_returned > num_allowed:
             for group_id in self.core.roll_back():
+                self.stats.group_dropped(group_id)
                 self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger, is_charged=False)
 
     def _bounds(self) -> list[Any]:
