@@ -172,6 +172,8 @@ def main() -> None:
         f"{num_bytes / GIB:.2f} GiB of state, {arguments.rounds} rounds in turns in one process, after one that is "
         "left out; shares are of the same round",
         f"one thread; a step of {GROUP_SIZE} sequences of {PROMPT_TOKENS + ANSWER_TOKENS} tokens, no rollout before it",
+        "copying and writing share the cores with the step, and with other programs of the machine, so the step beside "
+        "them is longer; a rank on a GPU computes elsewhere",
         *provenance(),
         "by: python benchmarks/checkpoint_blocking.py",
     ]
