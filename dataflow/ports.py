@@ -178,7 +178,10 @@ class TrainerGroup(Protocol):
     async def save(self, path: str) -> None: ...
 
     async def snapshot(self) -> float:
-        """Copy the trainer's state to host memory, between steps; returns the seconds that training was blocked."""
+        """Begin to copy the trainer's state to host memory, between steps; returns the seconds that this took.
+
+        The next optimizer step waits until it is copied.
+        """
         ...
 
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:

@@ -1,7 +1,7 @@
 """The trainer's part of a checkpoint: one form for every backend, number of ranks, ZeRO stage and tensor-parallel size.
 
-    fragments of live state → `TrainerSnapshot` (in host memory) → `write_snapshot` (one file per rank, during training)
-    → `CheckpointReader` → any backend's `restore`
+    fragments of live state → `TrainerSnapshot` (copied to host memory beside the next forwards and backwards)
+    → `write_snapshot` (one file per rank, during training) → `CheckpointReader` → any backend's `restore`
 
 Of each trained parameter the checkpoint has the float32 value and AdamW's moments exp_avg and exp_avg_sq. A rank writes
 them as stretches of the parameter in row-major order, and each element is written by exactly one rank. So nothing is
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -123,29 +125,59 @@ class Counters(NamedTuple):
     num_ranks: int
 
 
-@dataclass(frozen=True, slots=True)
 class TrainerSnapshot:
-    """The state of one rank in host memory, unaffected by later steps.
+    """The state of one rank between two steps, on its way to host memory.
+
+    A thread copies while the loop goes on: rollouts, forwards and backwards only read the state. Invariant: the live
+    tensors are those of the cut until `wait` has returned, because whoever changes them calls it first. Only an
+    optimizer step does (`PolicyTrainer`).
 
     Attributes:
-        fragments: By prefix, `model` or `critic`.
         random_state: `[n] uint8`, of torch's generator on the CPU.
     """
 
-    fragments: Mapping[str, Sequence[Fragment]]
-    counters: Counters
-    random_state: Tensor
+    def __init__(self, live: Mapping[str, Sequence[Fragment]], counters: Counters) -> None:
+        """Begin to copy live fragments.
 
-    @classmethod
-    def take(cls, live: Mapping[str, Sequence[Fragment]], counters: Counters) -> TrainerSnapshot:
-        """Copy live fragments. The training loop waits for this."""
-        tensors = [tensor for fragments in live.values() for one in fragments for tensor in one.values.values()]
+        Args:
+            live: By prefix, `model` or `critic`.
+            counters: Of the trainer.
+        """
+        self.counters = counters
+        self.random_state = torch.get_rng_state()
+        device = next((one.values["value"].device for of_prefix in live.values() for one in of_prefix), None)
+        stream = None
+        if device is not None and device.type == "cuda":
+            # Not on the stream of the next forward, which would wait for the copy. After the step before, though.
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+        thread = ThreadPoolExecutor(1, "checkpoint copy")
+        self._copied: Future[Mapping[str, Sequence[Fragment]]] = thread.submit(_copied, live, stream)
+        thread.shutdown(wait=False)
+
+    def wait(self) -> float:
+        """Wait until the live tensors may change; returns the seconds that this took."""
+        started = time.perf_counter()
+        futures.wait([self._copied])
+        return time.perf_counter() - started
+
+    @property
+    def fragments(self) -> Mapping[str, Sequence[Fragment]]:
+        """The copies, by prefix. Waits for them, and raises what the copy has failed with."""
+        return self._copied.result()
+
+
+def _copied(
+    live: Mapping[str, Sequence[Fragment]], stream: torch.cuda.Stream | None
+) -> Mapping[str, Sequence[Fragment]]:
+    """Live fragments with copies of their tensors."""
+    tensors = [tensor for fragments in live.values() for one in fragments for tensor in one.values.values()]
+    with torch.cuda.stream(stream):  # without a stream it does nothing
         copies = iter(_host_copies(tensors))
-        fragments = {
-            prefix: [one._replace(values={kind: next(copies) for kind in one.values}) for one in of_prefix]
-            for prefix, of_prefix in live.items()
-        }
-        return cls(fragments, counters, torch.get_rng_state())
+    return {
+        prefix: [one._replace(values={kind: next(copies) for kind in one.values}) for one in of_prefix]
+        for prefix, of_prefix in live.items()
+    }
 
 
 def _host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -179,12 +211,14 @@ def write_snapshot(snapshot: TrainerSnapshot, folder: str | Path, rank: int) -> 
         rank: Of the trainer, 0 ≤ rank < `snapshot.counters.num_ranks`.
 
     Raises:
-        CheckpointError: If the disk is full or cannot be written.
+        CheckpointError: If the state cannot be copied, or if the disk is full or cannot be written.
     """
     path = Path(folder) / f"trainer_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Any] = {}
-    for prefix, fragments in snapshot.fragments.items():
+    with boundary(CheckpointError, f"checkpoint {path}: copying the state to host memory"):
+        copies = snapshot.fragments
+    for prefix, fragments in copies.items():
         for one in fragments:
             key = f"{prefix}/{one.name}/{one.start}"
             parameters[key] = {"shape": one.shape, "box": one.box, "num_updates": one.num_updates}

@@ -64,6 +64,8 @@ class PolicyTrainer:
         self._objective = PolicyObjective(spec.algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
+        self._snapshot: TrainerSnapshot | None = None
+        self._copy_wait_s: float | None = None
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
         """Train one batch, or after `accumulate` its last part, with the gradient and report of the whole batch (I9).
@@ -98,6 +100,7 @@ class PolicyTrainer:
                 self._backward(opened, part, self._objective, is_last=True)
                 updates.append(self._update(opened))
                 if self.critic is not None:
+                    self._wait_until_copied()
                     self.critic.update(part)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
@@ -109,6 +112,8 @@ class PolicyTrainer:
         is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
         early_logprobs, ahead_s = self._forwards.forget()
         metrics |= agreement(share, self.backend) | early_logprobs
+        if self._copy_wait_s is not None:
+            metrics["checkpoint/copy_wait_s"], self._copy_wait_s = self._copy_wait_s, None
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         busy_s = step_s + ahead_s
         metrics |= self._work.take(busy_s)
@@ -224,14 +229,18 @@ class PolicyTrainer:
             yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
 
     def snapshot(self, version: int) -> TrainerSnapshot:
-        """Copy this rank's share of the state to host memory, between steps. Not collective."""
+        """Begin to copy this rank's share of the state to host memory, between steps. Not collective.
+
+        The next optimizer step waits until it is copied.
+        """
         assert self._streamed is None, "a batch is half trained"
         backends = self._backends()
         num_steps = {"model": self._num_steps}
         if self.critic is not None:
             num_steps["critic"] = self.critic.num_steps
         counters = Counters(version, num_steps, self._spec.trainer.num_ranks)
-        return TrainerSnapshot.take({prefix: one.fragments() for prefix, one in backends.items()}, counters)
+        self._snapshot = TrainerSnapshot({prefix: one.fragments() for prefix, one in backends.items()}, counters)
+        return self._snapshot
 
     def restore(self, folder: str) -> int:
         """Continue from the trainer that was saved, of any backend and number of ranks. Collective.
@@ -315,7 +324,14 @@ class PolicyTrainer:
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))
             return Update(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
+        self._wait_until_copied()
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
         return Update(sums, loss, lr, result, counts, efficiencies)
+
+    def _wait_until_copied(self) -> None:
+        """Call it before an optimizer step, which changes what a snapshot still copies."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            self._copy_wait_s = snapshot.wait()

@@ -188,7 +188,7 @@ class TrainerRank:
         save_policy(self._running(), path, self._spec.model_path)
 
     def snapshot(self, version: int) -> None:
-        """Copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
+        """Begin to copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
         self._snapshot = self._running().snapshot(version)
 
     # Its own group, so that training and publishing continue while the disk is written.

@@ -204,7 +204,7 @@ class TrainerClient:
         await self._all("save_hf", path)
 
     async def snapshot(self) -> float:
-        """Copy the state of all ranks to host memory; returns the seconds that training was blocked."""
+        """Begin to copy the state of all ranks to host memory; returns the seconds that the loop was blocked."""
         start = time.perf_counter()
         await self._all("snapshot", self.version)
         return time.perf_counter() - start

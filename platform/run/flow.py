@@ -18,7 +18,14 @@ from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
-from penstock.dataflow.errors import AccountingError, PenstockError, StalenessError, TrajectoryError
+from penstock.dataflow.errors import (
+    AccountingError,
+    PenstockError,
+    StalenessError,
+    TrainingError,
+    TrajectoryError,
+    WeightSendError,
+)
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
@@ -144,10 +151,13 @@ class Flow:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_running = False
-        # After an error of the books themselves they are not kept.
-        is_resumable = isinstance(error, PenstockError) and not isinstance(error, AccountingError | StalenessError)
+        # Not after an error of the books, which may be wrong, or of the trainer, which may be lost.
+        is_resumable = isinstance(error, PenstockError) and not isinstance(
+            error, AccountingError | StalenessError | TrainingError | WeightSendError
+        )
         if is_resumable and not self.core.in_training:
             self._last_snapshot = self.snapshot()
+        if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
             self.core.ledger.on_event = None  # what a resume continues has not ended
         if self._admission is not None:
             self._admission.cancel()
@@ -278,6 +288,7 @@ class Flow:
         num_allowed = self.core.limits.total_steps * self.core.limits.batch_groups
         if saved.state["limits"] != self._bounds() or ledger.num_admitted - ledger.num_returned > num_allowed:
             for group_id in self.core.roll_back():
+                self.stats.group_dropped(group_id)
                 self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger, is_charged=False)
 
     def _bounds(self) -> list[Any]:

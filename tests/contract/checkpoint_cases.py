@@ -15,12 +15,16 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from penstock.trainer.checkpoint import write_snapshot
+from penstock.trainer import checkpoint
+from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.contract.trainer_backend_cases import REFERENCE, Case, build, make_batch, wait_for_all_ranks
 
@@ -116,12 +120,32 @@ def steps(trainer: PolicyTrainer, first: int) -> list[dict[str, float]]:
     return [{name: value for name, value in one.metrics.items() if name.startswith(kept)} for one in reports]
 
 
+@contextmanager
+def copying_late() -> Iterator[Callable[[TrainerSnapshot], TrainerSnapshot]]:
+    """A snapshot is copied only when the next optimizer step waits for it, after all that a backend does before."""
+    may_copy, copy = threading.Event(), checkpoint._host_copies
+
+    def copied_late(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert may_copy.wait(60.0), "no optimizer step has waited for the copy"
+        return copy(tensors)
+
+    def late(snapshot: TrainerSnapshot) -> TrainerSnapshot:
+        wait = snapshot.wait
+        snapshot.wait = lambda: (may_copy.set(), wait())[1]  # type: ignore[method-assign]
+        return snapshot
+
+    checkpoint._host_copies = copied_late
+    yield late
+    checkpoint._host_copies = copy
+
+
 def save(case: Case, folder: Path, rank: int = 0, port: int = 0) -> list[dict[str, float]]:
     """Metrics of the three steps after the checkpoint."""
     trainer = build(case, str(folder / case.policy), rank, port)
     steps(trainer, 0)
-    snapshot = trainer.snapshot(NUM_STEPS)
-    metrics = steps(trainer, NUM_STEPS)
+    with copying_late() as late:
+        snapshot = late(trainer.snapshot(NUM_STEPS))
+        metrics = steps(trainer, NUM_STEPS)
     write_snapshot(snapshot, folder / label(case) / "saved", rank)
     write_snapshot(trainer.snapshot(2 * NUM_STEPS), folder / label(case) / "later", rank)
     wait_for_all_ranks()

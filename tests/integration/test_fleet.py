@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,17 @@ def test_engines_join_and_leave_every_20_s_for_3_minutes(tmp_path: Path) -> None
     assert num_changes >= 5
     moved = read_metric(run_dir, "flow/resumed_trajectories")[-1]
     print(f"{num_changes} changes, {num_steps(run_dir)} steps, {moved:g} trajectories moved")
+    print(tokens_per_engine_s(run_dir))
+
+
+def tokens_per_engine_s(run_dir: Path) -> str:
+    """Of the steps with one and with two engines. They share the machine's cores, so it is told and not asserted.
+
+    Where the cores are no bottleneck it is: tests/unit/platform/test_fleet.py.
+    """
+    tokens, seconds = Counter(), Counter()
+    names = ("flow/engines", "throughput/generated_tokens_per_s", "throughput/step_s")
+    for num_engines, rate, step_s in zip(*(read_metric(run_dir, name) for name in names), strict=True):
+        tokens[int(num_engines)] += rate * step_s
+        seconds[int(num_engines)] += num_engines * step_s
+    return ", ".join(f"{tokens[num] / seconds[num]:.0f} tokens per engine-second of {num}" for num in sorted(tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.config import WeightsConfig
 from tests.fakes import FakeEngine, ends_by_context
 from tests.unit.actors.test_publisher import FakeTrainer
+from tests.virtual_time import run_virtual
 
 CODEC = TokenCodec(character_tokenizer())
 TASK = Task(TaskId("t"), "12+34=")
@@ -398,3 +400,77 @@ async def test_a_client_that_sends_something_else_is_told_and_one_that_waits_hea
         await asyncio.sleep(0.05)
     with pytest.raises(PenstockError, match="the run has ended"):
         await waiting
+
+
+TOKEN_S, LOAD_S, CHANGE_EVERY_S, NUM_CHANGES = 0.05, 5.0, 20.0, 9
+
+
+class Paced(Engine):
+    """One token per request every `TOKEN_S`, whatever else runs: the processor is no bottleneck."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                await asyncio.sleep(TOKEN_S)
+                yield delta
+
+
+class PacedProcesses(Processes):
+    """Counts the seconds of engines, from the time at which they are up to the end of their process."""
+
+    engine_s = 0.0
+
+    async def started(self, config: RunConfig) -> Engine:
+        await asyncio.sleep(LOAD_S)
+        found = await super().started(config)
+        self.engine_s -= asyncio.get_running_loop().time()
+        return found
+
+    async def ended(self, engine: Engine) -> None:
+        await super().ended(engine)
+        self.engine_s += asyncio.get_running_loop().time()
+
+
+async def tokens_per_engine_second(*, changes: bool) -> float:
+    """Of 3 minutes of requests and publishes, without changes or with an engine that joins or leaves every 20 s."""
+    service = Service(0, drain_s=2.0)
+    service.processes = PacedProcesses(lambda index: Paced(EngineId(f"engine-{index}"), length=lambda _serial: 150))
+    service.fleet = Fleet(service.config, service.pool, service.publisher, service.processes, service.notes.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        service.pool.add(await service.processes.started(service.config))
+    await service.publisher.publish(0)
+    loop, sampling = asyncio.get_running_loop(), SamplingParams(400, stop_token_ids=(1,))
+
+    num_tokens = 0
+
+    async def ask(number: int) -> None:
+        nonlocal num_tokens
+        while True:
+            answer = await service.runner.run(RolloutContext(TASK, f"{number}"), 0, sampling)
+            num_tokens += answer.num_sampled_tokens
+
+    async def publish() -> None:
+        for version in itertools.count(1):
+            await asyncio.sleep(3.0)
+            await service.publisher.publish(version)
+
+    jobs = [asyncio.create_task(ask(number)) for number in range(32)] + [asyncio.create_task(publish())]
+    for number in range(NUM_CHANGES):
+        change_at = loop.time() + CHANGE_EVERY_S
+        if changes:
+            await service.fleet.scale(1 + number % 2, service.told.append)
+        await asyncio.sleep(change_at - loop.time())
+    engine_s = service.processes.engine_s + len(service.pool.views()) * loop.time()
+    assert not [job for job in jobs if job.done()]
+    for job in jobs:
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    assert len(service.processes.ended_ids) == (5 if changes else 0)
+    return num_tokens / engine_s
+
+
+def test_engines_that_join_and_leave_are_used_for_most_of_their_time() -> None:
+    steady, changing = (run_virtual(tokens_per_engine_second(changes=changes)) for changes in (False, True))
+    assert steady == pytest.approx(8 / TOKEN_S, rel=0.1), "all slots are used"
+    print(f"{changing:.1f} tokens per engine-second with changes, {steady:.1f} without: {changing / steady:.3f}")
+    assert changing / steady >= 0.9

@@ -123,6 +123,7 @@ async def test_under_other_bounds_tasks_start_again_with_their_limits_and_are_no
     starts = [one for one in events if isinstance(one, LedgerEvent) and one.state is GroupState.GENERATING]
     assert [one.task_id for one in starts] == ["t4", "t5", "t0", "t1", "t2", "t3", "t6", "t7"], "each task once"
     assert {one.requeues for one in starts} == {0}
+    assert flow.stats._candidates == {}, "nothing is kept of the groups before"
     began_again = {one.group_id for one in starts if one.task_id < "t4"}
     for request in engines[0].requests:
         is_again = int(request.request_id.partition("/")[0]) in began_again

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from safetensors import safe_open
 from penstock.dataflow.errors import CheckpointError
 from penstock.dataflow.ports import WrittenFile
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer import checkpoint, policy_trainer
+from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.checkpoint import (
     CheckpointReader,
     Counters,
@@ -106,6 +109,59 @@ def test_training_meanwhile_does_not_change_what_is_written(
     assert not all(torch.equal(tensor, before[name]) for name, tensor in state_of(trainer).items())
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "critic alone"])
+def test_an_optimizer_step_waits_for_the_copy(
+    kind: str, policy: str, batch: list[GroupPayload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(policy, **KINDS[kind.removesuffix(" alone")])
+    trained(trainer, batch, range(2))
+    before = state_of(trainer)
+    if kind == "critic alone":  # whose policy has no gradient, and makes no step
+        monkeypatch.setattr(policy_trainer, "has_signal", lambda *_arguments: False)
+    has_stepped, copy = threading.Event(), checkpoint._host_copies
+
+    def copies_after_a_step(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        has_stepped.wait(0.5)  # in vain, if the step waits for the copy
+        return copy(tensors)
+
+    monkeypatch.setattr(checkpoint, "_host_copies", copies_after_a_step)
+    for backend in trainer._backends().values():
+        monkeypatch.setattr(backend, "optimizer_step", then_set(has_stepped, backend.optimizer_step))
+    taken = trainer.snapshot(2)
+    first, second = (trainer.step(batch, version).metrics for version in (2, 3))
+    assert has_stepped.is_set()
+    assert first["checkpoint/copy_wait_s"] > 0
+    assert "checkpoint/copy_wait_s" not in second
+    written = {f"{prefix}/{one.name}/{of}": tensor for prefix, fragments in taken.fragments.items()
+               for one in fragments for of, tensor in one.values.items()}  # fmt: skip
+    assert written.keys() == {name for name in before if not name.endswith("num_updates")}
+    for name, tensor in written.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def then_set(event: threading.Event, call: Callable[[float], OptimizerResult]) -> Callable[..., OptimizerResult]:
+    def called(normaliser: float = 1.0) -> OptimizerResult:
+        result = call(normaliser)
+        event.set()
+        return result
+
+    return called
+
+
+def test_a_copy_that_fails_costs_the_checkpoint_and_not_the_step(
+    policy: str, batch: list[GroupPayload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_tensors: object) -> list[torch.Tensor]:
+        raise MemoryError("4 GiB could not be allocated")
+
+    trainer = trainer_of(policy)
+    monkeypatch.setattr(checkpoint, "_host_copies", no_memory)
+    taken = trainer.snapshot(0)
+    trained(trainer, batch, range(1))
+    with pytest.raises(CheckpointError, match=r"copying the state to host memory: MemoryError: 4 GiB"):
+        write_snapshot(taken, tmp_path, 0)
+
+
 def test_the_file_is_one_that_safetensors_reads(policy: str, batch: list[GroupPayload], tmp_path: Path) -> None:
     trainer = trainer_of(policy)
     trained(trainer, batch, range(1))
@@ -131,7 +187,7 @@ def fragment(name: str = "w", box=((0, 4), (0, 3)), start: int = 0, length: int 
 
 def write(folder: Path, *of_ranks: list[Fragment], version: int = 1) -> list[WrittenFile]:
     counters = Counters(version, {"model": 1}, len(of_ranks))
-    snapshots = [TrainerSnapshot.take({"model": one}, counters) for one in of_ranks]
+    snapshots = [TrainerSnapshot({"model": one}, counters) for one in of_ranks]
     return [write_snapshot(one, folder, rank) for rank, one in enumerate(snapshots)]
 
 
@@ -173,7 +229,7 @@ def test_fragments_of_one_buffer_are_copied_in_one_piece() -> None:
             1,
         )
     ]
-    (copied,) = TrainerSnapshot.take({"model": live}, Counters(0, {}, 1)).fragments["model"]
+    (copied,) = TrainerSnapshot({"model": live}, Counters(0, {}, 1)).fragments["model"]
     assert len({one.untyped_storage().data_ptr() for one in copied.values.values()}) == 1
     flat.zero_()
     assert copied.values["exp_avg"].tolist() == list(range(10, 20))
@@ -302,4 +358,4 @@ def test_a_full_disk_says_how_far_the_file_is(tmp_path: Path) -> None:
     counters = Counters(1, {"model": 1}, 1)
     (tmp_path / "trainer_00000.safetensors").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"\d+ of \d+ bytes were written: .*No space left.* Make space"):
-        write_snapshot(TrainerSnapshot.take({"model": [fragment()]}, counters), tmp_path, 0)
+        write_snapshot(TrainerSnapshot({"model": [fragment()]}, counters), tmp_path, 0)
