@@ -91,12 +91,15 @@ class RunActors:
             self.partner.trainer.kill()
             folder = str(Path(restore_from) / PARTNER)
             starts.append(start_trainer_group(config.partner_view, policy_id=PARTNER, restore_from=folder))
-        engines = [*self.engines, *([] if self.partner is None else self.partner.engines)]
-        # An engine that does not forget is ended, and the publisher finds it dead.
-        await asyncio.gather(*(engine.forget_versions() for engine in engines), return_exceptions=True)
+        await self.forget_versions()
         self.trainer, *others = await asyncio.gather(*starts)
         if self.partner is not None:
             (self.partner.trainer,) = others
+
+    async def forget_versions(self) -> None:
+        """Have all engines drop their requests and versions; one that does not is ended."""
+        engines = [*self.engines, *([] if self.partner is None else self.partner.engines)]
+        await asyncio.gather(*(engine.forget_versions() for engine in engines), return_exceptions=True)
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
         """Trainers and engines of all policies."""
@@ -112,10 +115,10 @@ class RunActors:
             PlacementError: If it does not start within `rollout.start_timeout_s`.
             EngineLostError: If it fails to start.
         """
-        place = [engine.engine_id for engine in self.engines].index(engine_id)
-        self.engines[place].kill()
-        engine = await start_engine(config, engine_index(engine_id))
-        self.engines[place] = engine
+        lost = next(engine for engine in self.engines if engine.engine_id == engine_id)
+        lost.kill()
+        engine = await self.start_engine(config, engine_index(engine_id))
+        self.engines[self.engines.index(lost)] = engine  # looked up now: meanwhile others may have joined or left
         return engine
 
     async def started(self, config: RunConfig) -> RemoteEngine:
@@ -126,8 +129,14 @@ class RunActors:
             EngineLostError: If it fails to start.
         """
         index, self.num_engines_started = self.num_engines_started, self.num_engines_started + 1
-        engine = await start_engine(config, index)
+        engine = await self.start_engine(config, index)
         self.engines.append(engine)
+        return engine
+
+    async def start_engine(self, config: RunConfig, index: int) -> RemoteEngine:
+        """Start one engine during a run. All engines that are not colocated need the same resources."""
+        need = resources(config, "engine", "train")[0]
+        (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
         return engine
 
     async def ended(self, engine: RemoteEngine) -> None:
@@ -303,13 +312,6 @@ async def start_engine_group(
     """Start the rollout engines of `config`."""
     needs = resources(config, "engine", command, devices)
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
-
-
-async def start_engine(config: RunConfig, index: int) -> RemoteEngine:
-    """Start one engine during a run. All engines that are not colocated need the same resources."""
-    need = resources(config, "engine", "train")[0]
-    (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
-    return engine
 
 
 def engine_specs(config: RunConfig) -> list[EngineSpec]:
