@@ -96,6 +96,10 @@ class EngineFaults:
             return
         if min(starts[engine.engine_id] for engine in serving) > SAFE_RESTARTS:
             return
+        # A prompt that two engines died on before either answered is not sent to a third one, and a run ends if all of
+        # its groups fail. So these must have answered something.
+        if not all(engine.process.engine.counters.tokens for engine in serving):
+            return
         self._world.faults["all engines lost"] += 1
         self._world.note(f"all {len(serving)} engines die")
         for engine in serving:

@@ -32,7 +32,7 @@ from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.virtual_actor import VirtualHandle, VirtualProcess
 from penstock.platform.simulator.world import InvariantError, World, stop_run
-from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
@@ -43,8 +43,8 @@ SAFE_RESTARTS = 5
 """An engine that was restarted at most so often can be lost: the rest of its budget brings it back."""
 LEAVE_STEPS = 0.5
 """How long the requests of a leaving engine may go on there, in expected step times; then they move."""
-SETTLING_TICKS = 5
-"""When a run ends, a gang frees its slots when its requests are cancelled, which then end some ticks later."""
+SETTLING_S = 1e-3
+"""When a run ends, a gang frees its slots when its requests are cancelled, which then end some ticks later; seconds."""
 DEATH_NOTICED_S = 1.0
 """Longest time until Ray has noticed the death of a process, seconds."""
 
@@ -99,7 +99,8 @@ class SimulatedEngineActor(EngineActor):
         unused: dict[str, Any] = {"model_path": "", "model": None, "engine": None, "device": "cpu"}
         super().__init__(EngineSpec(engine.engine_id, update_mode="keep_kv", seed=0, threads=1, **unused))
         self.run_out_of_memory: Callable[[float], bool] = lambda _after_s: False
-        self._engine = self._simulated = engine
+        self._engine = cast("LocalEngine", engine)  # without buffers and transfer groups, which `gather` does not need
+        self._simulated = engine
         self._rates = rates
         self._step_s = step_s
         self._world = world
@@ -287,8 +288,7 @@ class SimulatedActors(RunActors):
     async def ended(self, engine: RemoteEngine) -> None:
         """As shipped; checks that the engine has nothing left to do."""
         assert isinstance(engine, CheckedEngine)
-        for _ in range(SETTLING_TICKS):
-            await asyncio.sleep(0)
+        await asyncio.sleep(SETTLING_S)
         if engine.num_requests:
             stop_run(InvariantError("fleet", f"{engine.engine_id} is ended with {engine.num_requests} requests on it"))
         await super().ended(engine)

@@ -406,6 +406,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding
             violation = describe(error)
+            loop.has_failed = True
             if simulation.actors is not None:
                 simulation.actors.kill()  # else they would sample, and be checked, while the loop is closed
     random.setstate(random_state)
