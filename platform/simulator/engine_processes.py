@@ -84,7 +84,12 @@ class EngineProcess(VirtualProcess):
         if not self.may_die():
             return False
         error = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory. Planted.")
-        asyncio.get_running_loop().call_later(after_s, self.die, error)
+
+        def kill() -> None:
+            if self.may_die():  # others may have died since
+                self.die(error)
+
+        asyncio.get_running_loop().call_later(after_s, kill)
         return True
 
 
