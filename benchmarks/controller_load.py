@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from statistics import median
 from typing import Any, Self
 
+from ray.actor import ActorHandle
+
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId, RequestId
@@ -33,7 +35,7 @@ from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
+from penstock.platform.simulator.engine_processes import CheckedEngine, EngineClasses
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
@@ -117,14 +119,15 @@ class Answer:
         return delta
 
 
-class AnsweringEngine(SimulatedEngine):
-    """Answers every request with one delta within `ANSWER_S`: no model of decoding, which would be in the figure."""
+class AnsweringClient(CheckedEngine):
+    """Answers every request with one delta within `ANSWER_S`, without a process: its work would be in the figure."""
 
-    def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
-        super().__init__(engine_id, cost, world, speed)
+    def __init__(self, engine_id: EngineId, actor: ActorHandle, node_id: str) -> None:
+        super().__init__(engine_id, actor, node_id)
         self._waiting: list[asyncio.Future[TokenDelta]] = []
+        self._loop = asyncio.get_running_loop()
 
-    def generate(self, _request: GenerateRequest) -> Answer:  # type: ignore[override] # a stream all the same
+    def generate(self, _request: GenerateRequest) -> Answer:
         if not self._waiting:
             self._loop.call_later(ANSWER_S, self._answer)
         delta: asyncio.Future[TokenDelta] = self._loop.create_future()
@@ -146,10 +149,13 @@ class AnsweringRewards(SimulatedRewards):
         return Score(float(trajectory.num_sampled_tokens))
 
 
+ANSWERING = EngineClasses(client=AnsweringClient)
+
+
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:
     gc.collect()  # what the run before left behind is not this one's cost
     started = time.process_time()
-    outcome = simulate(config, seed, Seams(engine=AnsweringEngine, rewards=AnsweringRewards), is_checked=False)
+    outcome = simulate(config, seed, Seams(engines=ANSWERING, rewards=AnsweringRewards), is_checked=False)
     assert outcome.violation is None, outcome.violation
     return (time.process_time() - started) / len(outcome.trained.lengths)
 

@@ -12,6 +12,7 @@ import asyncio
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class EngineActor:
         self._aborted: set[RequestId] = set()
         self._outbox: list[EngineOutput] = []
         self._has_answers = asyncio.Event()
-        self._inbound = private_directory(spec.publish_in)
+        self._inbound: Path | None = None
 
     async def start(self) -> str:
         """Load the model; returns the node this engine runs on."""
@@ -82,6 +83,8 @@ class EngineActor:
         """Swap weights in flight. `payload` carries the version's file for engines on other nodes."""
         if payload is None:
             return await self._running().update_weights(manifest)
+        if self._inbound is None:
+            self._inbound = private_directory(self._spec.publish_in)
         path = self._inbound / f"v{manifest.version}.safetensors"
         try:
             await asyncio.to_thread(payload.tofile, path)
@@ -103,7 +106,8 @@ class EngineActor:
         self._outbox.clear()
 
     async def shutdown(self) -> None:
-        shutil.rmtree(self._inbound, ignore_errors=True)
+        if self._inbound is not None:
+            shutil.rmtree(self._inbound, ignore_errors=True)
         for job in self._requests.values():
             job.cancel()
         if self._engine is not None:

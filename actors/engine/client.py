@@ -280,6 +280,10 @@ class RemoteEngine:
         """End its process now; its requests are lost."""
         self._poll.cancel()
         self._lose("was ended")
+        self._end_process()
+
+    def _end_process(self) -> None:
+        # Overridden where the actor is not Ray's (platform/simulator/engine_processes.py).
         ray.kill(self._actor)
 
     def _flush(self) -> None:

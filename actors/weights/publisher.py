@@ -176,8 +176,7 @@ class ActorWeightPublisher:
         return replace(report, max_logprob_diff=await self._probe(version))
 
     async def _publish(self, version: int) -> PublishReport:
-        if self._delivery is not None:
-            await self.delivered()
+        await self._end_delivery()
         await self._updater.settle()  # the transport removes the previous version
         started = time.monotonic()
         handle = await self._transport.send(version)
@@ -191,16 +190,42 @@ class ActorWeightPublisher:
         return self.last
 
     async def delivered(self) -> PublishReport:
-        """Wait until the engines have the newest published version; returns its report.
+        """Wait until the engines have the newest published version; returns the report of the last complete publish.
 
         Raises:
-            WeightSyncError: If none took it.
+            WeightSyncError: If none took it, and none returns.
         """
-        delivery, self._delivery = self._delivery, None
-        if delivery is not None:
-            self.last = await delivery
+        try:
+            await self._end_delivery()
+        except WeightSendError:
+            raise
+        except WeightSyncError:
+            await self._pool.wait_available()  # a restarted engine has the version when it returns
+            if not self._pool.engines():
+                raise
         assert self.last is not None, "nothing was published"
         return self.last
+
+    async def _end_delivery(self) -> None:
+        """Wait for a delivery in the background.
+
+        If no engine took the version, all were fenced (`_in_background`), and those that are in service now have been
+        restarted with it. So the failure is over.
+
+        Raises:
+            WeightSyncError: If none took it, and none is in service.
+        """
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:
+            return
+        try:
+            self.last = await delivery
+        except WeightSendError:
+            raise
+        except WeightSyncError as error:
+            if not self._pool.engines():
+                raise
+            logger.warning("%s Engines have been restarted since.", error)
 
     async def close(self) -> None:
         """End running updates; engines keep the version they have."""
@@ -353,7 +378,7 @@ class Rolling:
         now, version = asyncio.get_running_loop().time, published.manifest.version
         drained_by = now() + self._config.drain_timeout_s
         tried: set[EngineId] = set()
-        while (engine := self._next(version, tried)) is not None:
+        while (engine := self._next(version, tried, is_first=not first.done())) is not None:
             tried.add(engine.engine_id)
             self._pool.pause(engine.engine_id)
             try:
@@ -373,10 +398,13 @@ class Rolling:
                     first.set_result(ack)
                     drained_by = now() + self._config.drain_timeout_s  # from now on all other engines drain
 
-    def _next(self, version: int, tried: set[EngineId]) -> RemoteEngine | None:
+    def _next(self, version: int, tried: set[EngineId], *, is_first: bool) -> RemoteEngine | None:
         """The engine with the least outstanding work, of those below `version`."""
-        views = self._pool.views()
-        behind = [view for view in views if view.version < version and view.engine_id not in tried]
+        left = [view for view in self._pool.views() if view.engine_id not in tried]
+        behind = [view for view in left if view.version < version]
+        if not behind and is_first:
+            # Lost in an earlier attempt to publish it, they were restarted with it, and acknowledge it again.
+            behind = left
         if not behind:
             return None
         nearest = min(behind, key=lambda view: (view.in_use > 0, view.outstanding_tokens))

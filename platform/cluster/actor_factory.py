@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.actors.cluster import (
     ObjectStore,
@@ -84,29 +84,27 @@ class RunActors:
     async def roll_back(self, config: RunConfig, restore_from: str, policy_id: PolicyId = POLICY) -> None:
         """Start the trainer again from a checkpoint. Engines stay up, and forget versions of the lost lineage.
 
-        Engines that were lost with the ranks, e.g. with their node, are restarted here, since a run is built from
-        engines that answer.
-
         Raises:
             TrainingError, EngineLostError, PlacementError: The first failure, after all starts have ended.
         """
-        starts = [self._trainer_again(config, policy_id, restore_from)]
-        starts += [self._engine_again(config, engine) for engine in self.engines]
+        starts = [self._restart_trainer(config, policy_id, restore_from), self.renew_engines(config)]
         if self.partner is not None:
             folder = str(Path(restore_from) / PARTNER)
             starts.append(self.partner.roll_back(config.partner_view, folder, PARTNER))
-        for end in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(end, BaseException):
-                raise end
+        await _all_ended(starts)
 
-    async def _trainer_again(self, config: RunConfig, policy_id: PolicyId, restore_from: str) -> None:
-        nodes = self.trainer.nodes
-        self.trainer.kill()
-        self.trainer = await start_trainer_group(
-            config, policy_id=policy_id, devices=self.devices, restore_from=restore_from, near=nodes
-        )
+    async def renew_engines(self, config: RunConfig) -> None:
+        """Have all engines drop their requests and versions.
 
-    async def _engine_again(self, config: RunConfig, engine: RemoteEngine) -> None:
+        Those that were lost too, e.g. with the node of a rank, are restarted, since a run is built from engines that
+        answer.
+
+        Raises:
+            EngineLostError, PlacementError: The first failure, after all starts have ended.
+        """
+        await _all_ended([self._renew(engine, config) for engine in self.engines])
+
+    async def _renew(self, engine: RemoteEngine, config: RunConfig) -> None:
         try:
             await engine.forget_versions()
         except EngineLostError:
@@ -114,6 +112,13 @@ class RunActors:
                 raise
             logger.warning("%s was lost too, and is restarted", engine.engine_id)
             await self.restarted(config, engine.engine_id)
+
+    async def _restart_trainer(self, config: RunConfig, policy_id: PolicyId, restore_from: str) -> None:
+        nodes = self.trainer.nodes
+        self.trainer.kill()
+        self.trainer = await start_trainer_group(
+            config, policy_id=policy_id, devices=self.devices, restore_from=restore_from, near=nodes
+        )
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
         """Trainers and engines of all policies."""
@@ -129,10 +134,10 @@ class RunActors:
             PlacementError: If it does not start within `rollout.start_timeout_s`.
             EngineLostError: If it fails to start.
         """
-        place = [engine.engine_id for engine in self.engines].index(engine_id)
-        self.engines[place].kill()
-        engine = await start_engine(config, engine_index(engine_id), near=self.engines[place].node_id)
-        self.engines[place] = engine
+        lost = next(engine for engine in self.engines if engine.engine_id == engine_id)
+        lost.kill()
+        engine = await self.start_engine(config, engine_index(engine_id), lost.node_id)
+        self.engines[self.engines.index(lost)] = engine  # looked up now: meanwhile others may have joined or left
         return engine
 
     async def started(self, config: RunConfig) -> RemoteEngine:
@@ -143,8 +148,17 @@ class RunActors:
             EngineLostError: If it fails to start.
         """
         index, self.num_engines_started = self.num_engines_started, self.num_engines_started + 1
-        engine = await start_engine(config, index)
+        engine = await self.start_engine(config, index)
         self.engines.append(engine)
+        return engine
+
+    async def start_engine(self, config: RunConfig, index: int, near: str | None = None) -> RemoteEngine:
+        """Start one engine during a run, on node `near` if that is possible.
+
+        All engines that are not colocated need the same resources.
+        """
+        need = replace(resources(config, "engine", "train")[0], near=near)
+        (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
         return engine
 
     async def ended(self, engine: RemoteEngine) -> None:
@@ -223,6 +237,13 @@ async def _start_partner(config: RunConfig, rewards: RewardClient, restore_from:
         start_trainer_group(view, policy_id=PARTNER, restore_from=folder), start_engine_group(view)
     )
     return RunActors(engines, trainer, rewards, ObjectStore(), None, None)
+
+
+async def _all_ended(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run them at once until all have ended; raises the first failure then."""
+    for end in await asyncio.gather(*starts, return_exceptions=True):
+        if isinstance(end, BaseException):
+            raise end
 
 
 async def share_devices(config: RunConfig) -> SharedDevices | None:
@@ -327,16 +348,6 @@ async def start_engine_group(
     """Start the rollout engines of `config`."""
     needs = resources(config, "engine", command, devices)
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
-
-
-async def start_engine(config: RunConfig, index: int, near: str | None = None) -> RemoteEngine:
-    """Start one engine during a run, on node `near` if that is possible.
-
-    All engines that are not colocated need the same resources.
-    """
-    need = replace(resources(config, "engine", "train")[0], near=near)
-    (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
-    return engine
 
 
 def engine_specs(config: RunConfig) -> list[EngineSpec]:

@@ -284,7 +284,7 @@ class Run:
             evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
             self._failed_evaluations += 1
-            self._instruments.hub.log(version, {"eval/failed": float(self._failed_evaluations)})
+            self._instruments.hub.log(self.version, {"eval/failed": float(self._failed_evaluations)})
             self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
             return
         self.evaluations.append(evaluation)

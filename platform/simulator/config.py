@@ -34,8 +34,14 @@ class FaultRates:
 
     Attributes:
         engine_steps: Mean time between two faults of one engine, in expected step times.
-        kinds: Relative frequency of crash, hang and slowness.
-        outage_steps: Mean duration of such a fault, in expected step times.
+        kinds: Relative frequency of crash, hang of an engine, hang of its whole process, and slowness.
+        outage_steps: Mean duration of such a fault, and of the start of a process, in expected step times.
+        all_lost_steps: Mean time between two losses of all engines at once, in expected step times.
+        scale_steps: Mean time between two changes of the number of engines, in expected step times.
+        drain_steps: Mean time between two nodes that are drained and then lost, in expected step times.
+        start_fails: Probability that an engine process does not come up.
+        refusals: Probability per engine and version that its first update is refused.
+        memory_kills: Probability per engine and version that the process is killed for memory while it updates.
         reward_raises: Probability per score that the reward raises an error.
         reward_hangs: Probability per score that the reward hangs.
         scores_lost: Probability per score that it is computed but never arrives.
@@ -55,8 +61,14 @@ class FaultRates:
     """
 
     engine_steps: float = 0.0
-    kinds: tuple[float, float, float] = (0, 0, 0)
+    kinds: tuple[float, float, float, float] = (0, 0, 0, 0)
     outage_steps: float = 0.0
+    all_lost_steps: float = 0.0
+    scale_steps: float = 0.0
+    drain_steps: float = 0.0
+    start_fails: float = 0.0
+    refusals: float = 0.0
+    memory_kills: float = 0.0
     reward_raises: float = 0.0
     reward_hangs: float = 0.0
     scores_lost: float = 0.0
@@ -78,8 +90,14 @@ class FaultRates:
 RATES: dict[FaultLevel, FaultRates] = {
     FaultLevel.LIGHT: FaultRates(
         engine_steps=20.0,
-        kinds=(1, 1, 2),
+        kinds=(1, 1, 1, 2),
         outage_steps=1.0,
+        all_lost_steps=100.0,
+        scale_steps=20.0,
+        drain_steps=50.0,
+        start_fails=0.01,
+        refusals=0.005,
+        memory_kills=0.005,
         reward_raises=0.01,
         reward_hangs=0.002,
         scores_lost=0.001,
@@ -99,8 +117,14 @@ RATES: dict[FaultLevel, FaultRates] = {
     ),
     FaultLevel.HEAVY: FaultRates(
         engine_steps=5.0,
-        kinds=(2, 2, 1),
+        kinds=(2, 1, 1, 1),
         outage_steps=1.5,
+        all_lost_steps=25.0,
+        scale_steps=4.0,
+        drain_steps=15.0,
+        start_fails=0.05,
+        refusals=0.05,
+        memory_kills=0.03,
         reward_raises=0.05,
         reward_hangs=0.01,
         scores_lost=0.005,

@@ -1,4 +1,4 @@
-"""A simulated generation engine: the `Engine` port over a batch in virtual time, with weights and injectable faults.
+"""A simulated generation engine: a `LocalEngine` over a batch in virtual time, which can crash, hang and slow down.
 
 Continuous batching is processor sharing: all running sequences advance together, one token per decode step, and a step
 takes `base + per_sequence · n` seconds for n sequences. τ counts the steps, so a sequence admitted at τ₀ has sampled
@@ -16,7 +16,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
@@ -26,8 +25,6 @@ from penstock.dataflow.versions import Span, Spans
 from penstock.platform.simulator.world import World, member_of, sampled_ids, task_of
 
 DELTA_TOKENS = 64
-LOAD_TIMEOUT_S = 60.0
-"""Longest wait for `load`, as in actors/engine/client.py."""
 _EPSILON = 1e-6
 
 
@@ -38,7 +35,6 @@ class TokenStream:
     """
 
     def __init__(self) -> None:
-        self.is_cut = False
         self._inbox: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
         self.put = self._inbox.put_nowait
         self._is_over = False
@@ -55,15 +51,6 @@ class TokenStream:
             raise item
         self._is_over = item.finish_reason is not None
         return item
-
-    def cut(self) -> None:
-        """Lose all further messages: the consumer receives nothing more."""
-        self.is_cut = True
-
-    def deliver(self, delta: TokenDelta) -> None:
-        """Deliver a delta, unless the rest of the stream is lost."""
-        if not self.is_cut:
-            self.put(delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,18 +256,19 @@ class DecodeBatch:
         if sequence is not None:
             self._emit(sequence, self.count(sequence), "abort")
             self._remove(sequence)
-        else:
-            self.waiting = deque(waiting for waiting in self.waiting if waiting.request.request_id != request_id)
+            return
+        waiting = next((one for one in self.waiting if one.request.request_id == request_id), None)
+        if waiting is not None:
+            self.waiting.remove(waiting)
+            self._emit(waiting, waiting.emitted, "abort")
 
-    def clear(self) -> list[Sequence]:
-        """Remove all sequences and their KV; returns the sequences."""
-        lost = [*self.running.values(), *self.waiting]
+    def clear(self) -> None:
+        """Remove all sequences and their KV."""
         self.running.clear()
         self.waiting.clear()
         self._due.clear()
         self._prefixes.clear()
         self._kv_offset = self._prefill_debt_s = 0.0
-        return lost
 
     def true_spans(self, sequence: Sequence, stop: int) -> Spans:
         """Versions that sampled its tokens from `emitted` to `stop`, split at the swaps since the last delivery."""
@@ -315,32 +303,25 @@ class DecodeBatch:
 
 
 class SimulatedEngine:
-    """An `Engine` that also receives weights, sleeps and fails.
+    """A `LocalEngine`: what runs in the process of an engine, behind the shipping `EngineActor`.
 
     Attributes:
-        version: The version whose acknowledgement the driver has received; -1 before the first one.
-        node_id: Node on which the publisher assumes it to run.
+        version: The version it has loaded; -1 before the first one.
         speed: Speed relative to its costs.
         clock_rate: Rate of its clock relative to the driver's, which scales all durations that it reports.
-        lost_acks: Probability that the first acknowledgement of a version is lost.
-        deliver: Delivers deltas to the platform; faults replace it.
+        world: The simulated run.
     """
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         self.engine_id = engine_id
-        self.node_id = "simulated"
         self.version = -1
         self.speed = speed
         self.clock_rate = 1.0
-        self.lost_acks = 0.0
-        self.deliver: Callable[[TokenStream, TokenDelta], None] = TokenStream.deliver
-        self._loaded = -1
-        self._unheard = -1
-        self._rng = world.rng(f"acknowledgements of {engine_id}")
-        self._world = world
+        self.world = world
         self._batch = DecodeBatch(cost, world.prompt_tokens, self._emit)
         self._is_lost = False
         self._is_frozen = False
+        self._updating = asyncio.Lock()
         self._responds = asyncio.Event()
         self._responds.set()
         self._loop = asyncio.get_running_loop()
@@ -349,22 +330,31 @@ class SimulatedEngine:
         self._is_settling = False
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request; the stream raises `EngineLostError` if the engine dies."""
+        """Queue a request; the stream raises `EngineLostError` if there are no weights yet."""
         stream = TokenStream()
-        if self._is_lost or self.version < 0:
-            stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
+        if self.version < 0:
+            stream.put(EngineLostError(f"{self.engine_id} has no weights"))
             return stream
-        world = self._world
-        world.on_request(self.engine_id, self.version, request.request_id)
+        world = self.world
         task = task_of(request.prompt_token_ids[0])
         start = world.num_sampled(request.prompt_token_ids)
         left = world.lengths.turn_end(task, member_of(request.request_id), start) - start
         limit = request.sampling.max_new_tokens
         reason: FinishReason = "length" if left > limit else "stop"
-        sequence = Sequence(request, stream, task, start, min(left, limit), reason, self._loaded)
+        sequence = Sequence(request, stream, task, start, min(left, limit), reason, self.version)
         self._batch.waiting.append(sequence)
         self._touch()
         return stream
+
+    @property
+    def responds(self) -> bool:
+        """Whether it is not hanging."""
+        return self._responds.is_set()
+
+    @property
+    def update_s(self) -> float:
+        """Seconds that an update takes."""
+        return self._batch.cost.stage_s + self._batch.cost.swap_s
 
     async def abort(self, request_id: RequestId) -> None:
         """Stop a request; its stream ends with the tokens it has."""
@@ -373,17 +363,11 @@ class SimulatedEngine:
         self._touch()
 
     async def load(self) -> EngineLoad:
-        try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self._responds.wait()
-        except TimeoutError:
-            raise EngineLostError(f"{self.engine_id}: load() took longer than {LOAD_TIMEOUT_S:.0f} s") from None
-        if self._is_lost:
-            raise EngineLostError(f"{self.engine_id}: load() failed")
+        await self._responds.wait()
         self._advance()
         batch = self._batch
         return EngineLoad(
-            version=self._loaded,
+            version=self.version,
             num_running=len(batch.running),
             num_waiting=len(batch.waiting),
             kv_cache_usage=min(batch.kv_used / batch.cost.kv_tokens, 1.0),
@@ -392,31 +376,31 @@ class SimulatedEngine:
             num_preemptions=batch.counters.preempted,
         )
 
-    async def update_weights(self, manifest: WeightManifest, _payload: Any = None) -> WeightAck:
-        """Stage during generation, freeze, swap, acknowledge and resume. The first acknowledgement may be lost.
-
-        Raises:
-            EngineLostError: If the engine is down or fails. It stays frozen if only the caller timed out.
-        """
-        cost = self._batch.cost
-        await self._answering(cost.stage_s, manifest)
-        self._settle()
-        self._is_frozen = True
-        self._reschedule()
-        await self._answering(cost.swap_s, manifest)
-        self._advance()
-        if manifest.version != self._loaded:
-            self._batch.swap(manifest.version)
-        self._loaded = manifest.version
-        self._is_frozen = False
-        self._touch()
-        if self._unheard != manifest.version and self._rng.random() < self.lost_acks:
-            self._unheard = manifest.version
-            self._world.faults["acknowledgement lost"] += 1
-            await asyncio.Event().wait()  # until the caller times out and sends the version again
-        self.version = manifest.version
-        rate = self.clock_rate
+    async def update_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Stage during generation, freeze, swap, resume and acknowledge. It stays frozen while it hangs."""
+        cost, rate = self._batch.cost, self.clock_rate
+        async with self._updating:
+            await self._working(cost.stage_s)
+            self._settle()
+            self._is_frozen = True
+            self._reschedule()
+            await self._working(cost.swap_s)
+            self._advance()
+            if manifest.version != self.version:
+                self._batch.swap(manifest.version)
+            self.version = manifest.version
+            self._is_frozen = False
+            self._touch()
         return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s * rate, cost.swap_s * rate)
+
+    async def forget_versions(self) -> None:
+        """Lose all requests, their KV and the weights."""
+        async with self._updating:
+            await self._responds.wait()
+            self._advance()
+            self._batch.clear()
+            self.version = -1
+            self._reschedule()
 
     async def sleep(self) -> None:
         """Release the devices to the trainer (colocated)."""
@@ -428,22 +412,16 @@ class SimulatedEngine:
         self._is_frozen = False
         self._touch()
 
+    async def shutdown(self) -> None:
+        self.crash()
+
     def crash(self) -> None:
-        """Lose all requests, their KV and the weights."""
+        """End, with all requests."""
         self._advance()
         self._is_lost = True
-        self._world.left(self.engine_id)
-        lost = EngineLostError(f"{self.engine_id} died")
-        for sequence in self._batch.clear():
-            sequence.stream.put(lost)
-        self._responds.set()
+        self.world.left(self.engine_id)
+        self._batch.clear()
         self._reschedule()
-
-    def restart(self) -> None:
-        """Start again without weights; it serves no requests until a version is published to it."""
-        self._advance()
-        self.version = self._loaded = -1
-        self._is_lost = self._is_frozen = False
 
     def hang(self) -> None:
         """Stop making progress and responding, without dying."""
@@ -472,11 +450,9 @@ class SimulatedEngine:
         """Label tokens with their versions. Tests replace it to plant bugs."""
         return spans
 
-    async def _answering(self, delay_s: float, manifest: WeightManifest) -> None:
-        await asyncio.sleep(delay_s)
+    async def _working(self, work_s: float) -> None:
+        await asyncio.sleep(work_s)
         await self._responds.wait()
-        if self._is_lost:
-            raise EngineLostError(f"{self.engine_id} died during publish v{manifest.version}")
 
     @property
     def _is_working(self) -> bool:
@@ -499,7 +475,7 @@ class SimulatedEngine:
         self._is_settling = False
         self._advance()
         if self._is_working:
-            self._batch.settle(self._loaded, self.speed)
+            self._batch.settle(self.version, self.speed)
         self._reschedule()
 
     def _reschedule(self) -> None:
@@ -525,10 +501,10 @@ class SimulatedEngine:
             if count or reason is not None:
                 truth = self._batch.true_spans(sequence, stop)
                 spans = self.stamp(truth)
-                self._world.on_tokens(self.engine_id, self._loaded, spans)
+                self.world.on_tokens(self.engine_id, self.version, spans)
                 ids = sampled_ids(truth, sequence.start + sequence.emitted)
                 sequence.emitted = stop
                 self._batch.counters.tokens += count
-                self.deliver(sequence.stream, TokenDelta(ids, (-1.0,) * count, spans, reason if is_last else None))
+                sequence.stream.put(TokenDelta(ids, (-1.0,) * count, spans, reason if is_last else None))
             if is_last:
                 return

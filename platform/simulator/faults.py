@@ -1,28 +1,23 @@
-"""Injects faults into a simulated run by its seed: engines, rewards, environments, trainer, messages, clocks.
+"""Injects faults into a simulated run by its seed: rewards, environments, trainer, reports, the driver.
 
-Rates are relative to the expected time of a step, so they do not depend on the length of a step. At least one engine
-has no fault at any time, because a run without engines stops, which has its own test.
+Rates are relative to the expected time of a step, so they do not depend on the length of a step. Those of engines are
+in engine_faults.py and engine_processes.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import TokenDelta
 from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.disk import ModelledDisk
-from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
     from penstock.platform.simulator.checks import CheckedDataflow
-    from penstock.rollout.pool.pool import EnginePool
 
 
 OPERATIONS_OF_CHECKPOINTS = 60
@@ -35,12 +30,9 @@ MAX_DEATHS = 4
 class Targets:
     """The components into which faults are injected."""
 
-    engines: Sequence[SimulatedEngine]
-    pool: EnginePool
     rewards: SimulatedRewards
     environments: SimulatedEnvironments
     trainer: SimulatedTrainer
-    catch_up: Callable[[SimulatedEngine], Awaitable[bool]]
 
 
 class FaultInjector:
@@ -52,7 +44,6 @@ class FaultInjector:
         self._targets = targets
         self._step_s = step_s
         self._rng = world.rng("faults")
-        self._sick: set[str] = set()
 
     def arm(self) -> None:
         """Set the fault probabilities of the simulated components."""
@@ -60,12 +51,6 @@ class FaultInjector:
         targets.rewards.faults = targets.environments.faults = rates
         targets.trainer.bad_step_rate = rates.bad_steps
         targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
-        for engine in targets.engines:
-            engine.set_speed(engine.speed * (1 + rates.speed_spread * (2 * self._rng.random() - 1)))
-            engine.clock_rate = 1 + rates.skew * (2 * self._rng.random() - 1)
-            engine.lost_acks = rates.acks_lost
-            engine.deliver = self._deliver
-            self._world.faults["clock skewed"] += 1
 
     async def driver_dies(self) -> None:
         """Return when the driver dies."""
@@ -84,66 +69,9 @@ class FaultInjector:
     def _may_die(self) -> bool:
         return self._world.incarnation < MAX_DEATHS
 
-    async def run(self, core: CheckedDataflow) -> None:
-        """Inject engine faults and stray reports."""
-        async with asyncio.TaskGroup() as jobs:
-            for engine in self._targets.engines:
-                jobs.create_task(self._trouble(engine, self._world.rng(f"faults/{engine.engine_id}")))
-            jobs.create_task(self._stray_reports(core, self._world.rng("stray")))
-
-    async def _trouble(self, engine: SimulatedEngine, rng: random.Random) -> None:
-        while True:
-            await asyncio.sleep(rng.expovariate(1 / (self._rates.engine_steps * self._step_s)))
-            kind = rng.choices(("crash", "hang", "slow"), self._rates.kinds)[0]
-            outage_s = rng.expovariate(1 / (self._rates.outage_steps * self._step_s))
-            if len(self._sick) + 1 >= len(self._targets.engines):
-                continue
-            self._sick.add(engine.engine_id)
-            self._world.faults[f"engine {kind}"] += 1
-            self._world.note(f"{engine.engine_id} {kind} for {outage_s:.3f} s")
-            if kind == "slow":
-                speed = engine.speed
-                engine.set_speed(speed / (2 + 6 * rng.random()))
-                await asyncio.sleep(outage_s)
-                engine.set_speed(speed)
-            elif kind == "hang":
-                engine.hang()
-                await asyncio.sleep(outage_s)
-                engine.recover()
-                if engine.engine_id in self._targets.pool.fenced:
-                    await self._rejoin(engine)
-            else:
-                engine.crash()
-                self._targets.pool.fence(engine.engine_id, "it died")  # the death of an actor is reported at once
-                await asyncio.sleep(outage_s)
-                await self._rejoin(engine)
-            self._sick.discard(engine.engine_id)
-
-    async def _rejoin(self, engine: SimulatedEngine) -> None:
-        """Restart an engine, send it the published version and add it to the pool."""
-        engine.crash()
-        engine.restart()
-        if await self._targets.catch_up(engine):
-            self._targets.pool.add(engine)
-            self._world.note(f"{engine.engine_id} rejoins at v{engine.version}")
-
-    def _deliver(self, stream: TokenStream, delta: TokenDelta) -> None:
-        rates, draw = self._rates, self._rng.random()
-        if self._rng.random() < rates.lost:
-            self._world.faults["message lost"] += 1
-            stream.cut()
-            return
-        if delta.finish_reason is not None and draw < rates.delayed + rates.duplicated:
-            is_late = draw < rates.delayed
-            self._world.faults["completion delayed" if is_late else "completion duplicated"] += 1
-            delay_s = self._rng.expovariate(1 / self._step_s)
-            asyncio.get_running_loop().call_later(delay_s, stream.deliver, delta)
-            if is_late:
-                return
-        stream.deliver(delta)
-
-    async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
+    async def stray_reports(self, core: CheckedDataflow) -> None:
         """Send reports that must have no effect: duplicated, out of order or for unknown groups."""
+        rng = self._world.rng("stray")
         while True:
             await asyncio.sleep(rng.expovariate(1 / (self._rates.stray_steps * self._step_s)))
             known = core.recent[rng.randrange(len(core.recent))] if core.recent else None

@@ -231,6 +231,8 @@ class SimulatedTrainer:
         bad_step_rate: Probability that the numbers of a step are not finite: it is not taken.
         death_rate: Probability that a rank dies in a step.
         trained: What was trained into the policy it holds.
+        version: Of that policy.
+        step_lock: Held while a step may change it, as in `TrainerClient`.
     """
 
     def __init__(self, world: World, config: SimulationConfig, disk: Files, *, is_checked: bool) -> None:
@@ -238,12 +240,13 @@ class SimulatedTrainer:
         self.bad_step_rate = 0.0
         self.death_rate = 0.0
         self.trained = Trained()
+        self.step_lock = asyncio.Lock()
         self._snapshot = b""
         self._disk = disk
         self._world = world
         self._config = config
         self._is_checked = is_checked
-        self._version = 0
+        self.version = 0
         self._rng = world.rng("trainer")
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
@@ -258,22 +261,23 @@ class SimulatedTrainer:
             done_at - clock() + self._config.train_fixed_s,
         )
         if self._is_checked:
-            check_step(groups, self.loss_weights(groups), self._version, self._config.eta)
-        draw = self._rng.random()
-        if draw < self.death_rate:
-            self._world.faults["trainer crash"] += 1
-            await asyncio.sleep(left_s * self._rng.random())
-            self._world.note(f"a rank of the trainer died at v{self._version}")
-            raise RankDiedError(f"trainer: step: a process died at v{self._version}: planted")
-        if draw < self.death_rate + self.bad_step_rate:
-            self._world.faults["bad step"] += 1
-            self._world.note(f"the step at v{self._version} had numbers that are not finite")
-            await asyncio.sleep(left_s * self._rng.random())
-            return StepReport(self._version, skipped=True, metrics={}, busy_s=busy_s)
-        await asyncio.sleep(left_s)
-        self._account(groups, busy_s, num_tokens)
-        self._version += 1
-        return StepReport(self._version, skipped=False, metrics={}, busy_s=busy_s)
+            check_step(groups, self.loss_weights(groups), self.version, self._config.eta)
+        async with self.step_lock:
+            draw = self._rng.random()
+            if draw < self.death_rate:
+                self._world.faults["trainer crash"] += 1
+                await asyncio.sleep(left_s * self._rng.random())
+                self._world.note(f"a rank of the trainer died at v{self.version}")
+                raise RankDiedError(f"trainer: step: a process died at v{self.version}: planted")
+            if draw < self.death_rate + self.bad_step_rate:
+                self._world.faults["bad step"] += 1
+                self._world.note(f"the step at v{self.version} had numbers that are not finite")
+                await asyncio.sleep(left_s * self._rng.random())
+                return StepReport(self.version, skipped=True, metrics={}, busy_s=busy_s)
+            await asyncio.sleep(left_s)
+            self._account(groups, busy_s, num_tokens)
+            self.version += 1
+            return StepReport(self.version, skipped=False, metrics={}, busy_s=busy_s)
 
     def _compute_s(self, num_tokens: int) -> float:
         return num_tokens * (self._config.train_s_per_token * self._config.grain) / self._config.trainer_devices
@@ -282,7 +286,7 @@ class SimulatedTrainer:
         """There are no weights."""
 
     async def snapshot(self) -> float:
-        self._snapshot = pickle.dumps((self._version, self.trained))
+        self._snapshot = pickle.dumps((self.version, self.trained))
         return 0.0
 
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
@@ -294,7 +298,7 @@ class SimulatedTrainer:
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint."""
-        self._version, self.trained = pickle.loads(self._disk.read(folder / TRAINER_FILE))  # noqa: S301 - our own
+        self.version, self.trained = pickle.loads(self._disk.read(folder / TRAINER_FILE))  # noqa: S301 - our own
 
     async def export(self, version: int) -> WeightManifest:
         await asyncio.sleep(0)
@@ -313,7 +317,7 @@ class SimulatedTrainer:
         trained = self.trained
         trained.steps.append((asyncio.get_running_loop().time(), step_s, batch_tokens))
         for group in groups:
-            trained.max_staleness = max(trained.max_staleness, group.staleness(self._version))
+            trained.max_staleness = max(trained.max_staleness, group.staleness(self.version))
             trained.trimmed_tokens += group.num_trimmed_tokens
             task = task_of(int(group.handle.trajectories[0].token_ids[0]))
             if self._is_checked and task in trained.tasks:

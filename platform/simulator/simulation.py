@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.trainer.client import TrainerClient
-from penstock.actors.weights.publisher import ActorWeightPublisher, attempt
-from penstock.actors.weights.transports import GatherTransport, PublishedVersion
+from penstock.actors.weights.transports import GatherTransport
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import LedgerCounts
-from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
+from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
@@ -40,9 +39,16 @@ from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow, Lineage
-from penstock.platform.simulator.config import RATES, SimulationConfig
+from penstock.platform.simulator.config import RATES, FaultRates, SimulationConfig
 from penstock.platform.simulator.disk import DriverDiedError, ModelledDisk
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
+from penstock.platform.simulator.engine_faults import EngineFaults
+from penstock.platform.simulator.engine_processes import (
+    EngineClasses,
+    EngineService,
+    SimulatedActors,
+    service_config,
+)
 from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
     EVALUATION_TASKS,
@@ -73,7 +79,6 @@ MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
 RUN_DIR = Path("run")
 MAX_REFILLS = 1_000_000
-PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
 """Evaluations have a long time limit, because a run stops if its held-out tasks cannot be answered."""
 
@@ -94,7 +99,7 @@ class Seams:
 
     core: type[CheckedDataflow] = CheckedDataflow
     flow: type[Flow] = Flow
-    engine: type[SimulatedEngine] = SimulatedEngine
+    engines: EngineClasses = field(default_factory=EngineClasses)
     trainer: type[SimulatedTrainer] = SimulatedTrainer
     pool: type[EnginePool] = EnginePool
     disk: type[ModelledDisk] = ModelledDisk
@@ -146,6 +151,9 @@ class Simulation:
     trainer: SimulatedTrainer | None = None
     core: Dataflow | None = None
     monitor: EngineMonitor | None = None
+    actors: SimulatedActors | None = None
+    service: EngineService | None = None
+    keeps_engines: bool = False
     run: Run | None = None
 
     def __post_init__(self) -> None:
@@ -160,7 +168,7 @@ class Simulation:
     async def main(self) -> None:
         """Train to the end. If the driver dies, a new one resumes from the files on disk."""
         resumed: Checkpoint | None = None
-        while not await self._live(await self._build(resumed)):
+        while not await self._serve(await self._build(resumed)):
             self.disk.crash()
             folder = CheckpointFolder(RUN_DIR, self.disk)
             versions = folder.versions()
@@ -171,24 +179,9 @@ class Simulation:
     async def _build(self, resumed: Checkpoint | None) -> Targets:
         """One incarnation of the run, from a checkpoint."""
         config, world, grain = self.config, self.world, self.config.grain
-        cost = EngineCost(
-            base_s=config.decode_base_s * grain,
-            per_sequence_s=config.decode_per_sequence_s * grain,
-            prefill_s=config.prefill_s_per_token * grain,
-            slots=config.slots,
-            kv_tokens=config.kv_tokens // grain,
-            stage_s=config.weight_bytes / config.publish_bytes_per_s,
-            swap_s=config.swap_s,
-            recomputes_kv=config.update_mode == "recompute_kv",
-        )
-        speeds = config.engine_speeds
-        engines = [
-            self.seams.engine(EngineId(f"engine-{index}"), cost, world, speeds[index % len(speeds)])
-            for index in range(config.engines)
-        ]
-        self.engines += engines
-        pool = self.seams.pool(engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
-        world.is_fenced = lambda engine_id: engine_id in pool.fenced
+        rates = RATES.get(config.faults, FaultRates())
+        actors = self.actors = self.actors or self._start_engines(rates)
+        pool = self.seams.pool(actors.engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated
@@ -220,7 +213,10 @@ class Simulation:
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
         export = GatherTransport(cast("TrainerClient", trainer), pool)
-        publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
+        publisher = self.seams.engines.publisher(pool, weights, export, cast("TrainerClient", trainer))
+        publisher.world = world
+        serving = service_config(weights, rates, expected_step_s(config), colocated=config.colocated)
+        self.service = EngineService(actors, pool, publisher, serving, self.seams.engines, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         runtime = PolicyRuntime(
             runner,
@@ -241,11 +237,53 @@ class Simulation:
             await flow.restore(saved, payloads)
             self.run.load_state_dict(resumed.version, resumed.manifest["run"])
             folder.prune(settings.checkpoint.keep, resumed.version)
-        return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)
+        return Targets(rewards, environments, trainer)
+
+    def _start_engines(self, rates: FaultRates) -> SimulatedActors:
+        """Start the engines that a driver begins with."""
+        config, world, grain = self.config, self.world, self.config.grain
+        cost = EngineCost(
+            base_s=config.decode_base_s * grain,
+            per_sequence_s=config.decode_per_sequence_s * grain,
+            prefill_s=config.prefill_s_per_token * grain,
+            slots=config.slots,
+            kv_tokens=config.kv_tokens // grain,
+            stage_s=config.weight_bytes / config.publish_bytes_per_s,
+            swap_s=config.swap_s,
+            recomputes_kv=config.update_mode == "recompute_kv",
+        )
+        speeds, classes = config.engine_speeds, self.seams.engines
+
+        def make(index: int) -> SimulatedEngine:
+            engine = classes.engine(EngineId(f"engine-{index}"), cost, world, speeds[index % len(speeds)])
+            self.engines.append(engine)
+            return engine
+
+        return SimulatedActors(make, classes.client, config.engines, rates, expected_step_s(config), world)
+
+    async def _serve(self, targets: Targets) -> bool:
+        """Train with the engines in service. If only the trainer dies, they stay up and forget what they know of it."""
+        assert self.service is not None
+        assert self.actors is not None
+        self.keeps_engines = False
+        async with self.service.running(follows_nodes=self.config.faults in RATES):
+            is_complete = await self._live(targets)
+        if self.keeps_engines:
+            try:
+                await self.actors.renew_engines(run_config(self.config))
+            except EngineLostError:  # one that was lost too did not start: a new driver begins with others
+                self.keeps_engines = False
+        if not self.keeps_engines:
+            self.actors.kill()
+            self.actors = None
+        if not is_complete:
+            self.world.begin_again()
+        return is_complete
 
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
+        assert self.service is not None
         start = asyncio.create_task
         training = start(self._run_loop(self.run), name="controller")
         jobs = [training]
@@ -257,7 +295,11 @@ class Simulation:
             injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
             injector.arm()
             assert isinstance(self.core, CheckedDataflow)
-            jobs.append(start(injector.run(self.core), name="faults"))
+            jobs.append(start(injector.stray_reports(self.core), name="stray reports"))
+            engine_faults = EngineFaults(
+                rates, self.world, self.service, self.config.engines, expected_step_s(self.config)
+            )
+            jobs.append(start(engine_faults.run(), name="faults of engines"))
             jobs.append(start(injector.driver_dies(), name="death of the driver"))
             injector.plant_death_at_the_disk(self.disk)
             jobs.append(start(self._death_at_the_disk(), name="death at the disk"))
@@ -278,9 +320,7 @@ class Simulation:
             return True
         with contextlib.suppress(DriverDiedError):
             await self.run.close()
-        for engine in targets.engines:
-            engine.crash()
-        self.world.begin_again()
+        self.keeps_engines = training in done and isinstance(training.exception(), RankDiedError)
         return False
 
     async def _death_at_the_disk(self) -> None:
@@ -316,43 +356,6 @@ def expected_step_s(config: SimulationConfig) -> float:
     generate_s = tools_s + tokens * full_step_s / (config.slots * config.engines)
     train_s = config.train_fixed_s + tokens * config.train_s_per_token / config.trainer_devices
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
-
-
-class WatchedPublisher:
-    """The production publisher, which records published versions in the world (I8).
-
-    Attributes:
-        is_publishing: Lock held during a publish, for which restarted engines wait.
-    """
-
-    def __init__(self, publisher: ActorWeightPublisher, weights: WeightsConfig, world: World) -> None:
-        self.is_publishing = asyncio.Lock()
-        self._weights = weights
-        self._publisher = publisher
-        self._world = world
-
-    async def publish(self, version: int) -> PublishReport:
-        async with self.is_publishing:
-            report = await self._publisher.publish(version)
-        self._world.published = version
-        self._world.note(f"published v{version} to {len(report.acks)} engines")
-        return report
-
-    async def delivered(self) -> PublishReport:
-        return await self._publisher.delivered()
-
-    async def catch_up(self, engine: SimulatedEngine) -> bool:
-        """Send the published version to a restarted engine between two publishes; returns whether it succeeded."""
-        async with self.is_publishing:
-            version = self._world.published
-            manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
-            for _ in range(PUBLISH_ATTEMPTS):
-                answer = await attempt(
-                    cast("RemoteEngine", engine), PublishedVersion(manifest), self._weights.timeout_s
-                )
-                if isinstance(answer, WeightAck):
-                    return True
-            return False
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -399,12 +402,18 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     simulation = Simulation(config, seed, seams or Seams(), is_checked)
     loop = VirtualTimeLoop()
     violation: str | None = None
+    random_state = random.getstate()
+    random.seed(seed)  # shipping code shortens its pauses by the global generator
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
     with contextlib.suppress(DeadlockError), runner_context as runner:
         try:
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding
             violation = describe(error)
+            loop.has_failed = True
+            if simulation.actors is not None:
+                simulation.actors.kill()  # else they would sample, and be checked, while the loop is closed
+    random.setstate(random_state)
     total = Counters()
     for engine in simulation.engines:
         total.add(engine.counters)

@@ -47,6 +47,15 @@ class InvariantError(PenstockError):
         super().__init__(f"{invariant}: {what}")
 
 
+def stop_run(error: InvariantError) -> None:
+    """End the run with a violation, from code whose exceptions would be taken for those of a failed component."""
+
+    def stop() -> None:
+        raise error
+
+    asyncio.get_running_loop().call_soon(stop)
+
+
 class Trace:
     """A running hash of all events of a run, and its newest events as text."""
 
@@ -151,9 +160,10 @@ class World:
         incarnation: Number of drivers that died before this one.
         faults: Number of injected faults by name.
         has_gangs: Whether the members of a group start on one engine.
-        is_fenced: Whether an engine is out of service.
+        is_serving: Whether an engine is in service.
         newest_group: The group that was admitted last.
         environment_s: Seconds that environments were open for training, summed.
+        num_processes: Engine processes started so far.
     """
 
     lengths: LengthTable
@@ -164,9 +174,10 @@ class World:
     incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     has_gangs: bool = False
-    is_fenced: Callable[[EngineId], bool] = lambda _engine_id: False
+    is_serving: Callable[[EngineId], bool] = lambda _engine_id: True
     environment_s: float = 0.0
     newest_group: int = -1
+    num_processes: int = 0
     _last_scattered: int = -1
     _homes: dict[str, EngineId] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
@@ -197,8 +208,19 @@ class World:
         if self.trace is not None:
             self.trace.add(asyncio.get_running_loop().time(), event)
 
-    def on_request(self, engine_id: EngineId, version: int, request_id: RequestId) -> None:
-        """Check I8: requests are only routed to engines that have acknowledged the published version. Check gangs."""
+    def on_request(self, engine_id: EngineId, version: int, loaded: int, request_id: RequestId) -> None:
+        """Check I8: requests are only routed to engines that have acknowledged the published version. Check gangs.
+
+        Args:
+            engine_id: The engine.
+            version: What the driver takes it to have acknowledged.
+            loaded: What its process has loaded.
+            request_id: The request.
+        """
+        if version > loaded:
+            raise InvariantError(
+                "I8", f"{engine_id} gets {request_id} as if it served v{version}, but its process has v{loaded}"
+            )
         if version < self.published:
             raise InvariantError(
                 "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
@@ -216,7 +238,7 @@ class World:
             return  # its engine may have been lost
         self._started.add(member)
         home = self._homes.setdefault(group, engine_id)
-        if home != engine_id and not self.is_fenced(home):
+        if home != engine_id and self.is_serving(home):
             raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
 
     def left(self, engine_id: EngineId) -> None:

@@ -46,7 +46,6 @@ ALLOWED = {
     "envs/endpoint/server.py:content_type": "an attribute of aiohttp's response",
     "envs/rewards/judge.py:__signature__": "inspect.signature reads it",
     "kernels/float32_head.py:__class__": "how the forward of a module of torch is changed",
-    "platform/checks/load.py:compose_config": "benchmarks and tests compose without looking at the machine",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",

@@ -11,6 +11,7 @@ from penstock.dataflow.ports import GenerateRequest
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
+from penstock.platform.simulator.engine_processes import EngineClasses
 from penstock.platform.simulator.simulation import Seams, Simulation, simulate
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
@@ -78,7 +79,9 @@ def test_colocated_engines_are_awake_until_the_last_turn_of_an_evaluation(seed: 
     settings = ["colocated=true", "eta=0", "turns=3", "eval_every=1", "steps=8", "profile=short", "engines=2"]
     RefusesInItsSleep.num_refused = 0
     outcome = simulate(
-        parse_simulation([*settings, "tool_mean_s=5", "update_mode=keep_kv"]), seed, Seams(engine=RefusesInItsSleep)
+        parse_simulation([*settings, "tool_mean_s=5", "update_mode=keep_kv"]),
+        seed,
+        Seams(engines=EngineClasses(engine=RefusesInItsSleep)),
     )
     assert outcome.violation is None
     assert RefusesInItsSleep.num_refused == 0

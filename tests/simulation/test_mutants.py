@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.gate import ConsumptionGate
-from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
-from penstock.dataflow.ports import Engine, WrittenFile
+from penstock.dataflow.ports import Engine, WeightAck, WeightManifest, WrittenFile
 from penstock.dataflow.records import encode
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
@@ -30,11 +31,14 @@ from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
 from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, CheckpointFolder
 from penstock.platform.run.durable_files import DiskFiles, Files
+from penstock.platform.run.engine_restarts import EngineRestarts
+from penstock.platform.run.fleet import Fleet, Progress
 from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.engine_processes import CheckedEngine, CheckedPublisher, EngineClasses
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.rollout.pool.pool import EnginePool, Lease
@@ -49,6 +53,11 @@ SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_s
 def checked(mutant: type[Dataflow]) -> Seams:
     """The core with a bug, under the checks."""
     return Seams(core=type("Checked", (CheckedDataflow, mutant), {}))
+
+
+def engine_side(**classes: Any) -> Seams:
+    """A bug in a class of the engine side."""
+    return Seams(engines=EngineClasses(**classes))
 
 
 class CreditLeaked(Dataflow):
@@ -146,6 +155,48 @@ class StampedBackwards(SimulatedEngine):
 
     def stamp(self, spans: Spans) -> Spans:
         return tuple(reversed(spans))
+
+
+class OldVersionKept(CheckedEngine):
+    """A client keeps the version that its engine has forgotten."""
+
+    async def forget_versions(self) -> None:
+        version = self._version
+        await super().forget_versions()
+        self._version = version
+
+
+class AcknowledgedAtOnce(CheckedEngine):
+    """A client counts a version as acknowledged when it sends it."""
+
+    async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
+        self._version = manifest.version
+        return await super()._update_weights(manifest, payload)
+
+
+class ServesWithoutCatchingUp(CheckedPublisher):
+    """A restarted engine is put into service as if it had the version."""
+
+    async def catch_up(self, engine: RemoteEngine) -> None:
+        if self._published is not None:
+            engine._version = self._published.manifest.version
+        self._pool.add(engine)
+
+
+class GivesUpAtOnce(EngineRestarts):
+    """A supervisor that restarts nothing."""
+
+    def _request_restart(self, engine_id: EngineId) -> bool:
+        return False
+
+
+class RemovedBeforeItsRequestsEnd(Fleet):
+    """A leaving engine is ended at once."""
+
+    async def _leave(self, engine: RemoteEngine, tell: Progress) -> None:
+        self._pool.remove(engine.engine_id)
+        await self._processes.ended(engine)
+        tell(f"{engine.engine_id} has left")
 
 
 class UnacknowledgedServes(EnginePool):
@@ -384,8 +435,15 @@ CASES = {
     "deadlines count from the newest member": Case(checked(DispatchNotReported), "I1|I8"),
     "there is no consumption gate": Case(checked(NoConsumptionGate), "I1", ("sigma=1.5", "eta=1")),
     "tokens are trimmed one version too late": Case(checked(TrimmedTooLittle), "I1", ("on_expiry=trim", "eta=1")),
-    "versions are stamped late": Case(Seams(engine=StampedLate), "I4"),
-    "spans decrease": Case(Seams(engine=StampedBackwards), "I4"),
+    "versions are stamped late": Case(engine_side(engine=StampedLate), "I4"),
+    "spans decrease": Case(engine_side(engine=StampedBackwards), "I4"),
+    "a client keeps a version that its engine forgot": Case(
+        engine_side(client=OldVersionKept), "I8|no engine acknowledged", ("faults=heavy", "update_mode=multi_version")
+    ),
+    "a version counts before it is acknowledged": Case(engine_side(client=AcknowledgedAtOnce), "I8"),
+    "a restarted engine serves without catching up": Case(engine_side(publisher=ServesWithoutCatchingUp), "I8"),
+    "a supervisor gives up at once": Case(engine_side(restarts=GivesUpAtOnce), "no rollout engine is left|no engine"),
+    "an engine is ended before its requests are": Case(engine_side(fleet=RemovedBeforeItsRequestsEnd), "fleet"),
     "an engine serves without having acknowledged": Case(Seams(pool=UnacknowledgedServes), "I8", ()),
     "a failed rollout trains as reward 0": Case(
         Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")

@@ -92,23 +92,41 @@ def test_a_full_kv_cache_preempts_and_loses_no_token() -> None:
         assert positions == list(range(LENGTH))
 
 
-def test_a_crash_fails_every_request_and_a_restarted_engine_serves_nothing_before_it_has_weights() -> None:
-    async def crash() -> None:
+def test_an_engine_without_weights_serves_nothing_and_one_that_forgets_is_without() -> None:
+    async def forgets() -> None:
+        engine = make_engine()
+        with pytest.raises(EngineLostError, match="no weights"):
+            await collect(engine, 0)
+        await publish(engine, 3)
+        await engine.forget_versions()
+        with pytest.raises(EngineLostError, match="no weights"):
+            await collect(engine, 0)
+
+    run_virtual(forgets())
+
+
+def test_versions_are_forgotten_after_an_update_that_was_under_way() -> None:
+    async def forgets() -> int:
+        engine = make_engine()
+        update = asyncio.create_task(publish(engine, 3))
+        await asyncio.sleep(0.1)
+        await engine.forget_versions()
+        await update
+        return engine.version
+
+    assert run_virtual(forgets()) == -1
+
+
+def test_a_request_that_waits_for_a_slot_is_aborted_with_an_answer() -> None:
+    async def aborted() -> list[TokenDelta]:
         engine = make_engine()
         await publish(engine, 0)
-        job = asyncio.create_task(collect(engine, 0))
-        await asyncio.sleep(1)
-        engine.crash()
-        with pytest.raises(EngineLostError):
-            await job
-        engine.restart()
-        with pytest.raises(EngineLostError):
-            await collect(engine, 1)
-        await publish(engine, 3)
-        _, deltas = await collect(engine, 1)
-        assert {span.version for delta in deltas for span in delta.spans} == {3}
+        jobs = [asyncio.create_task(collect(engine, member)) for member in range(9)]
+        await asyncio.sleep(0.1)
+        await engine.abort(RequestId("0/8#0"))
+        return (await jobs[8])[1]
 
-    run_virtual(crash())
+    assert run_virtual(aborted()) == [TokenDelta((), (), (), "abort")]
 
 
 def test_a_hang_costs_its_time_and_nothing_else() -> None:

@@ -228,6 +228,16 @@ async def test_a_roll_without_any_acknowledgement_is_an_error() -> None:
     assert len(pool.fenced) == 2
 
 
+async def test_engines_that_were_restarted_with_the_version_acknowledge_it_again() -> None:
+    rack, pool, updater = setting("multi_version")
+    for engine in rack.engines:
+        engine.version = 1  # all were lost in the first attempt to publish it, and have caught up
+    assert [ack.version for ack in await updater.update(published(1))] == [1]
+    await updater.settle()
+    assert sum(len(engine.held) for engine in rack.engines) == 1, "the others need nothing"
+    assert all(view.version == 1 for view in pool.views())
+
+
 async def test_closing_in_the_middle_of_a_roll_ends_it() -> None:
     _, pool, updater = setting("multi_version")
     assert isinstance(updater, Rolling)

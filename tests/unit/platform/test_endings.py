@@ -50,6 +50,20 @@ async def test_failed_evaluations_before_and_during_training_are_reported_and_co
     assert [(step, found["eval/failed"]) for step, found in logged if "eval/failed" in found] == [(0, 1.0), (2, 2.0)]
 
 
+async def test_an_evaluation_that_fails_after_later_steps_is_counted_at_the_present_step(tmp_path: Path) -> None:
+    class FailsLate(Evaluator):
+        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+            while step == 1 and run.version < STEPS:  # noqa: ASYNC110 - the run has no event for it
+                await asyncio.sleep(0)
+            return await super().evaluate(step, tasks)
+
+    run, logged = run_of(set(), tmp_path, [], every_steps=1, evaluator=FailsLate(fails_at={1})), []
+    log = run._instruments.hub.log
+    run._instruments.hub.log = lambda step, metrics: (logged.append((step, metrics)), log(step, metrics))
+    await controller.train(run)
+    assert [step for step, found in logged if "eval/failed" in found] == [STEPS]
+
+
 async def test_a_skipped_step_repeats_neither_the_checkpoint_nor_the_evaluation_of_its_version(tmp_path: Path) -> None:
     evaluator = Evaluator()
     run = run_of({0, 2, 3, 5}, tmp_path, [], every_steps=1, evaluator=evaluator)

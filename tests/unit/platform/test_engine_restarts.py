@@ -15,6 +15,8 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, PublishHandle
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
+from penstock.platform.cluster.actor_factory import RunActors
+from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
@@ -341,3 +343,63 @@ def test_an_engine_that_never_comes_up_is_given_up_however_long_each_start_takes
         return asyncio.get_running_loop().time()
 
     assert run_virtual(starts()) == 4 * 3000.0
+
+
+async def test_a_delivery_in_the_background_that_lost_every_engine_is_over_once_they_are_back() -> None:
+    starter, engine = Starter(), Receiver(A)
+    starter.may_start.set()
+    async with service(engine, starter=starter, overlap=True) as (publisher, pool):
+        await publisher.publish(0)
+        engine.refuse = 100
+        await publisher.publish(1)
+        await until_returned(pool, 1)
+        assert [view.version for view in pool.views()] == [1]
+        await publisher.publish(2)
+        assert (await publisher.delivered()).version == 2
+
+
+async def test_a_delivery_in_the_background_that_lost_every_engine_is_waited_for_at_the_end() -> None:
+    starter, engine = Starter(), Receiver(A)
+    async with service(engine, starter=starter, overlap=True) as (publisher, pool):
+        await publisher.publish(0)
+        engine.refuse = 100
+        await publisher.publish(1)
+        last = asyncio.create_task(publisher.delivered())
+        while not pool.num_returning:  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(0)
+        starter.may_start.set()
+        assert (await last).version == 0, "the last one that was delivered to all"
+        assert [view.version for view in pool.views()] == [1]
+
+
+class Process(Receiver):
+    """An engine that can be ended."""
+
+    node_id = "node-a"
+
+    async def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class StartsSlowly(RunActors):
+    """A start takes some ticks."""
+
+    async def start_engine(self, _config: RunConfig, index: int, _near: str | None = None) -> Process:  # type: ignore[override] # a fake
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return Process(EngineId(f"engine-{index}"))
+
+
+async def test_an_engine_that_leaves_during_the_restart_of_another_one_does_not_mix_up_the_list() -> None:
+    engines = [Process(EngineId(f"engine-{index}")) for index in range(3)]
+    actors = StartsSlowly(engines, *[None] * 5)  # type: ignore[arg-type]
+    config = RunConfig.model_construct()
+    restart = asyncio.create_task(actors.restarted(config, EngineId("engine-1")))
+    await asyncio.sleep(0)
+    await actors.ended(engines[0])  # type: ignore[arg-type]
+    assert (await restart) is actors.engines[0]
+    assert [engine.engine_id for engine in actors.engines] == ["engine-1", "engine-2"]
+    assert (await actors.restarted(config, EngineId("engine-2"))) is actors.engines[1]

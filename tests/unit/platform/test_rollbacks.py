@@ -93,12 +93,12 @@ async def test_a_rollback_restarts_the_engines_that_were_lost_too_where_they_wer
         nodes["trainer"] = options["near"]
         return Trainer()
 
-    async def start_engine(_config: object, index: int, near: str) -> str:
+    async def start_engine(_actors: object, _config: object, index: int, near: str) -> str:
         nodes[f"engine-{index}"] = near
         return f"new engine-{index}"
 
     monkeypatch.setattr(actor_factory, "start_trainer_group", start_trainer)
-    monkeypatch.setattr(actor_factory, "start_engine", start_engine)
+    monkeypatch.setattr(RunActors, "start_engine", start_engine)
     live, before, none = LiveEngine(), Trainer(), cast("Any", None)
     actors = RunActors([live, LostEngine()], before, none, none, None, None)  # type: ignore[arg-type,list-item]
     config: Any = SimpleNamespace(cluster=SimpleNamespace(colocated=False))
