@@ -119,10 +119,12 @@ class Lineage:
 
     Attributes:
         models: Version -> the model of the ledger at its newest cut.
+        memories: Version -> what the run knew at its newest cut (platform/simulator/resume_check.py).
     """
 
     def __init__(self) -> None:
         self.models: dict[int, LedgerModel] = {}
+        self.memories: dict[int, dict[str, Any]] = {}
 
 
 class CheckedDataflow(Dataflow):

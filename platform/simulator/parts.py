@@ -42,9 +42,21 @@ def number_of(task_id: TaskId) -> int:
     return int(task_id.rpartition("/")[2])
 
 
-def training_tasks(environment: str | None = None) -> Iterator[Task]:
-    """Endless iterator over training tasks."""
-    return (make_task(number, environment) for number in itertools.count())
+class TrainingTasks(Iterator[Task]):
+    """Every `every`-th training task from `first` on, without end.
+
+    Attributes:
+        num_taken: Tasks taken so far.
+    """
+
+    def __init__(self, environment: str | None = None, first: int = 0, every: int = 1) -> None:
+        self.num_taken = 0
+        self._environment = environment
+        self._numbers = itertools.count(first, every)
+
+    def __next__(self) -> Task:
+        self.num_taken += 1
+        return make_task(next(self._numbers), self._environment)
 
 
 class SimulatedCodec(TokenCodec):

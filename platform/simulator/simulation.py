@@ -53,9 +53,11 @@ from penstock.platform.simulator.parts import (
     SimulatedStore,
     SimulatedTrainer,
     Trained,
+    TrainingTasks,
     make_task,
-    training_tasks,
 )
+from penstock.platform.simulator.progress import PROGRESS_S, watch_progress
+from penstock.platform.simulator.resume_check import check_resumed, memory_of
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
 from penstock.rollout.pool.pool import EnginePool
@@ -73,6 +75,8 @@ MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
 RUN_DIR = Path("run")
 MAX_REFILLS = 1_000_000
+LONG_STEPS = 4.0
+"""A step may take this much longer than expected, if that is more than `PROGRESS_S`."""
 PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
 """Evaluations have a long time limit, because a run stops if its held-out tasks cannot be answered."""
@@ -85,7 +89,7 @@ def environment_of(config: SimulationConfig) -> str | None:
 
 def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
     """One stream of tasks before the admission gate."""
-    return TaskQueue([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
+    return TaskQueue([TaskStream("", TrainingTasks(environment_of(config)))], limits.window, config.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class Simulation:
     lineage: Lineage = field(init=False)
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
+    runners: list[TrajectoryRunner] = field(default_factory=list)
     core: Dataflow | None = None
     monitor: EngineMonitor | None = None
     run: Run | None = None
@@ -197,6 +202,7 @@ class Simulation:
         player = self.seams.player(environments, codec, budget)
         runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
         examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
+        self.runners = [runner, examined]
         rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(world, config, self.disk, is_checked=self.is_checked)
         if resumed is not None:
@@ -233,15 +239,30 @@ class Simulation:
         settings, outputs = run_config(config), instruments()
         folder = self.seams.checkpoints(RUN_DIR, self.disk)
         checkpointer = Checkpointer(
-            settings.checkpoint, folder, runtime.trainer, store, world.note, resumed, world.incarnation, at_once
+            settings.checkpoint,
+            folder,
+            runtime.trainer,
+            store,
+            world.note,
+            resumed,
+            world.incarnation,
+            at_once,
+            on_cut=lambda _version: self._remember(run, flow),
         )
-        self.run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
+        self.run = run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
         if resumed is not None:
             saved, payloads = folder.flow_snapshot(resumed)
             await flow.restore(saved, payloads)
             self.run.load_state_dict(resumed.version, resumed.manifest["run"])
+            if self.is_checked:
+                check_resumed(self.lineage.memories[resumed.version], memory_of(run, flow))
             folder.prune(settings.checkpoint.keep, resumed.version)
         return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)
+
+    def _remember(self, run: Run, flow: Flow) -> None:
+        """Called by the checkpointer at each cut."""
+        if self.is_checked:
+            self.lineage.memories[run.version] = memory_of(run, flow)
 
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
@@ -249,6 +270,8 @@ class Simulation:
         start = asyncio.create_task
         training = start(self._run_loop(self.run), name="controller")
         jobs = [training]
+        if self.is_checked:
+            jobs.append(start(self._watch_progress(), name="watch of the progress"))
         if self.config.adaptive_concurrency:
             assert self.monitor is not None
             jobs.append(start(self.monitor.poll_forever(), name="engine monitor"))
@@ -282,6 +305,20 @@ class Simulation:
             engine.crash()
         self.world.begin_again()
         return False
+
+    async def _watch_progress(self) -> None:
+        """Check that the run gets on. A step may take long by the costs that the user has set."""
+        run, core, trainer = self.run, self.core, self.trainer
+        assert run is not None
+        assert core is not None
+        assert trainer is not None
+        limit_s = max(PROGRESS_S, LONG_STEPS * expected_step_s(self.config))
+
+        def counters() -> tuple[int, ...]:
+            num_tokens = sum(runner.stats.received_tokens for runner in self.runners)
+            return num_tokens, run.stats.num_scored, len(trainer.trained.steps), self.disk.num_operations
+
+        await watch_progress(counters, core, limit_s)
 
     async def _death_at_the_disk(self) -> None:
         """Return when the driver dies at a file operation."""

@@ -223,6 +223,64 @@ class CursorTooEarly(TaskQueue):
         return super().load_state_dict(state, {name: count - 1 for name, count in num_taken.items()}, wanted)
 
 
+class CursorTooLate(TaskQueue):
+    """The position in the stream is saved one task early, so one task is never trained."""
+
+    def load_state_dict(self, state: Any, num_taken: Any, wanted: Any = ()) -> Any:
+        return super().load_state_dict(state, {name: count + 1 for name, count in num_taken.items()}, wanted)
+
+
+class RequeuedForgotten(TaskQueue):
+    """A checkpoint does not keep the tasks that wait to be admitted again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "requeued": []}
+
+
+class HooksForgotten(TaskQueue):
+    """A checkpoint does not keep the memory of the hooks: measured difficulty, stages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "hooks": {}}
+
+
+class RetriesRebuilt(Dataflow):
+    """Granted retries are counted from 0 after a resume."""
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        super().load_state_dict({**state, "retries": {}}, ready)
+
+
+class FailuresOfMembersForgotten(Flow):
+    """Members of restored groups get all their retries again."""
+
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        for group in saved.open_groups:
+            for member in group.members:
+                member.failures = () if not member.has_failed else member.failures
+        return saved
+
+
+class StatisticsOfTheCheckpointBefore(Flow):
+    """The statistics of a checkpoint are those of the one before it."""
+
+    before: Mapping[str, Any] | None = None
+
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        older, StatisticsOfTheCheckpointBefore.before = self.before or saved.state["stats"], saved.state["stats"]
+        return replace(saved, state={**saved.state, "stats": older})
+
+
+class AdmissionEnds(Flow):
+    """After some versions nothing is admitted any more, whatever credits there are."""
+
+    def _admit_now(self) -> None:
+        if self.core.version < 3:
+            super()._admit_now()
+
+
 class CountersRebuilt(Dataflow):
     """Counters begin at 0 after a resume."""
 
@@ -397,6 +455,20 @@ CASES = {
     ),
     "weights are written as they are later": Case(Seams(trainer=WeightsOfLater), DURABILITY, OFTEN),
     "the position in the task stream is saved late": Case(Seams(), DURABILITY, OFTEN, CursorTooEarly),
+    "the position in the task stream is saved early": Case(Seams(), "resume: task cursor", OFTEN, CursorTooLate),
+    "the line of requeued tasks is forgotten": Case(
+        Seams(), "resume: task queue", (*OFTEN, "on_expiry=drop", "eta=1"), RequeuedForgotten
+    ),
+    "the memory of the hooks is forgotten": Case(
+        Seams(), "resume: task queue.hooks", (*OFTEN, "streams=2", "hooks=true"), HooksForgotten
+    ),
+    "granted retries are counted again": Case(checked(RetriesRebuilt), "resume: retries", OFTEN),
+    "failed attempts of members are forgotten": Case(Seams(flow=FailuresOfMembersForgotten), "resume: groups", OFTEN),
+    "statistics are those of an older cut": Case(
+        Seams(flow=StatisticsOfTheCheckpointBefore), "resume: statistics", OFTEN
+    ),
+    "admission ends": Case(Seams(flow=AdmissionEnds), "progress: no token", ()),
+    "admission ends under faults": Case(Seams(flow=AdmissionEnds), "progress: no token"),
     "counters are rebuilt as 0": Case(checked(CountersRebuilt), "I3"),
     "ready groups are sampled again": Case(checked(ReadyGroupsGenerateAgain), "I2|KeyError|AssertionError"),
     "the sync of a spooled group is left out": Case(Seams(checkpoints=unsynced(".group")), DURABILITY, OFTEN),
@@ -441,7 +513,7 @@ def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: 
     def next_version_only(gate: ConsumptionGate, version: int) -> list[int]:
         return due_counts(gate, version)[:2]
 
-    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=3600"])
+    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=1800"])
     assert simulate(config, 0).violation is None
     monkeypatch.setattr(ConsumptionGate, "due_counts", next_version_only)
     found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]

@@ -17,6 +17,7 @@ WIRINGS = {
     "gangs": ["gang=true"],
     "streams with quotas": ["streams=3", "on_expiry=trim"],
     "a filter, sizes by task, survivors": ["filter_share=0.3", "sizing=true", "min_group_size=2", "max_retries=1"],
+    "difficulty and stages": ["streams=3", "hooks=true"],
     "bounded bytes": ["max_live=13", "eta=3"],
     "all of it": ["gang=true", "streams=2", "filter_share=0.2", "sizing=true", "max_live=20", "eval_every=2"],
     "adaptive concurrency": ["adaptive_concurrency=true", "kv_tokens=2000"],
