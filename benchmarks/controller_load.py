@@ -34,7 +34,8 @@ from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
-from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, TrainingTasks
+from penstock.platform.simulator.parts import SimulatedCodec, SimulatedStore, TrainingTasks
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.world import LengthTable, World

@@ -7,6 +7,7 @@ with overhead); a token prefills in 2 · 7e9 FLOP at 500 TFLOP/s = 28 µs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -38,7 +39,8 @@ class FaultRates:
         outage_steps: Mean duration of such a fault, in expected step times.
         reward_raises: Probability per score that the reward raises an error.
         reward_hangs: Probability per score that the reward hangs.
-        scores_lost: Probability per score that it is computed but never arrives.
+        scores_lost: Probability per score that its worker stops answering before it is delivered.
+        reward_death_steps: Mean time between two deaths of reward workers, in expected step times.
         environment_raises: Probability per turn that the environment raises an error.
         environment_hangs: Probability per turn that the environment hangs.
         bad_steps: Probability per step that its loss or gradient is not finite.
@@ -60,6 +62,7 @@ class FaultRates:
     reward_raises: float = 0.0
     reward_hangs: float = 0.0
     scores_lost: float = 0.0
+    reward_death_steps: float = math.inf
     environment_raises: float = 0.0
     environment_hangs: float = 0.0
     bad_steps: float = 0.0
@@ -83,6 +86,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         reward_raises=0.01,
         reward_hangs=0.002,
         scores_lost=0.001,
+        reward_death_steps=40.0,
         environment_raises=0.005,
         environment_hangs=0.001,
         bad_steps=0.02,
@@ -104,6 +108,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         reward_raises=0.05,
         reward_hangs=0.01,
         scores_lost=0.005,
+        reward_death_steps=4.0,
         environment_raises=0.02,
         environment_hangs=0.005,
         bad_steps=0.1,

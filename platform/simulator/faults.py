@@ -17,7 +17,8 @@ from penstock.dataflow.ports import TokenDelta
 from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.disk import ModelledDisk
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
-from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
+from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedTrainer
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class FaultInjector:
             for engine in self._targets.engines:
                 jobs.create_task(self._trouble(engine, self._world.rng(f"faults/{engine.engine_id}")))
             jobs.create_task(self._stray_reports(core, self._world.rng("stray")))
+            jobs.create_task(self._reward_deaths(self._world.rng("deaths of reward workers")))
 
     async def _trouble(self, engine: SimulatedEngine, rng: random.Random) -> None:
         while True:
@@ -141,6 +143,11 @@ class FaultInjector:
             if is_late:
                 return
         stream.deliver(delta)
+
+    async def _reward_deaths(self, rng: random.Random) -> None:
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / (self._rates.reward_death_steps * self._step_s)))
+            self._targets.rewards.lose_worker(rng)
 
     async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
         """Send reports that must have no effect: duplicated, out of order or for unknown groups."""

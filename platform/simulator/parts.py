@@ -1,4 +1,4 @@
-"""The simulated components other than engines: tasks, tokenizer, payload store, rewards, environments, trainer."""
+"""The simulated components other than engines: tasks, tokenizer, payload store, environments, trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.dataflow.errors import TrainingError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import Score, StepReport, WeightManifest, WrittenFile
+from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
@@ -25,7 +25,7 @@ from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.run.durable_files import Files
 from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
-from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
+from penstock.platform.simulator.world import InvariantError, World, prompt_ids, task_of
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 TRAINER_FILE = "trainer_00000.pickle"
@@ -92,45 +92,6 @@ class SimulatedStore:
 NO_FAULTS = FaultRates()
 HANG_S = 30.0
 """Time limit after which a hanging reward or environment process is killed, seconds."""
-SCORE_SILENCE_S = 80.0
-"""Time after which an unresponsive worker counts as lost and its jobs are reassigned (actors/reward/client.py)."""
-
-
-class SimulatedRewards:
-    """A `RewardWorker` with exponentially distributed latency and failures that are data.
-
-    Evaluations have no faults, because a run whose held-out tasks cannot be scored stops.
-    """
-
-    def __init__(self, world: World, mean_s: float, workers: int) -> None:
-        self.faults = NO_FAULTS
-        self._world = world
-        self._mean_s = mean_s
-        self._free = asyncio.Semaphore(workers)
-        self._rng = world.rng("rewards")
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        task_number = task_of(int(trajectory.token_ids[0]))
-        draw, faults = self._rng.random(), self.faults if task_number < EVALUATION_TASKS else NO_FAULTS
-        hangs, fails, lost = faults.reward_hangs, faults.reward_hangs + faults.reward_raises, faults.scores_lost
-        if self._mean_s == 0 and draw >= fails + lost:
-            return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
-        async with self._free:
-            if draw < hangs:
-                self._world.faults["reward hang"] += 1
-                await asyncio.sleep(HANG_S)
-                raise TrajectoryError("reward", f"{task.task_id}: no score within {HANG_S:.0f} s")
-            if self._mean_s:
-                await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
-            if draw < fails:
-                self._world.faults["reward exception"] += 1
-                raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
-        if draw < fails + lost:
-            self._world.faults["score lost"] += 1
-            await asyncio.sleep(SCORE_SILENCE_S)
-            if self._rng.random() < lost:  # the second worker is lost as well
-                raise TrajectoryError("reward", f"{task.task_id}: two reward workers were lost while they scored it")
-        return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 
 class SimulatedEnvironments:

@@ -49,7 +49,6 @@ from penstock.platform.simulator.parts import (
     RankDiedError,
     SimulatedCodec,
     SimulatedEnvironments,
-    SimulatedRewards,
     SimulatedStore,
     SimulatedTrainer,
     Trained,
@@ -58,6 +57,7 @@ from penstock.platform.simulator.parts import (
 )
 from penstock.platform.simulator.progress import PROGRESS_S, watch_progress
 from penstock.platform.simulator.resume_check import check_resumed, memory_of
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
 from penstock.rollout.pool.pool import EnginePool
@@ -294,6 +294,7 @@ class Simulation:
             for job in jobs:
                 job.cancel()
             ends = await asyncio.gather(*jobs, return_exceptions=True)
+            await targets.rewards.close()
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
@@ -437,11 +438,14 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     loop = VirtualTimeLoop()
     violation: str | None = None
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
+    unseeded = random.getstate()
+    random.seed(f"{seed}/pauses")  # `RestartBudget` draws its pauses from the global generator
     with contextlib.suppress(DeadlockError), runner_context as runner:
         try:
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding
             violation = describe(error)
+    random.setstate(unseeded)
     total = Counters()
     for engine in simulation.engines:
         total.add(engine.counters)

@@ -47,6 +47,15 @@ class InvariantError(PenstockError):
         super().__init__(f"{invariant}: {what}")
 
 
+def stop_run(error: InvariantError) -> None:
+    """End the run with a violation, from code whose exceptions would be taken for those of a failed component."""
+
+    def stop() -> None:
+        raise error
+
+    asyncio.get_running_loop().call_soon(stop)
+
+
 class Trace:
     """A running hash of all events of a run, and its newest events as text."""
 

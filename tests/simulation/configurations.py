@@ -45,6 +45,7 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *HEAVY,
         *("gang=true", "streams=2", "filter_share=0.2", "sizing=true", "max_live=20", "eval_every=2"),
     ],
+    "slow rewards": [*HEAVY, "reward_mean_s=10"],
     "adaptive concurrency": [*HEAVY, "adaptive_concurrency=true", "kv_tokens=2000"],
     "adaptive concurrency with gangs": [*HEAVY, "adaptive_concurrency=true", "kv_tokens=2000", "gang=true"],
     "episodes": EPISODES,

@@ -36,6 +36,7 @@ from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.rollout.pool.pool import EnginePool, Lease
 from penstock.rollout.pool.routing import EngineView
@@ -420,6 +421,15 @@ class ObservationsLearned(EpisodePlayer):
         return played
 
 
+class SilenceOfRewardsIgnored(SimulatedRewards):
+    """A reward worker that does not answer is waited for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for worker in self._client._workers:
+            worker._lose = lambda _cause: None  # type: ignore[method-assign]
+
+
 DURABILITY = "durability|CheckpointError|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
 """What a resume from a wrong or damaged checkpoint breaks."""
 OFTEN = ("faults=heavy", "checkpoint_every=1")
@@ -469,6 +479,9 @@ CASES = {
     ),
     "admission ends": Case(Seams(flow=AdmissionEnds), "progress: no token", ()),
     "admission ends under faults": Case(Seams(flow=AdmissionEnds), "progress: no token"),
+    "a reward worker that does not answer is waited for": Case(
+        Seams(rewards=SilenceOfRewardsIgnored), "progress: no token", ("faults=heavy", "reward_mean_s=5")
+    ),
     "counters are rebuilt as 0": Case(checked(CountersRebuilt), "I3"),
     "ready groups are sampled again": Case(checked(ReadyGroupsGenerateAgain), "I2|KeyError|AssertionError"),
     "the sync of a spooled group is left out": Case(Seams(checkpoints=unsynced(".group")), DURABILITY, OFTEN),
