@@ -45,6 +45,7 @@ class FaultRates:
         environment_hangs: Probability per turn that the environment hangs.
         bad_steps: Probability per step that its loss or gradient is not finite.
         trainer_crashes: Probability per step that a rank dies.
+        rank_hangs: Probability per step that it never returns.
         lost: Probability per delta that this and all later messages of its request are lost.
         acks_lost: Probability per engine and version that its first acknowledgement is lost.
         delayed: Probability per completion that it arrives late.
@@ -67,6 +68,7 @@ class FaultRates:
     environment_hangs: float = 0.0
     bad_steps: float = 0.0
     trainer_crashes: float = 0.0
+    rank_hangs: float = 0.0
     lost: float = 0.0
     acks_lost: float = 0.0
     delayed: float = 0.0
@@ -91,6 +93,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         environment_hangs=0.001,
         bad_steps=0.02,
         trainer_crashes=0.005,
+        rank_hangs=0.002,
         lost=0.0005,
         acks_lost=0.01,
         delayed=0.01,
@@ -113,6 +116,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         environment_hangs=0.005,
         bad_steps=0.1,
         trainer_crashes=0.05,
+        rank_hangs=0.02,
         lost=0.003,
         acks_lost=0.03,
         delayed=0.05,

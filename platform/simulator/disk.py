@@ -52,6 +52,7 @@ class ModelledDisk:
         num_operations: Writes, syncs, renames and removals so far.
         dies_at: The operation at which the driver dies; None: at none.
         on_death: Called when it does.
+        is_dead: Whether it has; nothing is written any more.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -60,11 +61,11 @@ class ModelledDisk:
         self.on_death: Callable[[], None] = lambda: None
         self._rng = rng
         self._root = _Folder()
-        self._is_dead = False
+        self.is_dead = False
 
     def crash(self) -> None:
         """Lose what a crash may lose, and be there for the next driver."""
-        self._is_dead = False
+        self.is_dead = False
         self.dies_at = None
         self._settle(self._root)
 
@@ -136,17 +137,17 @@ class ModelledDisk:
 
     def _operate(self) -> bool:
         """Count an operation; returns whether it happens. The driver dies at `dies_at`, before or after it."""
-        if self._is_dead:
+        if self.is_dead:
             raise DriverDiedError("a dead driver writes nothing")
         self.num_operations += 1
         if self.dies_at is None or self.num_operations < self.dies_at:
             return True
-        self._is_dead = True
+        self.is_dead = True
         self.on_death()
         return self._rng.random() < 0.5
 
     def _die_if_dead(self) -> None:
-        if self._is_dead:
+        if self.is_dead:
             raise DriverDiedError(f"the driver died at file operation {self.num_operations}")
 
     def _find(self, path: Path) -> _File | _Folder | None:

@@ -17,8 +17,9 @@ from penstock.dataflow.ports import TokenDelta
 from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.disk import ModelledDisk
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
-from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedTrainer
+from penstock.platform.simulator.parts import SimulatedEnvironments
 from penstock.platform.simulator.rewards import SimulatedRewards
+from penstock.platform.simulator.trainer import SimulatedTrainer
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class FaultInjector:
         targets.rewards.faults = targets.environments.faults = rates
         targets.trainer.bad_step_rate = rates.bad_steps
         targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
+        targets.trainer.hang_rate = rates.rank_hangs if self._may_die else 0.0
         for engine in targets.engines:
             engine.set_speed(engine.speed * (1 + rates.speed_spread * (2 * self._rng.random() - 1)))
             engine.clock_rate = 1 + rates.skew * (2 * self._rng.random() - 1)

@@ -14,30 +14,41 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher, attempt
 from penstock.actors.weights.transports import GatherTransport, PublishedVersion
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
+from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.launch import (
+    MAX_ROLLBACKS_PER_HOUR,
+    RanksLostError,
+    RunParts,
+    roll_back,
+    train_to_end,
+)
+from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow, Lineage
 from penstock.platform.simulator.config import RATES, SimulationConfig
@@ -46,18 +57,16 @@ from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEn
 from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
     EVALUATION_TASKS,
-    RankDiedError,
     SimulatedCodec,
     SimulatedEnvironments,
     SimulatedStore,
-    SimulatedTrainer,
-    Trained,
     TrainingTasks,
     make_task,
 )
 from penstock.platform.simulator.progress import PROGRESS_S, watch_progress
 from penstock.platform.simulator.resume_check import check_resumed, memory_of
 from penstock.platform.simulator.rewards import SimulatedRewards
+from penstock.platform.simulator.trainer import SimulatedTrainer, Trained
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
 from penstock.rollout.pool.pool import EnginePool
@@ -75,8 +84,10 @@ MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
 RUN_DIR = Path("run")
 MAX_REFILLS = 1_000_000
+STEP_TIMEOUT_S = 600.0
+TRAINER_START_S = 300.0
 LONG_STEPS = 4.0
-"""A step may take this much longer than expected, if that is more than `PROGRESS_S`."""
+"""A step may take this much longer than expected, if that is more than `STEP_TIMEOUT_S`, or for it `PROGRESS_S`."""
 PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
 """Evaluations have a long time limit, because a run stops if its held-out tasks cannot be answered."""
@@ -151,7 +162,9 @@ class Simulation:
     runners: list[TrajectoryRunner] = field(default_factory=list)
     core: Dataflow | None = None
     monitor: EngineMonitor | None = None
+    client: TrainerClient | None = None
     run: Run | None = None
+    lost: RanksLostError | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -163,15 +176,24 @@ class Simulation:
         self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang)
 
     async def main(self) -> None:
-        """Train to the end. If the driver dies, a new one resumes from the files on disk."""
+        """Train to the end. If the driver dies, a new one resumes; without a trainer rank, the run goes back."""
         resumed: Checkpoint | None = None
+        rollbacks = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
         while not await self._live(await self._build(resumed)):
-            self.disk.crash()
+            if self.disk.is_dead:
+                self.lost = None
+            if self.lost is None:
+                self.disk.crash()
+            self.disk.dies_at = None  # planted for an incarnation that has ended
             folder = CheckpointFolder(RUN_DIR, self.disk)
             versions = folder.versions()
             resumed = folder.read(versions[-1]) if versions else None
             if resumed is not None and (damage := folder.damage(resumed)) is not None:
                 raise InvariantError("durability", f"the newest checkpoint is not complete: {damage}")
+            if self.lost is not None and resumed is not None:
+                parts, outputs = cast("RunParts", SimpleNamespace(actors=SimulatedActors())), instruments()
+                with contextlib.suppress(RanksLostError):  # too many of them: the run ends, and is resumed
+                    await roll_back(run_config(self.config), parts, outputs, self.lost, resumed, rollbacks)
 
     async def _build(self, resumed: Checkpoint | None) -> Targets:
         """One incarnation of the run, from a checkpoint."""
@@ -207,6 +229,9 @@ class Simulation:
         trainer = self.trainer = self.seams.trainer(world, config, self.disk, is_checked=self.is_checked)
         if resumed is not None:
             trainer.restore(resumed.path)
+        step_timeout_s = max(STEP_TIMEOUT_S, LONG_STEPS * expected_step_s(config))
+        self.client = client = TrainerClient(trainer.ranks, step_timeout_s, 1 if config.stream else math.inf)
+        await client.start(TRAINER_START_S)
         limits = flow_limits(config)
         rules = GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
         self.core = core = (
@@ -225,12 +250,12 @@ class Simulation:
             timeout_s=PUBLISH_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
-        export = GatherTransport(cast("TrainerClient", trainer), pool)
-        publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
+        export = GatherTransport(client, pool)
+        publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export, client), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         runtime = PolicyRuntime(
             runner,
-            trainer=TimeSharedTrainer(trainer, pool) if config.colocated else trainer,
+            trainer=TimeSharedTrainer(client, pool) if config.colocated else client,
             publisher=publisher,
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
@@ -267,6 +292,7 @@ class Simulation:
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
+        self.lost = None
         start = asyncio.create_task
         training = start(self._run_loop(self.run), name="controller")
         jobs = [training]
@@ -286,7 +312,7 @@ class Simulation:
             jobs.append(start(self._death_at_the_disk(), name="death at the disk"))
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            has_died = training in done and isinstance(training.exception(), RankDiedError | DriverDiedError)
+            has_died = training in done and self._is_planted(training.exception())
             for job in done:
                 if job is not training or not has_died:
                     job.result()
@@ -298,14 +324,24 @@ class Simulation:
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        if training in done and not has_died:
-            return True
         with contextlib.suppress(DriverDiedError):
             await self.run.close()
+        if training in done and not has_died:
+            return True
+        assert self.trainer is not None
+        self.trainer.end()
         for engine in targets.engines:
             engine.crash()
         self.world.begin_again()
         return False
+
+    def _is_planted(self, end: BaseException | None) -> bool:
+        """Whether a run may end with this: the driver died, ranks are lost, or a step has not returned in time."""
+        assert self.trainer is not None
+        self.lost = end if isinstance(end, RanksLostError) else None
+        return isinstance(end, DriverDiedError) or (
+            isinstance(end, TrainingError | RanksLostError) and self.trainer.hangs
+        )
 
     async def _watch_progress(self) -> None:
         """Check that the run gets on. A step may take long by the costs that the user has set."""
@@ -328,7 +364,8 @@ class Simulation:
         await death.wait()
 
     async def _run_loop(self, run: Run) -> None:
-        await controller.train(run)
+        assert self.client is not None
+        await train_to_end(run, cast("RunActors", SimulatedActors(self.client)), Stop())
         if isinstance(self.core, CheckedDataflow):
             self.core.check_end()
 
@@ -354,6 +391,20 @@ def expected_step_s(config: SimulationConfig) -> float:
     generate_s = tools_s + tokens * full_step_s / (config.slots * config.engines)
     train_s = config.train_fixed_s + tokens * config.train_s_per_token / config.trainer_devices
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
+
+
+class SimulatedActors:
+    """What `launch` asks of `RunActors` when ranks are lost. The next incarnation starts the trainer."""
+
+    def __init__(self, trainer: TrainerClient | None = None) -> None:
+        self._trainer = trainer
+
+    async def lost_ranks(self) -> list[str]:
+        assert self._trainer is not None
+        return [f"trainer rank {rank}" for rank in await self._trainer.lost_ranks()]
+
+    async def roll_back(self, _config: RunConfig, _restore_from: str) -> None:
+        """The ranks of the next incarnation restore themselves."""
 
 
 class WatchedPublisher:
@@ -401,6 +452,9 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 class NoTable(TrajectoryTable):
     """Writes nothing."""
+
+    def drop_after(self, _step: int) -> None:
+        """There is nothing to drop."""
 
     def write_step(self, *_arguments: Any, **_named: Any) -> Path:
         return Path()

@@ -25,6 +25,7 @@ FAULTS = {
     "reward exception",
     "reward hang",
     "trainer crash",
+    "rank hang",
     "bad step",
     "message lost",
     "acknowledgement lost",

@@ -32,16 +32,17 @@ from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Chec
 from penstock.platform.run.durable_files import DiskFiles, Files
 from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
+from penstock.platform.simulator import simulation
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.trainer import SimulatedTrainer
 from penstock.rollout.pool.pool import EnginePool, Lease
 from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from tests.simulation.wirings import parse_wired, wired
+from tests.simulation.wirings import parse_wired, simulate_wired, wired
 
 SEEDS = 24
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
@@ -210,11 +211,11 @@ class FlowOfTheCheckpointBefore(Flow):
 class WeightsOfLater(SimulatedTrainer):
     """The trainer writes its state as it is when it writes, and not as it was at the cut."""
 
-    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+    async def write_checkpoint(self, folder: str, rank: int) -> WrittenFile:
         for _ in range(200):
             await asyncio.sleep(self._config.train_fixed_s)
-        await self.snapshot()
-        return await super().write_checkpoint(folder)
+        await self.snapshot(self.version)
+        return await super().write_checkpoint(folder, rank)
 
 
 class CursorTooEarly(TaskQueue):
@@ -430,7 +431,7 @@ class SilenceOfRewardsIgnored(SimulatedRewards):
             worker._lose = lambda _cause: None  # type: ignore[method-assign]
 
 
-DURABILITY = "durability|CheckpointError|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
+DURABILITY = "durability|CheckpointError|trainer|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
 """What a resume from a wrong or damaged checkpoint breaks."""
 OFTEN = ("faults=heavy", "checkpoint_every=1")
 
@@ -531,3 +532,13 @@ def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: 
     monkeypatch.setattr(ConsumptionGate, "due_counts", next_version_only)
     found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
     assert any("no token, score or ready group within" in violation for violation in found), found[:3]
+
+
+def test_a_step_that_is_waited_for_without_a_limit_stops_the_run_from_getting_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 1e9)
+    found = [
+        violation for seed in range(SEEDS) if (violation := simulate_wired(["faults=heavy", *SMALL], seed).violation)
+    ]
+    assert any("progress: no token" in violation and "controller" in violation for violation in found), found[:3]
