@@ -27,6 +27,8 @@ class FaultLevel(StrEnum):
     NONE = "none"
     LIGHT = "light"
     HEAVY = "heavy"
+    STALLS = "stalls"
+    """Only stalls of the driver's event loop, for which nobody may be declared lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,15 @@ class FaultRates:
         stray_steps: Mean time between two duplicated, late or invalid reports, in expected step times.
         driver_steps: Mean time until the driver dies, in expected step times.
         disk_deaths: Probability per driver that it dies at one of its first file operations.
+        full_disk_steps: Mean time until the disk is full, in expected step times.
+        poison: Share of the tasks whose prompt every engine refuses.
+        stall_steps: Mean time between two stalls of the driver's event loop, in expected step times.
+        num_stalls: Stalls of one driver.
         speed_spread: Largest relative deviation of an engine's speed from its nominal speed.
         skew: Largest relative error of the rate of an engine's clock.
     """
 
-    engine_steps: float = 0.0
+    engine_steps: float = math.inf
     kinds: tuple[float, float, float] = (0, 0, 0)
     outage_steps: float = 0.0
     reward_raises: float = 0.0
@@ -73,9 +79,13 @@ class FaultRates:
     acks_lost: float = 0.0
     delayed: float = 0.0
     duplicated: float = 0.0
-    stray_steps: float = 0.0
-    driver_steps: float = 0.0
+    stray_steps: float = math.inf
+    driver_steps: float = math.inf
     disk_deaths: float = 0.0
+    full_disk_steps: float = math.inf
+    poison: float = 0.0
+    stall_steps: float = math.inf
+    num_stalls: int = 0
     speed_spread: float = 0.0
     skew: float = 0.0
 
@@ -101,6 +111,10 @@ RATES: dict[FaultLevel, FaultRates] = {
         stray_steps=2.0,
         driver_steps=100.0,
         disk_deaths=0.2,
+        full_disk_steps=30.0,
+        poison=0.01,
+        stall_steps=10.0,
+        num_stalls=1,
         speed_spread=0.01,
         skew=0.01,
     ),
@@ -124,9 +138,14 @@ RATES: dict[FaultLevel, FaultRates] = {
         stray_steps=0.3,
         driver_steps=25.0,
         disk_deaths=0.8,
+        full_disk_steps=5.0,
+        poison=0.05,
+        stall_steps=5.0,
+        num_stalls=2,
         speed_spread=0.05,
         skew=0.05,
     ),
+    FaultLevel.STALLS: FaultRates(stall_steps=1.0, num_stalls=8),
 }
 
 

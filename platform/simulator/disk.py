@@ -8,6 +8,10 @@ may or may not have happened.
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,12 +56,18 @@ class ModelledDisk:
         num_operations: Writes, syncs, renames and removals so far.
         dies_at: The operation at which the driver dies; None: at none.
         on_death: Called when it does.
+        is_full: Whether writes fail with ENOSPC, after a part of what is written.
+        num_refused: Writes that failed so.
+        refused_at_s: Time of the newest of them, virtual seconds.
         is_dead: Whether it has; nothing is written any more.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.num_operations = 0
         self.dies_at: int | None = None
+        self.is_full = False
+        self.num_refused = 0
+        self.refused_at_s = -math.inf
         self.on_death: Callable[[], None] = lambda: None
         self._rng = rng
         self._root = _Folder()
@@ -65,7 +75,7 @@ class ModelledDisk:
 
     def crash(self) -> None:
         """Lose what a crash may lose, and be there for the next driver."""
-        self.is_dead = False
+        self.is_dead = self.is_full = False
         self.dies_at = None
         self._settle(self._root)
 
@@ -73,6 +83,7 @@ class ModelledDisk:
         folder = self._root
         for name in path.parts:
             if name not in folder.names:
+                self._refuse_if_full(path)
                 self._operate()
                 folder.change(**{name: _Folder()})
             entry = folder.names[name]
@@ -87,8 +98,9 @@ class ModelledDisk:
                 folder.change(**{path.name: _File()})
             entry = folder.names[path.name]
             assert isinstance(entry, _File)
-            entry.data = data
+            entry.data = data[: self._rng.randrange(len(data) + 1)] if self.is_full else data
         self._die_if_dead()
+        self._refuse_if_full(path)
 
     def sync(self, path: Path) -> None:
         has_happened = self._operate()
@@ -149,6 +161,12 @@ class ModelledDisk:
     def _die_if_dead(self) -> None:
         if self.is_dead:
             raise DriverDiedError(f"the driver died at file operation {self.num_operations}")
+
+    def _refuse_if_full(self, path: Path) -> None:
+        if self.is_full:
+            self.num_refused += 1
+            self.refused_at_s = asyncio.get_running_loop().time()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def _find(self, path: Path) -> _File | _Folder | None:
         entry: _File | _Folder | None = self._root

@@ -7,6 +7,7 @@ has no fault at any time, because a run without engines stops, which has its own
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.parts import SimulatedEnvironments
 from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.trainer import SimulatedTrainer
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
 OPERATIONS_OF_CHECKPOINTS = 60
 """File operations of the first two or three checkpoints of a small run."""
+FULL_STEPS = 3.0
+"""Mean time that a disk is full, in expected step times."""
+STALL_S = (60.0, 300.0)
+"""Shortest and longest stall of the driver, seconds."""
 MAX_DEATHS = 4
 """Maximum number of drivers that die early."""
 
@@ -74,7 +80,7 @@ class FaultInjector:
         """Return when the driver dies."""
         if not self._may_die:
             await asyncio.Event().wait()
-        await asyncio.sleep(self._rng.expovariate(1 / (self._rates.driver_steps * self._step_s)))
+        await self._pause(self._rng, self._rates.driver_steps)
         self._world.faults["driver crash"] += 1
 
     def plant_death_at_the_disk(self, disk: ModelledDisk) -> None:
@@ -95,9 +101,15 @@ class FaultInjector:
             jobs.create_task(self._stray_reports(core, self._world.rng("stray")))
             jobs.create_task(self._reward_deaths(self._world.rng("deaths of reward workers")))
 
+    async def _pause(self, rng: random.Random, mean_steps: float) -> None:
+        """Sleep for an exponentially distributed time; without end if its mean is infinite."""
+        if math.isinf(mean_steps):
+            await asyncio.Event().wait()
+        await asyncio.sleep(rng.expovariate(1 / (mean_steps * self._step_s)))
+
     async def _trouble(self, engine: SimulatedEngine, rng: random.Random) -> None:
         while True:
-            await asyncio.sleep(rng.expovariate(1 / (self._rates.engine_steps * self._step_s)))
+            await self._pause(rng, self._rates.engine_steps)
             kind = rng.choices(("crash", "hang", "slow"), self._rates.kinds)[0]
             outage_s = rng.expovariate(1 / (self._rates.outage_steps * self._step_s))
             if len(self._sick) + 1 >= len(self._targets.engines):
@@ -146,15 +158,38 @@ class FaultInjector:
                 return
         stream.deliver(delta)
 
+    async def fill_disk(self, disk: ModelledDisk) -> None:
+        """Let the disk be full for a while, again and again. It counts if a write has failed meanwhile."""
+        rng = self._world.rng("full disks")
+        while True:
+            await self._pause(rng, self._rates.full_disk_steps)
+            disk.is_full, num_refused = True, disk.num_refused
+            try:
+                await self._pause(rng, FULL_STEPS)
+            finally:
+                disk.is_full = False
+                self._world.faults["full disk"] += disk.num_refused > num_refused
+
+    async def stall(self, loop: VirtualTimeLoop) -> None:
+        """Let the driver's event loop stand still for some minutes. Each stall renews the limits of all calls."""
+        rng = self._world.rng("stalls")
+        for _ in range(self._rates.num_stalls):
+            await self._pause(rng, self._rates.stall_steps)
+            self._world.faults["stall of the driver"] += 1
+            stall_s = rng.uniform(*STALL_S)
+            self._world.note(f"the driver stands still for {stall_s:.0f} s")
+            loop.stall(stall_s)
+        await asyncio.Event().wait()
+
     async def _reward_deaths(self, rng: random.Random) -> None:
         while True:
-            await asyncio.sleep(rng.expovariate(1 / (self._rates.reward_death_steps * self._step_s)))
+            await self._pause(rng, self._rates.reward_death_steps)
             self._targets.rewards.lose_worker(rng)
 
     async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
         """Send reports that must have no effect: duplicated, out of order or for unknown groups."""
         while True:
-            await asyncio.sleep(rng.expovariate(1 / (self._rates.stray_steps * self._step_s)))
+            await self._pause(rng, self._rates.stray_steps)
             known = core.recent[rng.randrange(len(core.recent))] if core.recent else None
             self._world.faults["stray report"] += 1
             unknown, kind = GroupId(core.ledger.num_admitted + 1000), rng.randrange(6)

@@ -15,11 +15,8 @@ from penstock.dataflow.trajectory import GroupPayload, Task
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
-from penstock.platform.simulator.world import InvariantError, World, prompt_ids
+from penstock.platform.simulator.world import EVALUATION_TASKS, InvariantError, World, prompt_ids
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-
-EVALUATION_TASKS = 1_000_000
-"""First number of evaluation tasks, above all numbers of training tasks."""
 
 
 def make_task(number: int, environment: str | None = None) -> Task:

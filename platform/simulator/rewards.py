@@ -23,12 +23,14 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.simulator.config import FaultRates
-from penstock.platform.simulator.parts import EVALUATION_TASKS, HANG_S, NO_FAULTS
+from penstock.platform.simulator.parts import HANG_S, NO_FAULTS
 from penstock.platform.simulator.virtual_actor import VirtualHandle, VirtualProcess
-from penstock.platform.simulator.world import World, member_of, task_of, true_reward
+from penstock.platform.simulator.world import EVALUATION_TASKS, World, member_of, task_of, true_reward
 
 NUM_WORKERS = 3
 """Processes; `reward_workers` is how many scores they compute at once."""
+SIGN_OF_LIFE_S = 0.5
+"""Mean time until a worker has answered whether it is alive, seconds."""
 
 
 class ObjectRef:
@@ -110,6 +112,10 @@ class SimulatedRewardActor(RewardActor):
         self._rewards.maybe_lose(self._index)
         return result
 
+    async def is_alive(self) -> None:
+        """Answers after a while, since its process also computes scores."""
+        await asyncio.sleep(self._rewards.rng.expovariate(1 / SIGN_OF_LIFE_S))
+
     async def shutdown(self) -> None:
         """There is no child process."""
 
@@ -120,6 +126,7 @@ class SimulatedRewards:
     Attributes:
         faults: Their frequencies. The first worker has none, because without workers nothing can be scored.
         mean_s: Mean latency of a score, seconds.
+        num_killed: Processes that the client has ended.
         free: Scores that may be computed at once.
     """
 
@@ -129,6 +136,7 @@ class SimulatedRewards:
         self.mean_s = mean_s
         self.free = asyncio.Semaphore(workers)
         self.rng: random.Random = world.rng("rewards")
+        self.num_killed = 0
         self._processes: dict[int, RewardProcess] = {}
         self._client = RewardClient([partial(self._start, index) for index in range(NUM_WORKERS)], self._kill)
 
@@ -158,4 +166,5 @@ class SimulatedRewards:
         return cast("ActorHandle", process.handle)
 
     def _kill(self, actor: ActorHandle) -> None:
+        self.num_killed += 1
         cast("VirtualHandle", actor).process.die()

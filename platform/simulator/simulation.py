@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.restart_budget import RestartBudget
@@ -51,12 +51,11 @@ from penstock.platform.run.launch import (
 from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow, Lineage
-from penstock.platform.simulator.config import RATES, SimulationConfig
+from penstock.platform.simulator.config import RATES, FaultLevel, SimulationConfig
 from penstock.platform.simulator.disk import DriverDiedError, ModelledDisk
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
 from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
-    EVALUATION_TASKS,
     SimulatedCodec,
     SimulatedEnvironments,
     SimulatedStore,
@@ -68,7 +67,15 @@ from penstock.platform.simulator.resume_check import check_resumed, memory_of
 from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.trainer import SimulatedTrainer, Trained
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
-from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
+from penstock.platform.simulator.world import (
+    EVALUATION_TASKS,
+    POISON,
+    InvariantError,
+    LengthTable,
+    Trace,
+    World,
+    stop_run,
+)
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.pool.routing import make_policy
 from penstock.rollout.trajectory.conversation import EpisodeBudget
@@ -165,15 +172,19 @@ class Simulation:
     client: TrainerClient | None = None
     run: Run | None = None
     lost: RanksLostError | None = None
+    checkpointer: Checkpointer | None = None
 
     def __post_init__(self) -> None:
         config = self.config
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain, config.turns)
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(random.Random(f"{self.seed}/disk"))
+        self.disk.make_folder(RUN_DIR)
+        self.disk.sync(RUN_DIR.parent)  # as `prepare_run_dir` does
         self.lineage = Lineage()
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
-        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang)
+        poison_share = RATES[config.faults].poison if config.faults in RATES else 0.0
+        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang, poison_share=poison_share)
 
     async def main(self) -> None:
         """Train to the end. If the driver dies, a new one resumes; without a trainer rank, the run goes back."""
@@ -188,6 +199,9 @@ class Simulation:
             folder = CheckpointFolder(RUN_DIR, self.disk)
             versions = folder.versions()
             resumed = folder.read(versions[-1]) if versions else None
+            acknowledged = None if self.checkpointer is None else self.checkpointer.newest
+            if acknowledged is not None and (resumed is None or resumed.version < acknowledged):
+                raise InvariantError("durability", f"v{acknowledged} was complete, and there are {versions}")
             if resumed is not None and (damage := folder.damage(resumed)) is not None:
                 raise InvariantError("durability", f"the newest checkpoint is not complete: {damage}")
             if self.lost is not None and resumed is not None:
@@ -216,6 +230,7 @@ class Simulation:
         self.engines += engines
         pool = self.seams.pool(engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
         world.is_fenced = lambda engine_id: engine_id in pool.fenced
+        watch_fences(pool, is_allowed=config.faults is not FaultLevel.STALLS)
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated
@@ -274,6 +289,7 @@ class Simulation:
             at_once,
             on_cut=lambda _version: self._remember(run, flow),
         )
+        self.checkpointer = checkpointer
         self.run = run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
         if resumed is not None:
             saved, payloads = folder.flow_snapshot(resumed)
@@ -308,6 +324,8 @@ class Simulation:
             assert isinstance(self.core, CheckedDataflow)
             jobs.append(start(injector.run(self.core), name="faults"))
             jobs.append(start(injector.driver_dies(), name="death of the driver"))
+            jobs.append(start(injector.fill_disk(self.disk), name="full disks"))
+            jobs.append(start(injector.stall(cast("VirtualTimeLoop", asyncio.get_running_loop())), name="stalls"))
             injector.plant_death_at_the_disk(self.disk)
             jobs.append(start(self._death_at_the_disk(), name="death at the disk"))
         try:
@@ -327,6 +345,7 @@ class Simulation:
         with contextlib.suppress(DriverDiedError):
             await self.run.close()
         if training in done and not has_died:
+            self._check_end(targets)
             return True
         assert self.trainer is not None
         self.trainer.end()
@@ -334,6 +353,19 @@ class Simulation:
             engine.crash()
         self.world.begin_again()
         return False
+
+    def _check_end(self, targets: Targets) -> None:
+        """Check that the last checkpoint was taken, unless the disk refused it, and that stalls have cost nothing."""
+        assert self.core is not None
+        versions = CheckpointFolder(RUN_DIR, self.disk).versions()
+        is_refused = self.disk.refused_at_s >= targets.trainer.trained.steps[-1][0]
+        if self.is_checked and not (is_refused or self.disk.is_dead or versions[-1:] == [self.config.steps]):
+            raise InvariantError("durability", f"no checkpoint of the last step, there are {versions}")
+        if self.config.faults is FaultLevel.STALLS:
+            interruptions = sum((runner.stats.interruptions for runner in self.runners), Counter[str]())
+            lost = [interruptions, self.core.retries, targets.rewards.num_killed]
+            if any(lost):
+                raise InvariantError("stall", f"interruptions, retries, workers ended: {lost}")
 
     def _is_planted(self, end: BaseException | None) -> bool:
         """Whether a run may end with this: the driver died, ranks are lost, or a step has not returned in time."""
@@ -444,6 +476,18 @@ class WatchedPublisher:
             return False
 
 
+def watch_fences(pool: EnginePool, *, is_allowed: bool) -> None:
+    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines."""
+    fence = pool.fence
+
+    def checked(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+        if POISON in reason or not is_allowed:
+            stop_run(InvariantError("fence", f"{engine_id} has no fault and is fenced: {reason}"))
+        fence(engine_id, reason, kind)
+
+    pool.fence = checked  # type: ignore[method-assign]
+
+
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """Do what a thread does for the shipping checkpointer; a crash may come before each of its file operations."""
     await asyncio.sleep(0)
@@ -494,7 +538,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
     unseeded = random.getstate()
     random.seed(f"{seed}/pauses")  # `RestartBudget` draws its pauses from the global generator
-    with contextlib.suppress(DeadlockError), runner_context as runner:
+    with contextlib.suppress(DeadlockError, InvariantError), runner_context as runner:  # the first one counts
         try:
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding

@@ -37,6 +37,9 @@ FAULTS = {
     "environment exception",
     "environment hang",
     "driver crash",
+    "stall of the driver",
+    "full disk",
+    "poison prompt",
     "driver crash at the disk",
     "clock skewed",
 }

@@ -17,32 +17,33 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.core import Dataflow
-from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
-from penstock.dataflow.ports import Engine, WrittenFile
+from penstock.dataflow.ports import Engine, GenerateRequest, WrittenFile
 from penstock.dataflow.records import encode
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
-from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, CheckpointFolder
+from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.durable_files import DiskFiles, Files
 from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator import simulation
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.trainer import SimulatedTrainer
+from penstock.platform.simulator.world import POISON, task_of
 from penstock.rollout.pool.pool import EnginePool, Lease
 from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from tests.simulation.wirings import parse_wired, simulate_wired, wired
+from tests.simulation.wirings import parse_wired, wired
 
 SEEDS = 24
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
@@ -431,6 +432,30 @@ class SilenceOfRewardsIgnored(SimulatedRewards):
             worker._lose = lambda _cause: None  # type: ignore[method-assign]
 
 
+class RoomMadeFirst(CheckpointFolder):
+    """The checkpoint before is removed to make room for the next one, which a full disk then refuses."""
+
+    def unfinished(self, version: int) -> Path:
+        for before in self.versions():
+            self._files.remove(self.folder / f"step_{before}")
+        return super().unfinished(version)
+
+
+class RefusedPromptIsALoss(SimulatedEngine):
+    """An engine that refuses a prompt says that it is lost. Half of the prompts are refused."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._world.poison_share = 0.5
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        stream = super().generate(request)
+        if self._world.is_poison(task_of(request.prompt_token_ids[0])):
+            stream = TokenStream()
+            stream.put(EngineLostError(f"{self.engine_id}: {POISON}"))
+        return stream
+
+
 DURABILITY = "durability|CheckpointError|trainer|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
 """What a resume from a wrong or damaged checkpoint breaks."""
 OFTEN = ("faults=heavy", "checkpoint_every=1")
@@ -455,6 +480,10 @@ CASES = {
     "tokens are trimmed one version too late": Case(checked(TrimmedTooLittle), "I1", ("on_expiry=trim", "eta=1")),
     "versions are stamped late": Case(Seams(engine=StampedLate), "I4"),
     "spans decrease": Case(Seams(engine=StampedBackwards), "I4"),
+    "an engine that refuses a prompt says that it is lost": Case(Seams(engine=RefusedPromptIsALoss), "fence"),
+    "room is made before the next checkpoint is complete": Case(
+        Seams(checkpoints=RoomMadeFirst), "durability: v", OFTEN
+    ),
     "an engine serves without having acknowledged": Case(Seams(pool=UnacknowledgedServes), "I8", ()),
     "a failed rollout trains as reward 0": Case(
         Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")
@@ -548,3 +577,38 @@ def test_a_step_that_is_waited_for_without_a_limit_is_found(monkeypatch: pytest.
     assert violation is not None
     assert "progress: no token" in violation
     assert "controller" in violation
+
+
+STALLED = [*SMALL, "faults=stalls", "reward_mean_s=20"]
+
+
+@pytest.mark.parametrize("client", ["penstock.actors.reward.client", "penstock.actors.ray_errors"])
+def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 200.0)
+    monkeypatch.setattr(simulation, "LONG_STEPS", 1.0)
+    config = parse_simulation([*STALLED, "train_fixed_s=140"])
+    assert not any(simulate(config, seed).violation for seed in range(4))
+    monkeypatch.setattr(f"{client}.silence_limit", asyncio.timeout)
+    marks = ("stall:", "no answer within", "fence:")
+    for seed in range(SEEDS):
+        if any(mark in str(simulate(config, seed).violation) for mark in marks):
+            return
+    pytest.fail(f"{SEEDS} seeds found nothing")
+
+
+def test_requests_that_count_as_silent_for_a_stall_of_the_driver_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout.trajectory.runner.LATE_S", 1e9)
+    found = [simulate(parse_simulation(STALLED), seed).violation for seed in range(SEEDS)]
+    assert any(violation and ("stall:" in violation or "fence:" in violation) for violation in found), found[:3]
+
+
+def test_a_checkpointer_that_gives_up_after_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_due = Checkpointer.is_due
+
+    def unless_one_has_failed(checkpointer: Checkpointer, version: int, *, is_last: bool) -> bool:
+        return not checkpointer._num_failed and is_due(checkpointer, version, is_last=is_last)
+
+    monkeypatch.setattr(Checkpointer, "is_due", unless_one_has_failed)
+    config = parse_simulation([*SMALL, "faults=heavy", "checkpoint_every=1"])
+    found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
+    assert any("no checkpoint of the last step" in violation for violation in found), found[:3]
