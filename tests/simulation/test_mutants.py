@@ -45,7 +45,7 @@ from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.wirings import parse_wired, wired
 
-SEEDS = 24
+SEEDS = 30
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
 
 
@@ -456,9 +456,13 @@ class RefusedPromptIsALoss(SimulatedEngine):
         return stream
 
 
-DURABILITY = "durability|CheckpointError|trainer|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
+DURABILITY = (
+    "durability|resume|KeyError|CheckpointError|trainer|I1|I2|I3|I4|I5|AccountingError|StalenessError|"
+    "tasks of the checkpoint"
+)
 """What a resume from a wrong or damaged checkpoint breaks."""
 OFTEN = ("faults=heavy", "checkpoint_every=1")
+EPISODES = (*OFTEN, "turns=3", "steps=12")
 
 
 @dataclass(frozen=True)
@@ -502,8 +506,10 @@ CASES = {
     "the memory of the hooks is forgotten": Case(
         Seams(), "resume: task queue.hooks", (*OFTEN, "streams=2", "hooks=true"), HooksForgotten
     ),
-    "granted retries are counted again": Case(checked(RetriesRebuilt), "resume: retries", OFTEN),
-    "failed attempts of members are forgotten": Case(Seams(flow=FailuresOfMembersForgotten), "resume: groups", OFTEN),
+    "granted retries are counted again": Case(checked(RetriesRebuilt), "resume: retries", EPISODES),
+    "failed attempts of members are forgotten": Case(
+        Seams(flow=FailuresOfMembersForgotten), "resume: groups", EPISODES
+    ),
     "statistics are those of an older cut": Case(
         Seams(flow=StatisticsOfTheCheckpointBefore), "resume: statistics", OFTEN
     ),
