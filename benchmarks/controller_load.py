@@ -36,7 +36,8 @@ from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine_processes import CheckedEngine, EngineClasses
-from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
+from penstock.platform.simulator.parts import SimulatedCodec, SimulatedStore, TrainingTasks
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.world import LengthTable, World
@@ -226,7 +227,7 @@ async def _park_flow(measure: Callable[[], None]) -> None:
         SimulatedStore(),
         SamplingParams(16),
     )
-    line = TaskQueue([TaskStream("", training_tasks())], limits.window, GROUP_SIZE)
+    line = TaskQueue([TaskStream("", TrainingTasks())], limits.window, GROUP_SIZE)
     async with Flow(core, line, FilterChain([], 1), ports, FlowStats(), FlowOptions(60.0)):
         await engine.is_full.wait()
         await asyncio.sleep(0)

@@ -49,12 +49,19 @@ class _Worker:
         given_up: Why it is not restarted any more; None while it is.
     """
 
-    def __init__(self, name: str, start: Callable[[], ActorHandle], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], ActorHandle],
+        kill: Callable[[ActorHandle], None],
+        on_change: Callable[[], None],
+    ) -> None:
         """Start its process.
 
         Args:
             name: For messages.
             start: Starts a process.
+            kill: Ends a process.
             on_change: Called when it comes up, and when it is given up.
         """
         self.name = name
@@ -62,6 +69,7 @@ class _Worker:
         self.is_up = False
         self.given_up: str | None = None
         self._start = start
+        self._kill = kill
         self._on_change = on_change
         self._calls: set[asyncio.Future[Result]] = set()
         self._is_lost = asyncio.Event()
@@ -123,7 +131,7 @@ class _Worker:
                 await self._watch_process()
                 if self._pause_s is not None:
                     await asyncio.sleep(self._pause_s)
-                    ray.kill(self.actor)
+                    self._kill(self.actor)
                     self.actor = self._start()
                     self._is_lost.clear()
         except Exception as error:  # noqa: BLE001  Ray has ended; no call may wait for this worker
@@ -175,15 +183,18 @@ class _Worker:
 class RewardClient:
     """All reward workers as one `RewardWorker`, round-robin."""
 
-    def __init__(self, starts: Sequence[Callable[[], ActorHandle]]) -> None:
+    def __init__(
+        self, starts: Sequence[Callable[[], ActorHandle]], kill: Callable[[ActorHandle], None] = ray.kill
+    ) -> None:
         """Start the workers.
 
         Args:
             starts: One function per worker that starts its process.
+            kill: Ends a process; another one than Ray's for processes that are simulated.
         """
         self._changed = asyncio.Event()
         self._workers = [
-            _Worker(f"reward worker {index}", start, self._changed.set) for index, start in enumerate(starts)
+            _Worker(f"reward worker {index}", start, kill, self._changed.set) for index, start in enumerate(starts)
         ]
         self._next_worker = itertools.cycle(self._workers)
 

@@ -112,7 +112,8 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     status = "completed"
                 except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
                     lost = await ranks_lost(parts.actors, error)
-                    resumed = await roll_back(config, parts, instruments, lost, rollbacks)
+                    resumed = await newest_checkpoint(run_dir, lost)
+                    await roll_back(config, parts, instruments, lost, resumed, rollbacks)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
@@ -180,28 +181,39 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         stop.handler = lambda: False
 
 
+async def newest_checkpoint(run_dir: Path, lost: RanksLostError) -> Checkpoint:
+    """The checkpoint to go back to.
+
+    Raises:
+        RanksLostError: `lost`, if there is none.
+    """
+    try:
+        return await asyncio.to_thread(choose_checkpoint, run_dir)
+    except CheckpointError:
+        raise lost from lost.__cause__
+
+
 async def roll_back(
-    config: RunConfig, parts: RunParts, instruments: Instruments, lost: RanksLostError, rollbacks: RestartBudget
-) -> Checkpoint:
-    """After the loss of a trainer rank, start the trainer again from the newest checkpoint; the engines stay up.
+    config: RunConfig,
+    parts: RunParts,
+    instruments: Instruments,
+    lost: RanksLostError,
+    checkpoint: Checkpoint,
+    rollbacks: RestartBudget,
+) -> None:
+    """After the loss of a trainer rank, start the trainer again from a checkpoint; the engines stay up.
 
     Args:
         config: Configuration of the run.
         parts: What outlives the trainer.
         instruments: Outputs of the run.
         lost: Which ranks are lost, and why.
+        checkpoint: Where the run goes back to.
         rollbacks: Budget of the rollbacks; this one uses one.
 
-    Returns:
-        The checkpoint.
-
     Raises:
-        RanksLostError: `lost`, if there is no checkpoint, or after too many rollbacks in an hour.
+        RanksLostError: `lost`, after too many rollbacks in an hour.
     """
-    try:
-        checkpoint = await asyncio.to_thread(choose_checkpoint, instruments.run_dir)
-    except CheckpointError:
-        raise lost from lost.__cause__
     has_started = True
     while (pause_s := rollbacks.take(has_served=has_started)) is not None:
         instruments.note(str(lost))
@@ -213,7 +225,7 @@ async def roll_back(
             lost, has_started = RanksLostError(str(error)), False
             continue
         instruments.trajectories.drop_after(checkpoint.version)
-        return checkpoint
+        return
     raise lost
 
 

@@ -119,10 +119,12 @@ class Lineage:
 
     Attributes:
         models: Version -> the model of the ledger at its newest cut.
+        memories: Version -> what the run knew at its newest cut (platform/simulator/resume_check.py).
     """
 
     def __init__(self) -> None:
         self.models: dict[int, LedgerModel] = {}
+        self.memories: dict[int, dict[str, Any]] = {}
 
 
 class CheckedDataflow(Dataflow):
@@ -248,6 +250,8 @@ class CheckedDataflow(Dataflow):
     def _check_group(self, group: GroupRef) -> None:
         payload = group.handle
         assert isinstance(payload, GroupPayload)
+        if self._world.is_poison(task_of(int(payload.trajectories[0].token_ids[0]))):
+            raise InvariantError("failure as data", f"group {group.group_id} is ready, but engines refuse its prompt")
         size = self.model.sizes[int(group.group_id)]
         is_allowed = min(self.rules.min_group_size, size) <= len(payload.trajectories) <= size
         if not is_allowed or len(group.spans) != len(payload.trajectories):

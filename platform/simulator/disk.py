@@ -8,6 +8,10 @@ may or may not have happened.
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,19 +56,26 @@ class ModelledDisk:
         num_operations: Writes, syncs, renames and removals so far.
         dies_at: The operation at which the driver dies; None: at none.
         on_death: Called when it does.
+        is_full: Whether writes fail with ENOSPC, after a part of what is written.
+        num_refused: Writes that failed so.
+        refused_at_s: Time of the newest of them, virtual seconds.
+        is_dead: Whether it has; nothing is written any more.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.num_operations = 0
         self.dies_at: int | None = None
+        self.is_full = False
+        self.num_refused = 0
+        self.refused_at_s = -math.inf
         self.on_death: Callable[[], None] = lambda: None
         self._rng = rng
         self._root = _Folder()
-        self._is_dead = False
+        self.is_dead = False
 
     def crash(self) -> None:
         """Lose what a crash may lose, and be there for the next driver."""
-        self._is_dead = False
+        self.is_dead = self.is_full = False
         self.dies_at = None
         self._settle(self._root)
 
@@ -72,6 +83,7 @@ class ModelledDisk:
         folder = self._root
         for name in path.parts:
             if name not in folder.names:
+                self._refuse_if_full(path)
                 self._operate()
                 folder.change(**{name: _Folder()})
             entry = folder.names[name]
@@ -86,8 +98,9 @@ class ModelledDisk:
                 folder.change(**{path.name: _File()})
             entry = folder.names[path.name]
             assert isinstance(entry, _File)
-            entry.data = data
+            entry.data = data[: self._rng.randrange(len(data) + 1)] if self.is_full else data
         self._die_if_dead()
+        self._refuse_if_full(path)
 
     def sync(self, path: Path) -> None:
         has_happened = self._operate()
@@ -136,18 +149,24 @@ class ModelledDisk:
 
     def _operate(self) -> bool:
         """Count an operation; returns whether it happens. The driver dies at `dies_at`, before or after it."""
-        if self._is_dead:
+        if self.is_dead:
             raise DriverDiedError("a dead driver writes nothing")
         self.num_operations += 1
         if self.dies_at is None or self.num_operations < self.dies_at:
             return True
-        self._is_dead = True
+        self.is_dead = True
         self.on_death()
         return self._rng.random() < 0.5
 
     def _die_if_dead(self) -> None:
-        if self._is_dead:
+        if self.is_dead:
             raise DriverDiedError(f"the driver died at file operation {self.num_operations}")
+
+    def _refuse_if_full(self, path: Path) -> None:
+        if self.is_full:
+            self.num_refused += 1
+            self.refused_at_s = asyncio.get_running_loop().time()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def _find(self, path: Path) -> _File | _Folder | None:
         entry: _File | _Folder | None = self._root

@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, Spans
-from penstock.platform.simulator.world import World, member_of, sampled_ids, task_of
+from penstock.platform.simulator.world import POISON, World, member_of, sampled_ids, task_of
 
 DELTA_TOKENS = 64
 _EPSILON = 1e-6
@@ -337,6 +337,10 @@ class SimulatedEngine:
             return stream
         world = self.world
         task = task_of(request.prompt_token_ids[0])
+        if world.is_poison(task):
+            world.faults["poison prompt"] += 1
+            stream.put(TrajectoryError("engine", f"{self.engine_id}: {request.request_id}: {POISON}", is_final=True))
+            return stream
         start = world.num_sampled(request.prompt_token_ids)
         left = world.lengths.turn_end(task, member_of(request.request_id), start) - start
         limit = request.sampling.max_new_tokens

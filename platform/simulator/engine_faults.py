@@ -7,11 +7,19 @@ planted here: an engine is only taken if another one is well, or if its budget o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.config import FaultRates
-from penstock.platform.simulator.engine_processes import DEATH_NOTICED_S, SAFE_RESTARTS, CheckedEngine, EngineService
+from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.engine_processes import (
+    DEATH_NOTICED_S,
+    SAFE_RESTARTS,
+    CheckedEngine,
+    EngineProcess,
+    EngineService,
+)
 from penstock.platform.simulator.world import InvariantError, World
 
 KINDS = ("crash", "hang", "process hang", "slow")
@@ -51,7 +59,9 @@ class EngineFaults:
             jobs.create_task(self._repeat(rates.drain_steps, self._drain))
 
     async def _repeat(self, mean_steps: float, fault: Callable[[], Awaitable[None]]) -> None:
-        while mean_steps:
+        if math.isinf(mean_steps):
+            await asyncio.Event().wait()
+        while True:
             await asyncio.sleep(self._rng.expovariate(1 / (mean_steps * self._step_s)))
             await fault()
 
@@ -64,25 +74,29 @@ class EngineFaults:
             return
         self._world.faults[kind if kind == "process hang" else f"engine {kind}"] += 1
         self._world.note(f"{engine.engine_id} {kind} for {outage_s:.3f} s")
-        self._jobs.create_task(self._trouble(engine, kind, outage_s))
-
-    async def _trouble(self, engine: CheckedEngine, kind: str, outage_s: float) -> None:
+        # It takes effect now: several faults may come at one moment, after a stall of the driver.
         process, simulated = engine.process, engine.process.engine
         if kind == "crash":
             self._crash(engine)
         elif kind == "slow":
             factor = 2 + 6 * self._rng.random()
             simulated.set_speed(simulated.speed / factor)
-            await asyncio.sleep(outage_s)
-            simulated.set_speed(simulated.speed * factor)
+            self._jobs.create_task(self._speed_up(simulated, factor, outage_s))
         else:
             simulated.hang()
             if kind == "process hang":
                 process.hang()
-            await asyncio.sleep(outage_s)
-            if process.is_alive:  # if it took too long, the supervisor has replaced it
-                simulated.recover()
-                process.recover()
+            self._jobs.create_task(self._recover(process, outage_s))
+
+    async def _speed_up(self, engine: SimulatedEngine, factor: float, outage_s: float) -> None:
+        await asyncio.sleep(outage_s)
+        engine.set_speed(engine.speed * factor)
+
+    async def _recover(self, process: EngineProcess, outage_s: float) -> None:
+        await asyncio.sleep(outage_s)
+        if process.is_alive:  # if it took too long, the supervisor has replaced it
+            process.engine.recover()
+            process.recover()
 
     def _crash(self, engine: CheckedEngine) -> None:
         engine.process.die(noticed_after_s=self._rng.random() * DEATH_NOTICED_S)

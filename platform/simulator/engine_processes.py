@@ -9,6 +9,7 @@ process is simulated.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from penstock.actors.engine.actor import EngineActor, EngineOutput
 from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
-from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ids import EngineId, PolicyId, RequestId
 from penstock.dataflow.ports import GenerateRequest, PublishReport, TokenDelta, WeightAck, WeightManifest
 from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.config.schema import ClusterConfig, RunConfig
@@ -276,8 +277,11 @@ class SimulatedActors(RunActors):
         self._world = world
         self._rng = world.rng("starts of engines")
         engines = [self._new_engine(index, joins=False) for index in range(num_engines)]
-        none = cast("Any", None)  # trainer, reward workers and store are not used here
+        none = cast("Any", None)  # reward workers and store are not used here, and the trainer comes later
         super().__init__(cast("list[RemoteEngine]", engines), none, none, none, None, None)
+
+    async def _restart_trainer(self, _config: RunConfig, _policy_id: PolicyId, _restore_from: str) -> None:
+        """The ranks of the next incarnation restore themselves."""
 
     async def start_engine(self, _config: RunConfig, index: int, _near: str | None = None) -> CheckedEngine:
         """Start a virtual process, after the time that loading takes."""
@@ -343,6 +347,7 @@ class EngineService:
         actors: The engines.
         pool: Routes requests to them.
         publisher: Sends versions to them.
+        config: What fleet and restarts read of a run's configuration.
         fleet: Changes their number.
     """
 
@@ -358,6 +363,7 @@ class EngineService:
         self.actors = actors
         self.pool = pool
         self.publisher = publisher
+        self.config = config
         self.fleet = classes.fleet(config, pool, publisher, actors, world.note)
         # As in `policy_runtime`: colocated engines are not restarted.
         self._max_restarts = 0 if config.cluster.colocated else MAX_RESTARTS_PER_HOUR
@@ -404,7 +410,7 @@ def _some_config() -> RunConfig:
 
 def service_config(weights: WeightsConfig, rates: FaultRates, step_s: float, *, colocated: bool) -> RunConfig:
     """What fleet and restarts read of a run's configuration: a cluster on which any number of engines fits."""
-    if not rates.engine_steps:
+    if math.isinf(rates.engine_steps):
         cluster = ClusterConfig.model_construct(colocated=colocated)  # type: ignore[call-arg] # nothing joins or leaves
         return RunConfig.model_construct(cluster=cluster)  # type: ignore[call-arg] # so the rest is not read
     config = _some_config()

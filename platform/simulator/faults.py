@@ -7,13 +7,18 @@ in engine_faults.py and engine_processes.py.
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId
 from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.disk import ModelledDisk
-from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
+from penstock.platform.simulator.parts import SimulatedEnvironments
+from penstock.platform.simulator.rewards import SimulatedRewards
+from penstock.platform.simulator.trainer import SimulatedTrainer
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
@@ -22,6 +27,10 @@ if TYPE_CHECKING:
 
 OPERATIONS_OF_CHECKPOINTS = 60
 """File operations of the first two or three checkpoints of a small run."""
+FULL_STEPS = 3.0
+"""Mean time that a disk is full, in expected step times."""
+STALL_S = (60.0, 300.0)
+"""Shortest and longest stall of the driver, seconds."""
 MAX_DEATHS = 4
 """Maximum number of drivers that die early."""
 
@@ -51,12 +60,13 @@ class FaultInjector:
         targets.rewards.faults = targets.environments.faults = rates
         targets.trainer.bad_step_rate = rates.bad_steps
         targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
+        targets.trainer.hang_rate = rates.rank_hangs if self._may_die else 0.0
 
     async def driver_dies(self) -> None:
         """Return when the driver dies."""
         if not self._may_die:
             await asyncio.Event().wait()
-        await asyncio.sleep(self._rng.expovariate(1 / (self._rates.driver_steps * self._step_s)))
+        await self._pause(self._rng, self._rates.driver_steps)
         self._world.faults["driver crash"] += 1
 
     def plant_death_at_the_disk(self, disk: ModelledDisk) -> None:
@@ -69,11 +79,47 @@ class FaultInjector:
     def _may_die(self) -> bool:
         return self._world.incarnation < MAX_DEATHS
 
+    async def _pause(self, rng: random.Random, mean_steps: float) -> None:
+        """Sleep for an exponentially distributed time; without end if its mean is infinite."""
+        if math.isinf(mean_steps):
+            await asyncio.Event().wait()
+        await asyncio.sleep(rng.expovariate(1 / (mean_steps * self._step_s)))
+
+    async def fill_disk(self, disk: ModelledDisk) -> None:
+        """Let the disk be full for a while, again and again. It counts if a write has failed meanwhile."""
+        rng = self._world.rng("full disks")
+        while True:
+            await self._pause(rng, self._rates.full_disk_steps)
+            disk.is_full, num_refused = True, disk.num_refused
+            try:
+                await self._pause(rng, FULL_STEPS)
+            finally:
+                disk.is_full = False
+                self._world.faults["full disk"] += disk.num_refused > num_refused
+
+    async def stall(self, loop: VirtualTimeLoop) -> None:
+        """Let the driver's event loop stand still for some minutes. Each stall renews the limits of all calls."""
+        rng = self._world.rng("stalls")
+        for _ in range(self._rates.num_stalls):
+            await self._pause(rng, self._rates.stall_steps)
+            self._world.faults["stall of the driver"] += 1
+            stall_s = rng.uniform(*STALL_S)
+            self._world.note(f"the driver stands still for {stall_s:.0f} s")
+            loop.stall(stall_s)
+        await asyncio.Event().wait()
+
+    async def reward_deaths(self) -> None:
+        """Let reward workers die."""
+        rng = self._world.rng("deaths of reward workers")
+        while True:
+            await self._pause(rng, self._rates.reward_death_steps)
+            self._targets.rewards.lose_worker(rng)
+
     async def stray_reports(self, core: CheckedDataflow) -> None:
         """Send reports that must have no effect: duplicated, out of order or for unknown groups."""
         rng = self._world.rng("stray")
         while True:
-            await asyncio.sleep(rng.expovariate(1 / (self._rates.stray_steps * self._step_s)))
+            await self._pause(rng, self._rates.stray_steps)
             known = core.recent[rng.randrange(len(core.recent))] if core.recent else None
             self._world.faults["stray report"] += 1
             unknown, kind = GroupId(core.ledger.num_admitted + 1000), rng.randrange(6)

@@ -1,36 +1,22 @@
-"""The simulated components other than engines: tasks, tokenizer, payload store, rewards, environments, trainer."""
+"""The simulated components other than engines: tasks, tokenizer, payload store, environments, trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
-import pickle
-import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
-from penstock.dataflow.errors import TrainingError, TrajectoryError
+from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import Score, StepReport, WeightManifest, WrittenFile
-from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
-from penstock.dataflow.versions import versions_per_token
+from penstock.dataflow.trajectory import GroupPayload, Task
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
-from penstock.platform.run.durable_files import Files
-from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
-from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
+from penstock.platform.simulator.world import EVALUATION_TASKS, InvariantError, World, prompt_ids
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-
-TRAINER_FILE = "trainer_00000.pickle"
-EVALUATION_TASKS = 1_000_000
-"""First number of evaluation tasks, above all numbers of training tasks."""
 
 
 def make_task(number: int, environment: str | None = None) -> Task:
@@ -42,9 +28,21 @@ def number_of(task_id: TaskId) -> int:
     return int(task_id.rpartition("/")[2])
 
 
-def training_tasks(environment: str | None = None) -> Iterator[Task]:
-    """Endless iterator over training tasks."""
-    return (make_task(number, environment) for number in itertools.count())
+class TrainingTasks(Iterator[Task]):
+    """Every `every`-th training task from `first` on, without end.
+
+    Attributes:
+        num_taken: Tasks taken so far.
+    """
+
+    def __init__(self, environment: str | None = None, first: int = 0, every: int = 1) -> None:
+        self.num_taken = 0
+        self._environment = environment
+        self._numbers = itertools.count(first, every)
+
+    def __next__(self) -> Task:
+        self.num_taken += 1
+        return make_task(next(self._numbers), self._environment)
 
 
 class SimulatedCodec(TokenCodec):
@@ -80,45 +78,6 @@ class SimulatedStore:
 NO_FAULTS = FaultRates()
 HANG_S = 30.0
 """Time limit after which a hanging reward or environment process is killed, seconds."""
-SCORE_SILENCE_S = 80.0
-"""Time after which an unresponsive worker counts as lost and its jobs are reassigned (actors/reward/client.py)."""
-
-
-class SimulatedRewards:
-    """A `RewardWorker` with exponentially distributed latency and failures that are data.
-
-    Evaluations have no faults, because a run whose held-out tasks cannot be scored stops.
-    """
-
-    def __init__(self, world: World, mean_s: float, workers: int) -> None:
-        self.faults = NO_FAULTS
-        self._world = world
-        self._mean_s = mean_s
-        self._free = asyncio.Semaphore(workers)
-        self._rng = world.rng("rewards")
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        task_number = task_of(int(trajectory.token_ids[0]))
-        draw, faults = self._rng.random(), self.faults if task_number < EVALUATION_TASKS else NO_FAULTS
-        hangs, fails, lost = faults.reward_hangs, faults.reward_hangs + faults.reward_raises, faults.scores_lost
-        if self._mean_s == 0 and draw >= fails + lost:
-            return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
-        async with self._free:
-            if draw < hangs:
-                self._world.faults["reward hang"] += 1
-                await asyncio.sleep(HANG_S)
-                raise TrajectoryError("reward", f"{task.task_id}: no score within {HANG_S:.0f} s")
-            if self._mean_s:
-                await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
-            if draw < fails:
-                self._world.faults["reward exception"] += 1
-                raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
-        if draw < fails + lost:
-            self._world.faults["score lost"] += 1
-            await asyncio.sleep(SCORE_SILENCE_S)
-            if self._rng.random() < lost:  # the second worker is lost as well
-                raise TrajectoryError("reward", f"{task.task_id}: two reward workers were lost while they scored it")
-        return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 
 class SimulatedEnvironments:
@@ -201,134 +160,3 @@ class SimulatedEpisode:
 
     async def run(self, _access: EndpointAccess) -> NoReturn:
         raise InvariantError("episode", f"{self._task.task_id} is run, but it never said that it runs itself")
-
-
-class RankDiedError(TrainingError):
-    """An injected death of a trainer rank. The run ends, and a new driver resumes it."""
-
-
-@dataclass(slots=True)
-class Trained:
-    """Record of the trained trajectories.
-
-    Attributes:
-        lengths: Sampled tokens per trajectory.
-        trimmed_tokens: Sampled tokens that carried no loss weight.
-        steps: (virtual time, step seconds, tokens) per step taken.
-    """
-
-    tasks: set[int] = field(default_factory=set)
-    lengths: list[int] = field(default_factory=list)
-    trimmed_tokens: int = 0
-    max_staleness: int = 0
-    steps: list[tuple[float, float, int]] = field(default_factory=list)
-
-
-class SimulatedTrainer:
-    """`TrainerGroup`, and the export that the publisher asks for.
-
-    Attributes:
-        bad_step_rate: Probability that the numbers of a step are not finite: it is not taken.
-        death_rate: Probability that a rank dies in a step.
-        trained: What was trained into the policy it holds.
-        version: Of that policy.
-        step_lock: Held while a step may change it, as in `TrainerClient`.
-    """
-
-    def __init__(self, world: World, config: SimulationConfig, disk: Files, *, is_checked: bool) -> None:
-        self.node_id = "simulated"
-        self.bad_step_rate = 0.0
-        self.death_rate = 0.0
-        self.trained = Trained()
-        self.step_lock = asyncio.Lock()
-        self._snapshot = b""
-        self._disk = disk
-        self._world = world
-        self._config = config
-        self._is_checked = is_checked
-        self.version = 0
-        self._rng = world.rng("trainer")
-
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        clock, done_at = asyncio.get_running_loop().time, 0.0
-        groups = []
-        async for group in batch:  # a whole batch arrives at once, a streamed one as its groups become ready
-            groups.append(group)
-            done_at = max(done_at, clock()) + self._compute_s(group.num_tokens)
-        num_tokens = sum(group.num_tokens for group in groups)
-        busy_s, left_s = (
-            self._config.train_fixed_s + self._compute_s(num_tokens),
-            done_at - clock() + self._config.train_fixed_s,
-        )
-        if self._is_checked:
-            check_step(groups, self.loss_weights(groups), self.version, self._config.eta)
-        async with self.step_lock:
-            draw = self._rng.random()
-            if draw < self.death_rate:
-                self._world.faults["trainer crash"] += 1
-                await asyncio.sleep(left_s * self._rng.random())
-                self._world.note(f"a rank of the trainer died at v{self.version}")
-                raise RankDiedError(f"trainer: step: a process died at v{self.version}: planted")
-            if draw < self.death_rate + self.bad_step_rate:
-                self._world.faults["bad step"] += 1
-                self._world.note(f"the step at v{self.version} had numbers that are not finite")
-                await asyncio.sleep(left_s * self._rng.random())
-                return StepReport(self.version, skipped=True, metrics={}, busy_s=busy_s)
-            await asyncio.sleep(left_s)
-            self._account(groups, busy_s, num_tokens)
-            self.version += 1
-            return StepReport(self.version, skipped=False, metrics={}, busy_s=busy_s)
-
-    def _compute_s(self, num_tokens: int) -> float:
-        return num_tokens * (self._config.train_s_per_token * self._config.grain) / self._config.trainer_devices
-
-    async def save(self, _path: str) -> None:
-        """There are no weights."""
-
-    async def snapshot(self) -> float:
-        self._snapshot = pickle.dumps((self.version, self.trained))
-        return 0.0
-
-    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
-        path, data = Path(folder) / TRAINER_FILE, self._snapshot
-        self._disk.write(path, data)
-        await asyncio.sleep(0)
-        self._disk.sync(path)
-        return [WrittenFile(TRAINER_FILE, len(data), zlib.crc32(data))]
-
-    def restore(self, folder: Path) -> None:
-        """Continue from a checkpoint."""
-        self.version, self.trained = pickle.loads(self._disk.read(folder / TRAINER_FILE))  # noqa: S301 - our own
-
-    async def export(self, version: int) -> WeightManifest:
-        await asyncio.sleep(0)
-        return WeightManifest(version, "simulated", (), self._config.weight_bytes, checksum=version * 31 + 7)
-
-    def read_back(self, _manifest: WeightManifest) -> None:
-        return None
-
-    def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
-        """Loss weight of each token: its mask divided by the number of trained tokens of the whole batch."""
-        masks = [token_mask(member, group.min_version) for group in groups for member in group.handle.trajectories]
-        normaliser = sum(mask.sum() for mask in masks)
-        return [mask / max(normaliser, 1.0) for mask in masks]
-
-    def _account(self, groups: Sequence[GroupRef], step_s: float, batch_tokens: int) -> None:
-        trained = self.trained
-        trained.steps.append((asyncio.get_running_loop().time(), step_s, batch_tokens))
-        for group in groups:
-            trained.max_staleness = max(trained.max_staleness, group.staleness(self.version))
-            trained.trimmed_tokens += group.num_trimmed_tokens
-            task = task_of(int(group.handle.trajectories[0].token_ids[0]))
-            if self._is_checked and task in trained.tasks:
-                raise InvariantError("I5", f"task {task} is trained a second time into the same policy")
-            trained.tasks.add(task)
-            trained.lengths += [member.num_sampled_tokens for member in group.handle.trajectories]
-
-
-def token_mask(trajectory: Trajectory, min_version: int) -> np.ndarray:
-    """`[T] float64`: 1 on sampled tokens that are not trimmed."""
-    mask = trajectory.loss_mask.astype(np.float64)
-    if trajectory.oldest_version < min_version:
-        mask[trajectory.loss_mask] = versions_per_token(trajectory.spans) >= min_version
-    return mask

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
+from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.transports import GatherTransport
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import LedgerCounts
@@ -31,15 +33,22 @@ from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.launch import (
+    MAX_ROLLBACKS_PER_HOUR,
+    RanksLostError,
+    RunParts,
+    roll_back,
+    train_to_end,
+)
+from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow, Lineage
-from penstock.platform.simulator.config import RATES, FaultRates, SimulationConfig
+from penstock.platform.simulator.config import RATES, FaultLevel, FaultRates, SimulationConfig
 from penstock.platform.simulator.disk import DriverDiedError, ModelledDisk
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
 from penstock.platform.simulator.engine_faults import EngineFaults
@@ -51,19 +60,26 @@ from penstock.platform.simulator.engine_processes import (
 )
 from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
-    EVALUATION_TASKS,
-    RankDiedError,
     SimulatedCodec,
     SimulatedEnvironments,
-    SimulatedRewards,
     SimulatedStore,
-    SimulatedTrainer,
-    Trained,
+    TrainingTasks,
     make_task,
-    training_tasks,
 )
+from penstock.platform.simulator.progress import PROGRESS_S, watch_progress
+from penstock.platform.simulator.resume_check import check_resumed, memory_of
+from penstock.platform.simulator.rewards import SimulatedRewards
+from penstock.platform.simulator.trainer import SimulatedTrainer, Trained
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
-from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
+from penstock.platform.simulator.world import (
+    EVALUATION_TASKS,
+    POISON,
+    InvariantError,
+    LengthTable,
+    Trace,
+    World,
+    stop_run,
+)
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.pool.routing import make_policy
 from penstock.rollout.trajectory.conversation import EpisodeBudget
@@ -79,6 +95,10 @@ MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
 RUN_DIR = Path("run")
 MAX_REFILLS = 1_000_000
+STEP_TIMEOUT_S = 600.0
+TRAINER_START_S = 300.0
+LONG_STEPS = 4.0
+"""A step may take this much longer than expected, if that is more than `STEP_TIMEOUT_S`, or for it `PROGRESS_S`."""
 EVALUATION_RESUMES = 1000
 """Evaluations have a long time limit, because a run stops if its held-out tasks cannot be answered."""
 
@@ -90,7 +110,7 @@ def environment_of(config: SimulationConfig) -> str | None:
 
 def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
     """One stream of tasks before the admission gate."""
-    return TaskQueue([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
+    return TaskQueue([TaskStream("", TrainingTasks(environment_of(config)))], limits.window, config.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +169,47 @@ class Simulation:
     lineage: Lineage = field(init=False)
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
+    runners: list[TrajectoryRunner] = field(default_factory=list)
     core: Dataflow | None = None
     monitor: EngineMonitor | None = None
     actors: SimulatedActors | None = None
     service: EngineService | None = None
-    keeps_engines: bool = False
+    client: TrainerClient | None = None
     run: Run | None = None
+    lost: RanksLostError | None = None
+    checkpointer: Checkpointer | None = None
 
     def __post_init__(self) -> None:
         config = self.config
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain, config.turns)
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(random.Random(f"{self.seed}/disk"))
+        self.disk.make_folder(RUN_DIR)
+        self.disk.sync(RUN_DIR.parent)  # as `prepare_run_dir` does
         self.lineage = Lineage()
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
-        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang)
+        poison_share = RATES[config.faults].poison if config.faults in RATES else 0.0
+        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang, poison_share=poison_share)
 
     async def main(self) -> None:
-        """Train to the end. If the driver dies, a new one resumes from the files on disk."""
+        """Train to the end. If the driver dies, a new one resumes; without a trainer rank, the run goes back."""
         resumed: Checkpoint | None = None
+        rollbacks = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
         while not await self._serve(await self._build(resumed)):
-            self.disk.crash()
+            if self.disk.is_dead:
+                self.lost = None
+            if self.lost is None:
+                self.disk.crash()
+            self.disk.dies_at = None  # planted for an incarnation that has ended
             folder = CheckpointFolder(RUN_DIR, self.disk)
             versions = folder.versions()
             resumed = folder.read(versions[-1]) if versions else None
+            acknowledged = None if self.checkpointer is None else self.checkpointer.newest
+            if acknowledged is not None and (resumed is None or resumed.version < acknowledged):
+                raise InvariantError("durability", f"v{acknowledged} was complete, and there are {versions}")
             if resumed is not None and (damage := folder.damage(resumed)) is not None:
                 raise InvariantError("durability", f"the newest checkpoint is not complete: {damage}")
+            await self._go_back(resumed, rollbacks)
 
     async def _build(self, resumed: Checkpoint | None) -> Targets:
         """One incarnation of the run, from a checkpoint."""
@@ -182,6 +217,7 @@ class Simulation:
         rates = RATES.get(config.faults, FaultRates())
         actors = self.actors = self.actors or self._start_engines(rates)
         pool = self.seams.pool(actors.engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
+        watch_fences(pool, is_allowed=config.faults is not FaultLevel.STALLS)
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated
@@ -190,10 +226,15 @@ class Simulation:
         player = self.seams.player(environments, codec, budget)
         runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
         examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
+        self.runners = [runner, examined]
         rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(world, config, self.disk, is_checked=self.is_checked)
         if resumed is not None:
             trainer.restore(resumed.path)
+        step_timeout_s = max(STEP_TIMEOUT_S, LONG_STEPS * expected_step_s(config))
+        self.client = client = TrainerClient(trainer.ranks, step_timeout_s, 1 if config.stream else math.inf)
+        await client.start(TRAINER_START_S)
+        actors.trainer = client
         limits = flow_limits(config)
         rules = GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
         self.core = core = (
@@ -212,15 +253,15 @@ class Simulation:
             timeout_s=PUBLISH_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
-        export = GatherTransport(cast("TrainerClient", trainer), pool)
-        publisher = self.seams.engines.publisher(pool, weights, export, cast("TrainerClient", trainer))
+        export = GatherTransport(client, pool)
+        publisher = self.seams.engines.publisher(pool, weights, export, client)
         publisher.world = world
         serving = service_config(weights, rates, expected_step_s(config), colocated=config.colocated)
         self.service = EngineService(actors, pool, publisher, serving, self.seams.engines, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         runtime = PolicyRuntime(
             runner,
-            trainer=TimeSharedTrainer(trainer, pool) if config.colocated else trainer,
+            trainer=TimeSharedTrainer(client, pool) if config.colocated else client,
             publisher=publisher,
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
@@ -229,13 +270,24 @@ class Simulation:
         settings, outputs = run_config(config), instruments()
         folder = self.seams.checkpoints(RUN_DIR, self.disk)
         checkpointer = Checkpointer(
-            settings.checkpoint, folder, runtime.trainer, store, world.note, resumed, world.incarnation, at_once
+            settings.checkpoint,
+            folder,
+            runtime.trainer,
+            store,
+            world.note,
+            resumed,
+            world.incarnation,
+            at_once,
+            on_cut=lambda _version: self._remember(run, flow),
         )
-        self.run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
+        self.checkpointer = checkpointer
+        self.run = run = Run(settings, runtime, held_out, flow, outputs, checkpointer)
         if resumed is not None:
             saved, payloads = folder.flow_snapshot(resumed)
             await flow.restore(saved, payloads)
             self.run.load_state_dict(resumed.version, resumed.manifest["run"])
+            if self.is_checked:
+                check_resumed(self.lineage.memories[resumed.version], memory_of(run, flow))
             folder.prune(settings.checkpoint.keep, resumed.version)
         return Targets(rewards, environments, trainer)
 
@@ -262,31 +314,40 @@ class Simulation:
         return SimulatedActors(make, classes.client, config.engines, rates, expected_step_s(config), world)
 
     async def _serve(self, targets: Targets) -> bool:
-        """Train with the engines in service. If only the trainer dies, they stay up and forget what they know of it."""
+        """Train with the engines in service; returns whether the run is complete."""
         assert self.service is not None
-        assert self.actors is not None
-        self.keeps_engines = False
         async with self.service.running(follows_nodes=self.config.faults in RATES):
-            is_complete = await self._live(targets)
-        if self.keeps_engines:
-            try:
-                await self.actors.renew_engines(run_config(self.config))
-            except EngineLostError:  # one that was lost too did not start: a new driver begins with others
-                self.keeps_engines = False
-        if not self.keeps_engines:
-            self.actors.kill()
-            self.actors = None
-        if not is_complete:
-            self.world.begin_again()
-        return is_complete
+            return await self._live(targets)
+
+    async def _go_back(self, resumed: Checkpoint | None, rollbacks: RestartBudget) -> None:
+        """After the loss of a rank, roll back as `launch` does. Otherwise the next driver starts all processes."""
+        assert self.actors is not None
+        assert self.service is not None
+        if self.lost is not None and resumed is not None:
+            parts, outputs = cast("RunParts", SimpleNamespace(actors=self.actors)), instruments()
+            with contextlib.suppress(RanksLostError):  # too many of them: the run ends, and is resumed
+                await roll_back(self.service.config, parts, outputs, self.lost, resumed, rollbacks)
+                self.world.begin_again()
+                return
+        self.actors.kill()
+        self.actors = None
+        self.world.begin_again()
+
+    def _remember(self, run: Run, flow: Flow) -> None:
+        """Called by the checkpointer at each cut."""
+        if self.is_checked:
+            self.lineage.memories[run.version] = memory_of(run, flow)
 
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
         assert self.service is not None
+        self.lost = None
         start = asyncio.create_task
         training = start(self._run_loop(self.run), name="controller")
         jobs = [training]
+        if self.is_checked:
+            jobs.append(start(self._watch_progress(), name="watch of the progress"))
         if self.config.adaptive_concurrency:
             assert self.monitor is not None
             jobs.append(start(self.monitor.poll_forever(), name="engine monitor"))
@@ -301,11 +362,14 @@ class Simulation:
             )
             jobs.append(start(engine_faults.run(), name="faults of engines"))
             jobs.append(start(injector.driver_dies(), name="death of the driver"))
+            jobs.append(start(injector.fill_disk(self.disk), name="full disks"))
+            jobs.append(start(injector.stall(cast("VirtualTimeLoop", asyncio.get_running_loop())), name="stalls"))
+            jobs.append(start(injector.reward_deaths(), name="deaths of reward workers"))
             injector.plant_death_at_the_disk(self.disk)
             jobs.append(start(self._death_at_the_disk(), name="death at the disk"))
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            has_died = training in done and isinstance(training.exception(), RankDiedError | DriverDiedError)
+            has_died = training in done and self._is_planted(training.exception())
             for job in done:
                 if job is not training or not has_died:
                     job.result()
@@ -313,15 +377,53 @@ class Simulation:
             for job in jobs:
                 job.cancel()
             ends = await asyncio.gather(*jobs, return_exceptions=True)
+            await targets.rewards.close()
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        if training in done and not has_died:
-            return True
         with contextlib.suppress(DriverDiedError):
             await self.run.close()
-        self.keeps_engines = training in done and isinstance(training.exception(), RankDiedError)
+        if training in done and not has_died:
+            self._check_end(targets)
+            return True
+        assert self.trainer is not None
+        self.trainer.end()
         return False
+
+    def _check_end(self, targets: Targets) -> None:
+        """Check that the last checkpoint was taken, unless the disk refused it, and that stalls have cost nothing."""
+        assert self.core is not None
+        versions = CheckpointFolder(RUN_DIR, self.disk).versions()
+        is_refused = self.disk.refused_at_s >= targets.trainer.trained.steps[-1][0]
+        if self.is_checked and not (is_refused or self.disk.is_dead or versions[-1:] == [self.config.steps]):
+            raise InvariantError("durability", f"no checkpoint of the last step, there are {versions}")
+        if self.config.faults is FaultLevel.STALLS:
+            interruptions = sum((runner.stats.interruptions for runner in self.runners), Counter[str]())
+            lost = [interruptions, self.core.retries, targets.rewards.num_killed]
+            if any(lost):
+                raise InvariantError("stall", f"interruptions, retries, workers ended: {lost}")
+
+    def _is_planted(self, end: BaseException | None) -> bool:
+        """Whether a run may end with this: the driver died, ranks are lost, or a step has not returned in time."""
+        assert self.trainer is not None
+        self.lost = end if isinstance(end, RanksLostError) else None
+        return isinstance(end, DriverDiedError) or (
+            isinstance(end, TrainingError | RanksLostError) and self.trainer.hangs
+        )
+
+    async def _watch_progress(self) -> None:
+        """Check that the run gets on. A step may take long by the costs that the user has set."""
+        run, core, trainer = self.run, self.core, self.trainer
+        assert run is not None
+        assert core is not None
+        assert trainer is not None
+        limit_s = max(PROGRESS_S, LONG_STEPS * expected_step_s(self.config))
+
+        def counters() -> tuple[int, ...]:
+            num_tokens = sum(runner.stats.received_tokens for runner in self.runners)
+            return num_tokens, run.stats.num_scored, len(trainer.trained.steps), self.disk.num_operations
+
+        await watch_progress(counters, core, limit_s)
 
     async def _death_at_the_disk(self) -> None:
         """Return when the driver dies at a file operation."""
@@ -330,7 +432,8 @@ class Simulation:
         await death.wait()
 
     async def _run_loop(self, run: Run) -> None:
-        await controller.train(run)
+        assert self.actors is not None
+        await train_to_end(run, self.actors, Stop())
         if isinstance(self.core, CheckedDataflow):
             self.core.check_end()
 
@@ -358,6 +461,18 @@ def expected_step_s(config: SimulationConfig) -> float:
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
 
 
+def watch_fences(pool: EnginePool, *, is_allowed: bool) -> None:
+    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines."""
+    fence = pool.fence
+
+    def checked(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+        if POISON in reason or not is_allowed:
+            stop_run(InvariantError("fence", f"{engine_id} has no fault and is fenced: {reason}"))
+        fence(engine_id, reason, kind)
+
+    pool.fence = checked  # type: ignore[method-assign]
+
+
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """Do what a thread does for the shipping checkpointer; a crash may come before each of its file operations."""
     await asyncio.sleep(0)
@@ -366,6 +481,9 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 class NoTable(TrajectoryTable):
     """Writes nothing."""
+
+    def drop_after(self, _step: int) -> None:
+        """There is nothing to drop."""
 
     def write_step(self, *_arguments: Any, **_named: Any) -> Path:
         return Path()
@@ -405,7 +523,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     random_state = random.getstate()
     random.seed(seed)  # shipping code shortens its pauses by the global generator
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
-    with contextlib.suppress(DeadlockError), runner_context as runner:
+    with contextlib.suppress(DeadlockError, InvariantError), runner_context as runner:  # the first one counts
         try:
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - any error of a simulated run is a finding

@@ -3,8 +3,9 @@
 A handle behaves as clients expect of `ray.actor.ActorHandle`: `handle.method.remote(...)` starts the call at once and
 returns something to await, calls start in the order in which they were made, and a caller that stops waiting does not
 stop the call. What the object raises arrives as `RayTaskError` with its cause. When the process dies, its calls end
-with the error that Ray would give, after the time that Ray takes to notice; later calls get `ActorDiedError`. Arguments
-and results are not copied, so they must not be changed.
+with the error that Ray would give, after the time that Ray takes to notice; later calls get `ActorDiedError`. A result
+that is passed on to another call is awaited there, as Ray does with an `ObjectRef`. Arguments and results are not
+copied, so they must not be changed.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class VirtualProcess:
         if not self._responds.is_set():
             await self._responds.wait()
         try:
+            arguments = tuple([await value if isinstance(value, asyncio.Future) else value for value in arguments])
             result = await getattr(self.actor, method)(*arguments)
         except InvariantError as error:  # a finding, which no client may take for an error of the engine
             stop_run(error)

@@ -77,6 +77,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the loop was created."""
         return self._now
 
+    def stall(self, seconds: float) -> None:
+        """Stand still, as a driver whose process is stopped. What was due meanwhile runs afterwards, in its order."""
+        self._now += seconds
+
     def select(self, timeout: float | None) -> tuple[()]:
         """Jump to the next timer, if nothing is ready.
 

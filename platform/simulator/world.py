@@ -31,6 +31,9 @@ HASH = 2_654_435_761
 POSITION_BITS = 12
 _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
+EVALUATION_TASKS = 1_000_000
+"""First number of evaluation tasks, above all numbers of training tasks."""
+POISON = "planted: the prompt is refused"
 EVALUATION = "eval"
 """First id of evaluation trajectories (platform/run/evaluation.py)."""
 
@@ -162,6 +165,7 @@ class World:
         has_gangs: Whether the members of a group start on one engine.
         is_serving: Whether an engine is in service.
         newest_group: The group that was admitted last.
+        poison_share: Share of the training tasks whose prompt every engine refuses.
         environment_s: Seconds that environments were open for training, summed.
         num_processes: Engine processes started so far.
     """
@@ -175,6 +179,7 @@ class World:
     faults: Counter[str] = field(default_factory=Counter)
     has_gangs: bool = False
     is_serving: Callable[[EngineId], bool] = lambda _engine_id: True
+    poison_share: float = 0.0
     environment_s: float = 0.0
     newest_group: int = -1
     num_processes: int = 0
@@ -198,6 +203,10 @@ class World:
     def restored(self, newest_group: int) -> None:
         """Members of restored groups may start alone: some of their group have their tokens."""
         self.newest_group = self._last_scattered = newest_group
+
+    def is_poison(self, task: int) -> bool:
+        """Whether engines refuse the prompt of this task."""
+        return task < EVALUATION_TASKS and (task + self.seed) * HASH % 2**32 < self.poison_share * 2**32
 
     def num_sampled(self, prompt: tuple[int, ...]) -> int:
         """Number of tokens of a request's prompt that the policy sampled before."""

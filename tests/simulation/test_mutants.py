@@ -18,35 +18,38 @@ import pytest
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.core import Dataflow
-from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
-from penstock.dataflow.ports import Engine, WeightAck, WeightManifest, WrittenFile
+from penstock.dataflow.ports import Engine, GenerateRequest, WeightAck, WeightManifest, WrittenFile
 from penstock.dataflow.records import encode
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
-from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, CheckpointFolder
+from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.durable_files import DiskFiles, Files
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.fleet import Fleet, Progress
 from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
+from penstock.platform.simulator import simulation
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.engine_processes import CheckedEngine, CheckedPublisher, EngineClasses
-from penstock.platform.simulator.parts import SimulatedTrainer
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.trainer import SimulatedTrainer
+from penstock.platform.simulator.world import POISON, task_of
 from penstock.rollout.pool.pool import EnginePool, Lease
 from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.wirings import parse_wired, wired
 
-SEEDS = 24
+SEEDS = 30
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
 
 
@@ -260,11 +263,11 @@ class FlowOfTheCheckpointBefore(Flow):
 class WeightsOfLater(SimulatedTrainer):
     """The trainer writes its state as it is when it writes, and not as it was at the cut."""
 
-    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+    async def write_checkpoint(self, folder: str, rank: int) -> WrittenFile:
         for _ in range(200):
             await asyncio.sleep(self._config.train_fixed_s)
-        await self.snapshot()
-        return await super().write_checkpoint(folder)
+        await self.snapshot(self.version)
+        return await super().write_checkpoint(folder, rank)
 
 
 class CursorTooEarly(TaskQueue):
@@ -272,6 +275,64 @@ class CursorTooEarly(TaskQueue):
 
     def load_state_dict(self, state: Any, num_taken: Any, wanted: Any = ()) -> Any:
         return super().load_state_dict(state, {name: count - 1 for name, count in num_taken.items()}, wanted)
+
+
+class CursorTooLate(TaskQueue):
+    """The position in the stream is saved one task early, so one task is never trained."""
+
+    def load_state_dict(self, state: Any, num_taken: Any, wanted: Any = ()) -> Any:
+        return super().load_state_dict(state, {name: count + 1 for name, count in num_taken.items()}, wanted)
+
+
+class RequeuedForgotten(TaskQueue):
+    """A checkpoint does not keep the tasks that wait to be admitted again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "requeued": []}
+
+
+class HooksForgotten(TaskQueue):
+    """A checkpoint does not keep the memory of the hooks: measured difficulty, stages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "hooks": {}}
+
+
+class RetriesRebuilt(Dataflow):
+    """Granted retries are counted from 0 after a resume."""
+
+    def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
+        super().load_state_dict({**state, "retries": {}}, ready)
+
+
+class FailuresOfMembersForgotten(Flow):
+    """Members of restored groups get all their retries again."""
+
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        for group in saved.open_groups:
+            for member in group.members:
+                member.failures = () if not member.has_failed else member.failures
+        return saved
+
+
+class StatisticsOfTheCheckpointBefore(Flow):
+    """The statistics of a checkpoint are those of the one before it."""
+
+    before: Mapping[str, Any] | None = None
+
+    def snapshot(self) -> FlowSnapshot:
+        saved = super().snapshot()
+        older, StatisticsOfTheCheckpointBefore.before = self.before or saved.state["stats"], saved.state["stats"]
+        return replace(saved, state={**saved.state, "stats": older})
+
+
+class AdmissionEnds(Flow):
+    """After some versions nothing is admitted any more, whatever credits there are."""
+
+    def _admit_now(self) -> None:
+        if self.core.version < 3:
+            super()._admit_now()
 
 
 class CountersRebuilt(Dataflow):
@@ -413,9 +474,46 @@ class ObservationsLearned(EpisodePlayer):
         return played
 
 
-DURABILITY = "durability|CheckpointError|I1|I2|I3|I4|I5|AccountingError|StalenessError|tasks of the checkpoint"
+class SilenceOfRewardsIgnored(SimulatedRewards):
+    """A reward worker that does not answer is waited for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for worker in self._client._workers:
+            worker._lose = lambda _cause: None  # type: ignore[method-assign]
+
+
+class RoomMadeFirst(CheckpointFolder):
+    """The checkpoint before is removed to make room for the next one, which a full disk then refuses."""
+
+    def unfinished(self, version: int) -> Path:
+        for before in self.versions():
+            self._files.remove(self.folder / f"step_{before}")
+        return super().unfinished(version)
+
+
+class RefusedPromptIsALoss(SimulatedEngine):
+    """An engine that refuses a prompt says that it is lost. Half of the prompts are refused."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.world.poison_share = 0.5
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        stream = super().generate(request)
+        if self.world.is_poison(task_of(request.prompt_token_ids[0])):
+            stream = TokenStream()
+            stream.put(EngineLostError(f"{self.engine_id}: {POISON}"))
+        return stream
+
+
+DURABILITY = (
+    "durability|resume|KeyError|CheckpointError|trainer|I1|I2|I3|I4|I5|AccountingError|StalenessError|"
+    "tasks of the checkpoint"
+)
 """What a resume from a wrong or damaged checkpoint breaks."""
 OFTEN = ("faults=heavy", "checkpoint_every=1")
+EPISODES = (*OFTEN, "turns=3", "steps=12")
 
 
 @dataclass(frozen=True)
@@ -437,6 +535,7 @@ CASES = {
     "tokens are trimmed one version too late": Case(checked(TrimmedTooLittle), "I1", ("on_expiry=trim", "eta=1")),
     "versions are stamped late": Case(engine_side(engine=StampedLate), "I4"),
     "spans decrease": Case(engine_side(engine=StampedBackwards), "I4"),
+    "an engine that refuses a prompt says that it is lost": Case(engine_side(engine=RefusedPromptIsALoss), "fence"),
     "a client keeps a version that its engine forgot": Case(
         engine_side(client=OldVersionKept), "I8|no engine acknowledged", ("faults=heavy", "update_mode=multi_version")
     ),
@@ -444,6 +543,9 @@ CASES = {
     "a restarted engine serves without catching up": Case(engine_side(publisher=ServesWithoutCatchingUp), "I8"),
     "a supervisor gives up at once": Case(engine_side(restarts=GivesUpAtOnce), "no rollout engine is left|no engine"),
     "an engine is ended before its requests are": Case(engine_side(fleet=RemovedBeforeItsRequestsEnd), "fleet"),
+    "room is made before the next checkpoint is complete": Case(
+        Seams(checkpoints=RoomMadeFirst), "durability: v", OFTEN
+    ),
     "an engine serves without having acknowledged": Case(Seams(pool=UnacknowledgedServes), "I8", ()),
     "a failed rollout trains as reward 0": Case(
         Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")
@@ -455,6 +557,25 @@ CASES = {
     ),
     "weights are written as they are later": Case(Seams(trainer=WeightsOfLater), DURABILITY, OFTEN),
     "the position in the task stream is saved late": Case(Seams(), DURABILITY, OFTEN, CursorTooEarly),
+    "the position in the task stream is saved early": Case(Seams(), "resume: task cursor", OFTEN, CursorTooLate),
+    "the line of requeued tasks is forgotten": Case(
+        Seams(), "resume: task queue", (*OFTEN, "on_expiry=drop", "eta=1", "sigma=2", "steps=12"), RequeuedForgotten
+    ),
+    "the memory of the hooks is forgotten": Case(
+        Seams(), "resume: task queue.hooks", (*OFTEN, "streams=2", "hooks=true"), HooksForgotten
+    ),
+    "granted retries are counted again": Case(checked(RetriesRebuilt), "resume: retries", EPISODES),
+    "failed attempts of members are forgotten": Case(
+        Seams(flow=FailuresOfMembersForgotten), "resume: groups", EPISODES
+    ),
+    "statistics are those of an older cut": Case(
+        Seams(flow=StatisticsOfTheCheckpointBefore), "resume: statistics", OFTEN
+    ),
+    "admission ends": Case(Seams(flow=AdmissionEnds), "progress: no token", ()),
+    "admission ends under faults": Case(Seams(flow=AdmissionEnds), "progress: no token"),
+    "a reward worker that does not answer is waited for": Case(
+        Seams(rewards=SilenceOfRewardsIgnored), "progress: no token", ("faults=heavy", "reward_mean_s=5")
+    ),
     "counters are rebuilt as 0": Case(checked(CountersRebuilt), "I3"),
     "ready groups are sampled again": Case(checked(ReadyGroupsGenerateAgain), "I2|KeyError|AssertionError"),
     "the sync of a spooled group is left out": Case(Seams(checkpoints=unsynced(".group")), DURABILITY, OFTEN),
@@ -499,8 +620,59 @@ def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: 
     def next_version_only(gate: ConsumptionGate, version: int) -> list[int]:
         return due_counts(gate, version)[:2]
 
-    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=3600"])
+    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=1800"])
     assert simulate(config, 0).violation is None
     monkeypatch.setattr(ConsumptionGate, "due_counts", next_version_only)
     found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
     assert any("no token, score or ready group within" in violation for violation in found), found[:3]
+
+
+class StepHangs(SimulatedTrainer):
+    """No step returns."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.hang_rate = 1.0
+
+
+def test_a_step_that_is_waited_for_without_a_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 1e9)
+    violation = simulate(parse_simulation(SMALL), 0, Seams(trainer=StepHangs)).violation
+    assert violation is not None
+    assert "progress: no token" in violation
+    assert "controller" in violation
+
+
+STALLED = [*SMALL, "faults=stalls", "reward_mean_s=20"]
+
+
+@pytest.mark.parametrize("client", ["penstock.actors.reward.client", "penstock.actors.ray_errors"])
+def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 200.0)
+    monkeypatch.setattr(simulation, "LONG_STEPS", 1.0)
+    config = parse_simulation([*STALLED, "train_fixed_s=140"])
+    assert not any(simulate(config, seed).violation for seed in range(4))
+    monkeypatch.setattr(f"{client}.silence_limit", asyncio.timeout)
+    marks = ("stall:", "no answer within", "fence:")
+    for seed in range(SEEDS):
+        if any(mark in str(simulate(config, seed).violation) for mark in marks):
+            return
+    pytest.fail(f"{SEEDS} seeds found nothing")
+
+
+def test_requests_that_count_as_silent_for_a_stall_of_the_driver_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout.trajectory.runner.LATE_S", 1e9)
+    found = [simulate(parse_simulation(STALLED), seed).violation for seed in range(SEEDS)]
+    assert any(violation and ("stall:" in violation or "fence:" in violation) for violation in found), found[:3]
+
+
+def test_a_checkpointer_that_gives_up_after_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_due = Checkpointer.is_due
+
+    def unless_one_has_failed(checkpointer: Checkpointer, version: int, *, is_last: bool) -> bool:
+        return not checkpointer._num_failed and is_due(checkpointer, version, is_last=is_last)
+
+    monkeypatch.setattr(Checkpointer, "is_due", unless_one_has_failed)
+    config = parse_simulation([*SMALL, "faults=heavy", "checkpoint_every=1"])
+    found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
+    assert any("no checkpoint of the last step" in violation for violation in found), found[:3]

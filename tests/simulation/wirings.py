@@ -5,25 +5,27 @@ A task is a number, which decides stream, filter and size. Their limits are chec
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.dataflow.difficulty import LengthBySuccess, SizeBySuccess
 from penstock.dataflow.filters import FilterChain, user
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
+from penstock.dataflow.stages import GatedStages, Stage
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.task_queue import MIN_GROUP_SIZE, TaskQueue, TaskStream
+from penstock.dataflow.task_queue import MIN_GROUP_SIZE, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation
-from penstock.platform.simulator.parts import number_of, training_tasks
+from penstock.platform.simulator.parts import TrainingTasks, number_of
 from penstock.platform.simulator.simulation import MAX_REFILLS, Outcome, Seams, environment_of, simulate
 from penstock.platform.simulator.world import HASH, InvariantError, task_of
 
+PASS_REWARD, GATE = 0.5, 0.3
 _ENDED = frozenset({"trained", "dropped", "filtered", "failed"})
 
 
@@ -35,15 +37,17 @@ class Wiring:
         streams: Task streams, of weights 1, 2, …; several have quotas of 1.2 ÷ streams each.
         filter_share: Share of tasks whose groups the user's filter refuses.
         sizing: Groups get 2 to `group_size` trajectories, by their task.
+        hooks: The shipping difficulty and stages: what a checkpoint keeps of hooks.
     """
 
     streams: int = 1
     filter_share: float = 0.0
     sizing: bool = False
+    hooks: bool = False
 
     @property
     def quota(self) -> float:
-        return min(1.0, 1.2 / self.streams)
+        return 1.0 if self.hooks else min(1.0, 1.2 / self.streams)
 
     def refuses(self, number: int) -> bool:
         return number * HASH % 2**32 < self.filter_share * 2**32
@@ -57,10 +61,18 @@ class Wiring:
     def task_queue(self, config: SimulationConfig, limits: FlowLimits, queue: type[TaskQueue] = TaskQueue) -> TaskQueue:
         """Of n endless streams, the one numbered i has every n-th task from i on."""
         n = self.streams
-        tasks = [itertools.islice(training_tasks(environment_of(config)), i, None, n) for i in range(n)]
+        tasks = [TrainingTasks(environment_of(config), first=i, every=n) for i in range(n)]
         streams = [TaskStream(f"stream-{i}", tasks[i], weight=1.0 + i, quota=self.quota) for i in range(n)]
+        streams = streams if n > 1 else [TaskStream("", tasks[0])]
         sizing = VariedSizes(config.group_size) if self.sizing else None
-        return queue(streams if n > 1 else [TaskStream("", tasks[0])], limits.window, config.group_size, sizing)
+        if not self.hooks:
+            return queue(streams, limits.window, config.group_size, sizing)
+        longest = config.lengths.cap
+        lengths = LengthLimits(longest, LengthBySuccess(longest, PASS_REWARD))
+        last = streams[-1].name
+        stages = GatedStages([Stage(one.name, None if one.name == last else GATE, 2) for one in streams])
+        by_success = SizeBySuccess(config.group_size, PASS_REWARD)
+        return queue(streams, limits.window, config.group_size, by_success, lengths, stages)
 
 
 class VariedSizes:
@@ -121,6 +133,7 @@ def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
         streams=int(words.pop("streams", "1")),
         filter_share=float(words.pop("filter_share", "0")),
         sizing=words.pop("sizing", "false") == "true",
+        hooks=words.pop("hooks", "false") == "true",
     )
     return parse_simulation([f"{key}={value}" for key, value in words.items()]), wiring
 

@@ -56,6 +56,6 @@ def test_a_part_that_there_is_not_is_refused(tmp_path) -> None:
 
 
 def test_all_fault_seeds_are_in_some_job() -> None:
-    seeds = [name for name in jobs() if name.startswith("faults")]
+    seeds = [name for name in jobs() if name.startswith("fault seeds")]
     assert len(seeds) == 40
-    assert "faults, drain, seeds 2250:2500" in seeds
+    assert "fault seeds 9750:10000" in seeds

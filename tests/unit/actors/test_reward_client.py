@@ -117,7 +117,7 @@ class Place:
 
 @contextmanager
 def client_of(*places: Place) -> Iterator[RewardClient]:
-    client = RewardClient([place.start for place in places])
+    client = RewardClient([place.start for place in places], ray.kill)
     yield client
     for worker in client._workers:
         worker.close()

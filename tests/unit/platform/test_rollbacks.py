@@ -38,7 +38,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(seconds)
 
     monkeypatch.setattr(launch.asyncio, "sleep", sleep)
-    monkeypatch.setattr(launch, "choose_checkpoint", lambda _run_dir: SimpleNamespace(version=3, path=Path("c")))
     return found
 
 
@@ -47,12 +46,12 @@ async def test_rollbacks_have_growing_pauses_and_end_after_too_many_in_an_hour(p
     parts: Any = SimpleNamespace(actors=actors)
     trajectories = SimpleNamespace(drop_after=lambda _version: None)
     instruments: Any = SimpleNamespace(run_dir=Path(), note=lambda _text: None, trajectories=trajectories)
+    checkpoint: Any = SimpleNamespace(version=3, path=Path("c"))
     lost, budget, config = RanksLostError("planted"), RestartBudget(MAX_ROLLBACKS_PER_HOUR), object()
     for _ in range(MAX_ROLLBACKS_PER_HOUR):
-        checkpoint = await asyncio.wait_for(roll_back(config, parts, instruments, lost, budget), 5.0)  # type: ignore[arg-type]
-        assert checkpoint.version == 3
+        await asyncio.wait_for(roll_back(config, parts, instruments, lost, checkpoint, budget), 5.0)  # type: ignore[arg-type]
     with pytest.raises(RanksLostError, match="planted"):
-        await roll_back(config, parts, instruments, lost, budget)  # type: ignore[arg-type]
+        await roll_back(config, parts, instruments, lost, checkpoint, budget)  # type: ignore[arg-type]
     assert actors.num_rollbacks == MAX_ROLLBACKS_PER_HOUR
     assert pauses[0] == 0.0
     assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses[1:], (1, 2, 4, 8), strict=True))
