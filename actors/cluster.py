@@ -39,6 +39,8 @@ from penstock.weights.transport.shared_memory import remove_directories_of
 ENGINE_CONCURRENCY = 64
 # Above the number of pending calls: further calls would wait inside the worker, and so would its liveness check.
 REWARD_CONCURRENCY = 100_000
+# Calls that do not wait for a step: transfers of weights, the writing of a checkpoint, the sign of life.
+RANK_CONCURRENCY = {"weight_io": 1, "checkpoint": 1, "health": 1}
 FETCH_TIMEOUT_S = 120.0
 DRAIN_QUERY_S = 5
 RAY_ENVIRONMENT = {
@@ -170,7 +172,7 @@ def trainer_ranks(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> list[ActorHandle]:
     """A process for each rank; the policy is loaded by `start`."""
-    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1, "health": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups=RANK_CONCURRENCY)(TrainerRank)
     return [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
 
 

@@ -59,7 +59,7 @@ class FaultRates:
         delayed: Probability per completion that it arrives late.
         duplicated: Probability per completion that it arrives a second time, later.
         stray_steps: Mean time between two duplicated, late or invalid reports, in expected step times.
-        driver_steps: Mean time until the driver dies, in expected step times.
+        driver_steps: Mean number of trained steps after which the driver dies.
         disk_deaths: Probability per driver that it dies at one of its first file operations.
         full_disk_steps: Mean time until the disk is full, in expected step times.
         poison: Share of the tasks whose prompt every engine refuses.
@@ -127,7 +127,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         delayed=0.01,
         duplicated=0.01,
         stray_steps=2.0,
-        driver_steps=100.0,
+        driver_steps=20.0,
         disk_deaths=0.2,
         full_disk_steps=30.0,
         poison=0.01,
@@ -160,7 +160,7 @@ RATES: dict[FaultLevel, FaultRates] = {
         delayed=0.05,
         duplicated=0.05,
         stray_steps=0.3,
-        driver_steps=25.0,
+        driver_steps=4.0,
         disk_deaths=0.8,
         full_disk_steps=12.0,
         poison=0.05,

@@ -31,6 +31,8 @@ FULL_STEPS = 3.0
 """Mean time that a disk is full, in expected step times."""
 STALL_S = (60.0, 300.0)
 """Shortest and longest stall of the driver, seconds."""
+POLL_STEPS = 0.25
+"""Time between two looks at the number of trained steps, in expected step times."""
 MAX_DEATHS = 4
 """Maximum number of drivers that die early."""
 
@@ -63,10 +65,18 @@ class FaultInjector:
         targets.trainer.hang_rate = rates.rank_hangs if self._may_die else 0.0
 
     async def driver_dies(self) -> None:
-        """Return when the driver dies."""
-        if not self._may_die:
+        """Return when the driver dies: after a random number of trained steps, at a random moment of the next one.
+
+        Steps are counted, since with other faults they take much longer than expected: by the time alone nearly all
+        drivers would die before their first checkpoint.
+        """
+        if not self._may_die or math.isinf(self._rates.driver_steps):
             await asyncio.Event().wait()
-        await self._pause(self._rng, self._rates.driver_steps)
+        trained = self._targets.trainer.trained
+        last = len(trained.steps) + int(self._rng.expovariate(1 / self._rates.driver_steps))
+        while len(trained.steps) < last:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(POLL_STEPS * self._step_s)
+        await self._pause(self._rng, 1.0)
         self._world.faults["driver crash"] += 1
 
     def plant_death_at_the_disk(self, disk: ModelledDisk) -> None:

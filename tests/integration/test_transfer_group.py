@@ -18,6 +18,7 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from penstock.actors.cluster import RANK_CONCURRENCY
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
@@ -105,7 +106,7 @@ async def started(model: ModelConfig) -> Nodes:
         temperature=1.0,
         max_new_tokens=8,
     )
-    rank_type = ray.remote(concurrency_groups={"weight_io": 1, "checkpoint": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups=RANK_CONCURRENCY)(TrainerRank)
     ranks = [
         rank_type.options(num_cpus=0, scheduling_strategy=on(node)["scheduling_strategy"]).remote(spec, rank)
         for rank, node in enumerate(names)

@@ -7,9 +7,11 @@ simulated part. The same seeds without a mutant are clean (tests/simulation/test
 from __future__ import annotations
 
 import asyncio
+import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -480,7 +482,15 @@ class SilenceOfRewardsIgnored(SimulatedRewards):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         for worker in self._client._workers:
-            worker._lose = lambda _cause: None  # type: ignore[method-assign]
+            worker._lose = partial(self._ignore_silence, worker._lose)  # type: ignore[method-assign]
+
+    def lose_worker(self, _rng: random.Random) -> None:
+        """Without deaths: one would end the hang."""
+
+    @staticmethod
+    def _ignore_silence(lose: Callable[[str], None], cause: str) -> None:
+        if "did not answer" not in cause:
+            lose(cause)
 
 
 class RoomMadeFirst(CheckpointFolder):
