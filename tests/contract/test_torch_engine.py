@@ -101,6 +101,17 @@ async def test_weights_that_fail_the_read_back_serve_nothing_until_a_good_update
     assert all([span.version for span in output.spans] == [0, 2] for output in crowd.outputs)
 
 
+async def test_a_forgotten_version_does_not_come_back_with_an_update_that_was_under_way(fresh: Harness) -> None:
+    await fresh.publish()
+    update = asyncio.create_task(fresh.engine.update_weights(fresh.publish_tiny(5, seed=1)))
+    await asyncio.sleep(0)  # now it stages
+    await within(fresh.engine.forget_versions())
+    await within(asyncio.wait([update]))
+    assert (await within(fresh.engine.load())).version == torch_engine.UNPUBLISHED
+    ack = await within(fresh.engine.update_weights(fresh.publish_tiny(2, seed=0)))
+    assert ack.version == 2
+
+
 async def test_an_older_version_is_refused_while_requests_are_in_flight(fresh: Harness) -> None:
     await fresh.publish()
     crowd = StreamingRequests(fresh, [prompt_of(4)], max_new_tokens=300)

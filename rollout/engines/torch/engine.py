@@ -163,10 +163,11 @@ class TorchEngine:
 
     async def forget_versions(self) -> None:
         """See `LocalEngine`."""
-        for request_id in list(self._streams):
-            await self.abort(request_id)
-        await self._between_steps(lambda batch: setattr(batch, "version", UNPUBLISHED))
-        self.version = UNPUBLISHED
+        async with self._updating:  # an abandoned update may still be running
+            for request_id in list(self._streams):
+                await self.abort(request_id)
+            await self._between_steps(lambda batch: setattr(batch, "version", UNPUBLISHED))
+            self.version = UNPUBLISHED
 
     async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
