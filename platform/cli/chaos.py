@@ -56,8 +56,8 @@ KINDS: dict[str, Callable[[psutil.Process], bool]] = {
     "engine": lambda process: _title(process).startswith("ray::EngineActor"),
     "engine core": lambda process: "EngineCore" in _title(process),
     "reward worker": lambda process: _title(process).startswith("ray::RewardActor"),
-    "reward process": lambda process: "reward_child" in _title(process),
-    "environment host": lambda process: "episode_child" in _title(process),
+    "reward process": lambda process: _runs_user_code(process) and _is_below_rewards(process),
+    "environment host": lambda process: _runs_user_code(process) and not _is_below_rewards(process),
 }
 """Kind of process -> whether a process below the driver is one. The driver itself is another kind."""
 DRIVER, NODE = "driver", "node"
@@ -263,6 +263,15 @@ def _nodes(num_nodes: int) -> Iterator[Cluster | None]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def _runs_user_code(process: psutil.Process) -> bool:
+    """Whether it is a process of envs/workers/supervisor.py, or the one that this watches."""
+    return "penstock.envs.workers.supervisor" in _title(process)
+
+
+def _is_below_rewards(process: psutil.Process) -> bool:
+    return any(_title(parent).startswith("ray::RewardActor") for parent in process.parents())
 
 
 def _title(process: psutil.Process) -> str:
