@@ -31,6 +31,7 @@ PROGRESS_S = 2.0
 """Longest wait for the progress report of a rank that is late, seconds."""
 WRITE_STEPS = 4.0
 """Longest write of a checkpoint, as a multiple of the longest step. Nothing waits for it but the next checkpoint."""
+UNKNOWN = -1
 _DESYNCHRONISED = "rank/desynchronised"
 
 
@@ -39,6 +40,7 @@ class TrainerClient:
 
     Attributes:
         nodes: Node of each rank.
+        version: Of the weights; `UNKNOWN` after a step that has failed or was given up.
         step_lock: Held while a step may change the weights; any other holder sees the weights of `version`.
     """
 
@@ -81,7 +83,11 @@ class TrainerClient:
                         part = []
                     part.append(group)
                 async with self.step_lock:
-                    reports = await self._all("step", part, self.version)
+                    try:
+                        reports = await self._all("step", part, self.version)
+                    except BaseException:  # the ranks may complete it all the same
+                        self.version = UNKNOWN
+                        raise
                     self.version = reports[0].version
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None

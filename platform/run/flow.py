@@ -281,7 +281,7 @@ class Flow:
                 self.stats.group_ready(group_id, payload.trajectories)
         self.core.load_state_dict(core, ready)
         for group_id, error in failed.items():
-            self._group_failed(group_id, error)
+            self._group_failed(self._groups[group_id], error)
         for group in saved.open_groups:
             self._groups[group.group_id].restore(group)
         ledger = self.core.ledger
@@ -308,13 +308,13 @@ class Flow:
         group_id = run.group_id
         trajectories = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
         if len(trajectories) < len(outcomes) and len(trajectories) < self.core.rules.min_group_size:
-            self._group_failed(group_id, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
+            self._group_failed(run, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
             return
         if not run.is_judged:
             try:
                 reason = self._filters.judge(trajectories)
             except TrajectoryError as failure:
-                self._group_failed(group_id, failure)
+                self._group_failed(run, failure)
                 return
             run.is_judged = True
             self._tasks.group_scored(run.queued, trajectories)
@@ -325,7 +325,7 @@ class Flow:
         try:
             group = await self._store(run, trajectories)
         except TrajectoryError as failure:
-            self._group_failed(group_id, failure)
+            self._group_failed(run, failure)
             return
         self._consecutive_failures = 0
         self.stats.group_ready(group_id, trajectories)
@@ -437,14 +437,16 @@ class Flow:
         self.core.end(group_id, state, reason)
         self._settle()
 
-    def _group_failed(self, group_id: GroupId, failure: TrajectoryError) -> None:
+    def _group_failed(self, run: GroupRun, failure: TrajectoryError) -> None:
         """End a failed group. Its credit admits another one; too many consecutive failures stop the run.
 
         Raises:
             PenstockError: After a whole admission window of consecutive failures.
         """
         self.stats.group_failed(failure)
-        self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
+        self._end(run.group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
+        if run.is_suspect:  # most such prompts are innocent, and lost engines have a limit of their own
+            return
         self._consecutive_failures += 1
         if self._consecutive_failures >= max(self.core.limits.window, MIN_FAILURES_TO_STOP):
             raise PenstockError(

@@ -217,7 +217,7 @@ class Simulation:
         rates = RATES.get(config.faults, FaultRates())
         actors = self.actors = self.actors or self._start_engines(rates)
         pool = self.seams.pool(actors.engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
-        watch_fences(pool, is_allowed=config.faults is not FaultLevel.STALLS)
+        watch_exits(pool, self.world, may_fence=config.faults is not FaultLevel.STALLS)
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated
@@ -461,16 +461,23 @@ def expected_step_s(config: SimulationConfig) -> float:
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
 
 
-def watch_fences(pool: EnginePool, *, is_allowed: bool) -> None:
-    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines."""
-    fence = pool.fence
+def watch_exits(pool: EnginePool, world: World, *, may_fence: bool) -> None:
+    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines.
 
-    def checked(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
-        if POISON in reason or not is_allowed:
+    Also tell the world which engines are told to leave.
+    """
+    fence, retire = pool.fence, pool.retire
+
+    def fenced(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+        if POISON in reason or not may_fence:
             stop_run(InvariantError("fence", f"{engine_id} has no fault and is fenced: {reason}"))
         fence(engine_id, reason, kind)
 
-    pool.fence = checked  # type: ignore[method-assign]
+    def retired(engine_id: EngineId, reason: str) -> None:
+        world.left(engine_id)
+        retire(engine_id, reason)
+
+    pool.fence, pool.retire = fenced, retired  # type: ignore[method-assign]
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -251,7 +251,7 @@ class World:
             raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
 
     def left(self, engine_id: EngineId) -> None:
-        """Record that an engine died, which releases the gangs on it."""
+        """Record that an engine died or is told to leave, which releases the gangs on it."""
         self._homes = {group: home for group, home in self._homes.items() if home != engine_id}
         self._last_scattered = self.newest_group
 

@@ -106,7 +106,7 @@ class Lease(SlotRequest):
         """Return the slot. The request can no longer be interrupted."""
         self._holder = None
         if self._gang is not None:
-            self._gang.num_leases -= 1
+            self._gang.leases.discard(self)
         self._pool.release_lease(self)
 
     async def __aenter__(self) -> Self:
@@ -178,11 +178,11 @@ class Gang:
     """Slots of one engine that are held together; the trajectories of a group lease from them without waiting.
 
     Attributes:
-        num_leases: Leases that are held now.
+        leases: Leases that are held now.
     """
 
     def __init__(self, pool: EnginePool, held: Lease) -> None:
-        self.num_leases = 0
+        self.leases: set[Lease] = set()
         self._pool = pool
         self._held = held
 
@@ -202,10 +202,16 @@ class Gang:
 
     def join(self, lease: Lease) -> None:
         """Grant a lease of the gang."""
-        assert self.num_leases < self._held.slots, f"a gang of {self._held.slots} slots has no more"
+        assert len(self.leases) < self._held.slots, f"a gang of {self._held.slots} slots has no more"
         assert self._held.view is not None, "leased inside the gang's context"
-        self.num_leases += 1
+        self.leases.add(lease)
         self._pool.join(lease, self._held.view)
+
+    def hand_over(self) -> None:
+        """Leave a slot to each lease that still runs, e.g. the retry of a trajectory whose score failed."""
+        for lease in self.leases:
+            lease.slots = 1
+        self._held.slots -= len(self.leases)
 
 
 class EnginePool:
@@ -407,7 +413,11 @@ class EnginePool:
         if self.engines() and slots > largest:
             raise PlacementError(f"rollout: {slots} trajectories were requested on one engine. {_too_large(largest)}")
         async with Lease(self, 0, prefix, slots=slots) as held:
-            yield Gang(self, held)
+            gang = Gang(self, held)
+            try:
+                yield gang
+            finally:
+                gang.hand_over()
 
     def pause(self, engine_id: EngineId) -> None:
         """Route no new requests to an engine; running ones continue."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.trainer.client import UNKNOWN, TrainerClient
 from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport, WrittenFile
@@ -99,6 +99,21 @@ async def test_a_failing_rank_ends_the_wait_for_groups() -> None:
     async with asyncio.timeout(5):
         with pytest.raises((TrainingError, RuntimeError), match="planted"):
             await client.step(batch([8, 8], pause=asyncio.Event()))
+
+
+async def test_after_a_step_that_was_not_seen_to_end_the_version_is_unknown() -> None:
+    failing = TrainerClient([FakeRank(), FakeRank(fails=True)], 10.0)
+    with pytest.raises((TrainingError, RuntimeError), match="planted"):
+        await failing.step(batch([8]))
+    late = TrainerClient([Stopped()], 0.01)
+    with pytest.raises(TrainingError, match="step"):
+        await late.step(batch([8]))
+    given_up = TrainerClient([Stopped()], 10.0)
+    step = asyncio.create_task(given_up.step(batch([8])))
+    await asyncio.sleep(0.01)
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    assert failing.version == late.version == given_up.version == UNKNOWN, "the ranks may complete it all the same"
 
 
 async def test_errors_of_the_dataflow_are_raised_unchanged() -> None:

@@ -203,6 +203,35 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
     assert flow.counts().failed in (1, 2), "the other group that had no token on either cannot be told from it"
 
 
+async def test_engines_that_are_lost_twice_before_any_answer_end_their_groups_and_not_the_run() -> None:
+    class Doomed(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+            await asyncio.sleep(0)
+            raise EngineLostError.final(f"{self.engine_id}: its process ended")
+            yield TokenDelta((), (), (), None)
+
+    started: list[FakeEngine] = [Doomed(EngineId("e0"))]
+    flow = flow_over(started, "1+1=", slots=12 * GROUP_SIZE)
+    pool = flow.ports.runner.pool
+
+    def start_again(engine_id: EngineId) -> bool:
+        kind = Doomed if len(started) < 2 else FakeEngine
+        started.append(kind(engine_id, version=started[-1].version))
+        asyncio.get_running_loop().call_soon(pool.add, started[-1])
+        return True
+
+    pool.set_restart_hook(start_again)
+    async with flow:
+        for version in range(1, STEPS + 1):
+            async for _ in flow.next_batch():
+                pass
+            started[-1].version = version
+            flow.advance(version)
+    assert len(started) == 3
+    assert flow.counts().trained == BATCH * STEPS
+    assert flow.counts().failed == flow.core.limits.window, "more than end a run if anything else makes them fail"
+
+
 @pytest.mark.parametrize("num_engines", [2, 4])
 async def test_a_prompt_over_which_engines_stand_still_is_sent_to_two_of_them_and_fences_none(
     num_engines: int,

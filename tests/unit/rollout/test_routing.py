@@ -256,6 +256,23 @@ async def test_members_take_slots_of_their_gang_and_a_lower_limit_does_not_block
     await asyncio.wait_for(pool.wait_idle(), 1)
 
 
+async def test_a_lease_that_outlives_its_gang_keeps_one_slot_until_it_ends() -> None:
+    pool = EnginePool([FakeEngine()], 4)
+    async with pool.gang("g", 3) as gang:
+        retried = gang.lease()
+        await retried.acquire()
+    (view,) = pool.views()
+    assert view.in_use == 1
+    pool.retire(view.engine_id, "planted")
+    drained = asyncio.create_task(pool.wait_drained(view.engine_id))
+    await asyncio.sleep(0)
+    assert not drained.done(), "the engine would be ended with a request on it"
+    retried.release()
+    await asyncio.wait_for(drained, 1)
+    assert view.in_use == 0
+    await asyncio.wait_for(pool.wait_idle(), 1)
+
+
 async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_behind_does_not() -> None:
     pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
     pool.set_min_version(3)
