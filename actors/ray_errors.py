@@ -81,7 +81,8 @@ async def answer_of(
     Args:
         call: The call.
         limit_s: Longest wait, seconds.
-        error: Raised if the call fails, if the process dies, or if there is no answer in time.
+        error: Raised if the call fails, if the process dies, or, with a `TimeoutError` as its cause, if there is no
+            answer in time.
         what: Peer and purpose, for the error message.
         hint: What to do if there is no answer.
     """
@@ -89,8 +90,8 @@ async def answer_of(
         with ray_boundary(error, what):
             async with silence_limit(limit_s):
                 return await call
-    except TimeoutError:
-        raise error(f"{what}: no answer within {limit_s:g} s. {hint}".rstrip()) from None
+    except TimeoutError as late:
+        raise error(f"{what}: no answer within {limit_s:g} s. {hint}".rstrip()) from late
 
 
 async def late_calls(

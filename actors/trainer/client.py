@@ -59,6 +59,7 @@ class TrainerClient:
         self.version = 0
         self.busy_s = 0.0
         self.step_lock = asyncio.Lock()
+        self._hangs = False
 
     async def start(self, timeout_s: float) -> None:
         ((host, port),) = await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()], timeout_s)
@@ -233,7 +234,12 @@ class TrainerClient:
         return list(await answer_of(calls, limit_s, CheckpointError, f"trainer: checkpoint {folder}", hint))
 
     async def lost_ranks(self) -> list[int]:
-        """Ranks whose process is dead, or does not answer within `HEALTH_S`."""
+        """Ranks whose process is dead, or does not answer within `HEALTH_S`; all of them after a call that hangs.
+
+        A collective that never ends leaves living processes with which nothing can be computed any more.
+        """
+        if self._hangs:
+            return list(range(len(self._ranks)))
 
         async def is_lost(rank: ActorHandle) -> bool:
             try:
@@ -270,4 +276,8 @@ class TrainerClient:
         limit_s = timeout_s or self._step_timeout_s
         hint = " or the step is too large; if it is only slow, raise trainer.step_timeout_s" if not timeout_s else ""
         hangs = f"One of {len(calls)} ranks hangs{hint}."
-        return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
+        try:
+            return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
+        except TrainingError as error:
+            self._hangs = self._hangs or (not timeout_s and isinstance(error.__cause__, TimeoutError))
+            raise

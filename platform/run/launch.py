@@ -102,7 +102,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     events = EventTail()
     status: RunStatus = "failed"
     run: Run | None = None
-    rollbacks = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
+    rollbacks = Rollbacks()
     try:
         async with start_parts(config, instruments, resumed) as parts:
             while status == "failed":
@@ -113,7 +113,8 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                 except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
                     lost = await ranks_lost(parts.actors, error)
                     resumed = await newest_checkpoint(run_dir, lost)
-                    await roll_back(config, parts, instruments, lost, resumed, rollbacks)
+                    reached = 0 if run is None else run.version
+                    await roll_back(config, parts, instruments, lost, resumed, rollbacks, reached)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
@@ -135,8 +136,31 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     return EXIT_OK
 
 
+class Rollbacks:
+    """How often a run goes back.
+
+    Invariant: at most `MAX_ROLLBACKS_PER_HOUR` in an hour, however long, while no step is trained that was not before.
+    """
+
+    def __init__(self) -> None:
+        self._budget = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
+        self._furthest = 0
+
+    def take(self, reached: int) -> float | None:
+        """Use one rollback after a loss at version `reached`.
+
+        Returns:
+            Pause before it, seconds; None if none is left.
+        """
+        is_further, self._furthest = reached > self._furthest, max(reached, self._furthest)
+        return self._budget.take(has_served=is_further)
+
+
 class RanksLostError(PenstockError):
-    """Trainer ranks are dead or do not answer, and so the policy is lost. The cause is what ended the training."""
+    """Trainer ranks are dead or do not answer, or a step hangs, and so the policy is lost.
+
+    The cause is what ended the training.
+    """
 
 
 async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
@@ -199,7 +223,8 @@ async def roll_back(
     instruments: Instruments,
     lost: RanksLostError,
     checkpoint: Checkpoint,
-    rollbacks: RestartBudget,
+    rollbacks: Rollbacks,
+    reached: int,
 ) -> None:
     """After the loss of a trainer rank, start the trainer again from a checkpoint; the engines stay up.
 
@@ -210,19 +235,19 @@ async def roll_back(
         lost: Which ranks are lost, and why.
         checkpoint: Where the run goes back to.
         rollbacks: Budget of the rollbacks; this one uses one.
+        reached: Version at the loss.
 
     Raises:
-        RanksLostError: `lost`, after too many rollbacks in an hour.
+        RanksLostError: `lost`, after too many rollbacks.
     """
-    has_started = True
-    while (pause_s := rollbacks.take(has_served=has_started)) is not None:
+    while (pause_s := rollbacks.take(reached)) is not None:
         instruments.note(str(lost))
         instruments.note(f"the trainer goes back to the checkpoint of v{checkpoint.version}; the engines stay up …")
         await asyncio.sleep(pause_s)
         try:
             await parts.actors.roll_back(config, str(checkpoint.path))
         except (TrainingError, EngineLostError, PlacementError) as error:  # a process was lost again, while it started
-            lost, has_started = RanksLostError(str(error)), False
+            lost = RanksLostError(str(error))
             continue
         instruments.trajectories.drop_after(checkpoint.version)
         return

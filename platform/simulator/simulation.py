@@ -17,11 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.transports import GatherTransport
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import LedgerCounts
@@ -38,13 +36,7 @@ from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.run.launch import (
-    MAX_ROLLBACKS_PER_HOUR,
-    RanksLostError,
-    RunParts,
-    roll_back,
-    train_to_end,
-)
+from penstock.platform.run.launch import RanksLostError, Rollbacks, RunParts, roll_back, train_to_end
 from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow, Lineage
@@ -194,7 +186,7 @@ class Simulation:
     async def main(self) -> None:
         """Train to the end. If the driver dies, a new one resumes; without a trainer rank, the run goes back."""
         resumed: Checkpoint | None = None
-        rollbacks = RestartBudget(MAX_ROLLBACKS_PER_HOUR)
+        rollbacks = Rollbacks()
         while not await self._serve(await self._build(resumed)):
             if self.disk.is_dead:
                 self.lost = None
@@ -319,14 +311,15 @@ class Simulation:
         async with self.service.running(follows_nodes=self.config.faults in RATES):
             return await self._live(targets)
 
-    async def _go_back(self, resumed: Checkpoint | None, rollbacks: RestartBudget) -> None:
+    async def _go_back(self, resumed: Checkpoint | None, rollbacks: Rollbacks) -> None:
         """After the loss of a rank, roll back as `launch` does. Otherwise the next driver starts all processes."""
         assert self.actors is not None
         assert self.service is not None
         if self.lost is not None and resumed is not None:
             parts, outputs = cast("RunParts", SimpleNamespace(actors=self.actors)), instruments()
+            reached = 0 if self.run is None else self.run.version
             with contextlib.suppress(RanksLostError):  # too many of them: the run ends, and is resumed
-                await roll_back(self.service.config, parts, outputs, self.lost, resumed, rollbacks)
+                await roll_back(self.service.config, parts, outputs, self.lost, resumed, rollbacks, reached)
                 self.world.begin_again()
                 return
         self.actors.kill()
@@ -404,12 +397,10 @@ class Simulation:
                 raise InvariantError("stall", f"interruptions, retries, workers ended: {lost}")
 
     def _is_planted(self, end: BaseException | None) -> bool:
-        """Whether a run may end with this: the driver died, ranks are lost, or a step has not returned in time."""
+        """Whether a run may end with this: the driver died, or ranks are lost: dead, or in a step that hangs."""
         assert self.trainer is not None
         self.lost = end if isinstance(end, RanksLostError) else None
-        return isinstance(end, DriverDiedError) or (
-            isinstance(end, TrainingError | RanksLostError) and self.trainer.hangs
-        )
+        return isinstance(end, DriverDiedError) or (self.lost is not None and self.trainer.hangs)
 
     async def _watch_progress(self) -> None:
         """Check that the run gets on. A step may take long by the costs that the user has set."""

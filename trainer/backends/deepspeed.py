@@ -331,9 +331,8 @@ def build_deepspeed_backend(
     # The shared-memory communicator would be built with a C++ compiler at first use; gloo does not need it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if device == "cpu" else "nccl"
-    deepspeed.init_distributed(
-        dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=trainer.step_timeout_s)
-    )
+    limit = timedelta(seconds=2 * trainer.step_timeout_s)  # so that the driver, which can go back, gives up first
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=limit)
     settings = deepspeed_settings(model, trainer)
     hf_config = None
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:

@@ -116,6 +116,33 @@ async def test_after_a_step_that_was_not_seen_to_end_the_version_is_unknown() ->
     assert failing.version == late.version == given_up.version == UNKNOWN, "the ranks may complete it all the same"
 
 
+async def test_a_step_that_hangs_in_living_processes_has_lost_all_ranks() -> None:
+    class Hangs(FakeRank):
+        """Its process lives, and its collective never ends."""
+
+        def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            if method == "is_alive":
+                answer.set_result(True)
+            return answer
+
+    client = TrainerClient([Hangs(), Hangs()], 0.01)
+    assert await client.lost_ranks() == []
+    with pytest.raises(TrainingError, match=r"step: no answer within 0.01 s.*One of 2 ranks hangs.*step_timeout_s"):
+        await client.step(batch([8]))
+    assert await client.lost_ranks() == [0, 1]
+
+
+async def test_a_limit_of_another_kind_says_nothing_of_the_ranks() -> None:
+    client = TrainerClient([FakeRank(fails=True), FakeRank()], 10.0)
+    with pytest.raises((TrainingError, RuntimeError), match="planted"):
+        await client.step(batch([8]))
+    late = TrainerClient([Stopped()], 10.0)
+    await late.close(timeout_s=0.01)
+    assert not client._hangs
+    assert not late._hangs
+
+
 async def test_errors_of_the_dataflow_are_raised_unchanged() -> None:
     async def broken() -> AsyncIterator[GroupRef]:
         raise PenstockError("no batch within 3 s")

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.actors.restart_budget import RestartBudget
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.run import launch
-from penstock.platform.run.launch import MAX_ROLLBACKS_PER_HOUR, RanksLostError, roll_back
+from penstock.platform.run.launch import MAX_ROLLBACKS_PER_HOUR, RanksLostError, Rollbacks, roll_back
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 
 class Actors:
@@ -41,20 +41,38 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-async def test_rollbacks_have_growing_pauses_and_end_after_too_many_in_an_hour(pauses: list[float]) -> None:
+async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_new_step(pauses: list[float]) -> None:
     actors = Actors()
     parts: Any = SimpleNamespace(actors=actors)
     trajectories = SimpleNamespace(drop_after=lambda _version: None)
     instruments: Any = SimpleNamespace(run_dir=Path(), note=lambda _text: None, trajectories=trajectories)
     checkpoint: Any = SimpleNamespace(version=3, path=Path("c"))
-    lost, budget, config = RanksLostError("planted"), RestartBudget(MAX_ROLLBACKS_PER_HOUR), object()
+    lost, rollbacks, config = RanksLostError("planted"), Rollbacks(), object()
     for _ in range(MAX_ROLLBACKS_PER_HOUR):
-        await asyncio.wait_for(roll_back(config, parts, instruments, lost, checkpoint, budget), 5.0)  # type: ignore[arg-type]
+        await asyncio.wait_for(roll_back(config, parts, instruments, lost, checkpoint, rollbacks, 7), 5.0)  # type: ignore[arg-type]
     with pytest.raises(RanksLostError, match="planted"):
-        await roll_back(config, parts, instruments, lost, checkpoint, budget)  # type: ignore[arg-type]
+        await roll_back(config, parts, instruments, lost, checkpoint, rollbacks, 7)  # type: ignore[arg-type]
     assert actors.num_rollbacks == MAX_ROLLBACKS_PER_HOUR
     assert pauses[0] == 0.0
     assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses[1:], (1, 2, 4, 8), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"), [([7] * 20, MAX_ROLLBACKS_PER_HOUR), ([*range(1, 21)], 20), ([9, 8, 7, 8, 9, 9, 9, 9], 5)]
+)
+def test_rollbacks_of_an_hour_ago_are_forgotten_only_once_the_run_got_further(
+    versions: list[int], expected: int
+) -> None:
+    async def num_rollbacks() -> int:
+        rollbacks = Rollbacks()
+        for number, version in enumerate(versions):
+            if rollbacks.take(version) is None:
+                return number
+            await asyncio.sleep(1800)  # as long as a step that hangs
+        return len(versions)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        assert runner.run(num_rollbacks()) == expected
 
 
 class LostEngine:
