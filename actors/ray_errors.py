@@ -19,6 +19,8 @@ from penstock.dataflow.errors import PenstockError, WeightSyncError
 _Answer = TypeVar("_Answer")
 _NUM_CHECKS = 8
 _LATE_S = 1.0
+_MAX_RENEWALS = 8
+"""A loop that stalls so often has run often enough between to read an answer."""
 """A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
 
 
@@ -43,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
 @asynccontextmanager
 async def silence_limit(limit_s: float) -> AsyncIterator[None]:
-    """As `asyncio.timeout`, but the limit starts again if the event loop stalled.
+    """As `asyncio.timeout`, but the limit starts again if the event loop stalled, at most `_MAX_RENEWALS` times.
 
     The clock is checked `_NUM_CHECKS` times per limit. The loop stalled if a check was late by more than the time
     between two checks.
@@ -54,13 +56,17 @@ async def silence_limit(limit_s: float) -> AsyncIterator[None]:
     Raises:
         TimeoutError: After that time.
     """
-    loop, between_s, left = asyncio.get_running_loop(), limit_s / _NUM_CHECKS, _NUM_CHECKS
+    loop, between_s = asyncio.get_running_loop(), limit_s / _NUM_CHECKS
+    left, renewals = _NUM_CHECKS, _MAX_RENEWALS
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def check(due: float) -> None:
-            nonlocal left, timer
-            left = _NUM_CHECKS if loop.time() - due > max(between_s, _LATE_S) else left - 1
+            nonlocal left, renewals, timer
+            if renewals and loop.time() - due > max(between_s, _LATE_S):
+                left, renewals = _NUM_CHECKS, renewals - 1
+            else:
+                left -= 1
             if left:
                 timer = loop.call_later(between_s, check, loop.time() + between_s)
             else:

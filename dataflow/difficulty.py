@@ -56,14 +56,14 @@ class _DifficultyHistory:
         """Return the newest measurement of a task; None for a new task."""
         return self._measured.get((stream, task.task_id))
 
-    def state_dict(self) -> list[list[Any]]:
-        """`[stream, task id, pass rate, longest passing answer]` of each measured task, oldest first."""
-        return [[*key, *measured] for key, measured in self._measured.items()]
+    def state_dict(self) -> list[Any]:
+        """`[[stream, task id], [pass rate, longest passing answer]]` of each measured task, oldest first."""
+        return list(self._measured.items())
 
     def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
         self._measured = OrderedDict(
             ((stream, TaskId(task_id)), MeasuredDifficulty(pass_rate, longest))
-            for stream, task_id, pass_rate, longest in state
+            for (stream, task_id), (pass_rate, longest) in state
         )
 
 

@@ -74,7 +74,7 @@ class StatefulHook(Protocol):
     """A hook whose memory a checkpoint keeps. Without these methods it is empty after a resume."""
 
     def state_dict(self) -> Any:
-        """Its memory, as JSON types."""
+        """Its memory, as JSON types or tuples; what is in them must not change later."""
         ...
 
     def load_state_dict(self, state: Any) -> None: ...
@@ -226,9 +226,9 @@ class TaskQueue:
                 | {"requeues": queued.requeues, "max_new_tokens": queued.max_new_tokens}
                 for due, queued in self._requeued
             ],
-            # Copied, because a checkpoint is written while hooks go on.
+            # A shallow copy, since a checkpoint is written while hooks go on; a deep one of 100,000 tasks takes 0.5 s.
             "hooks": {
-                name: copy.deepcopy(hook.state_dict()) for name, hook in self._hooks() if isinstance(hook, StatefulHook)
+                name: copy.copy(hook.state_dict()) for name, hook in self._hooks() if isinstance(hook, StatefulHook)
             },
         }
 

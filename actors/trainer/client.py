@@ -279,5 +279,6 @@ class TrainerClient:
         try:
             return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
         except TrainingError as error:
-            self._hangs = self._hangs or (not timeout_s and isinstance(error.__cause__, TimeoutError))
+            # Not by `isinstance`: Ray makes the exception of a rank that raised one a `TimeoutError` too.
+            self._hangs = self._hangs or (not timeout_s and type(error.__cause__) is TimeoutError)
             raise

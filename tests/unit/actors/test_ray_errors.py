@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from penstock.actors.ray_errors import answer_of, gather_answers, late_calls, ray_boundary
+from penstock.actors.ray_errors import answer_of, gather_answers, late_calls, ray_boundary, silence_limit
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import attempt
 from penstock.actors.weights.transports import PublishedVersion
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 
 def step() -> AbstractContextManager[None]:
@@ -46,6 +47,29 @@ async def test_a_local_time_out_passes_through() -> None:
     with pytest.raises(TimeoutError), ray_boundary(TrainingError, "trainer: step"):
         async with asyncio.timeout(0):
             await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("stall_every_s", "least_s", "longest_s"), [(None, 8, 8), (6.0, 8 * 6, 20 * 8), (1e9, 8, 8)])
+def test_stalls_of_the_loop_put_a_limit_off_but_not_for_ever(
+    stall_every_s: float | None, least_s: float, longest_s: float
+) -> None:
+    loop = VirtualTimeLoop()
+
+    async def stalls() -> None:
+        while stall_every_s:
+            await asyncio.sleep(stall_every_s)
+            loop.stall(3.0)
+
+    async def waited_s() -> float:
+        stalling = asyncio.create_task(stalls())
+        with pytest.raises(TimeoutError):
+            async with silence_limit(8.0):
+                await asyncio.Event().wait()
+        stalling.cancel()
+        return loop.time()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert least_s <= runner.run(waited_s()) <= longest_s
 
 
 LIMIT_S = 0.2
