@@ -41,6 +41,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
     if run_dir.exists():
         with locked(run_dir):  # not while a run goes on there
             shutil.rmtree(run_dir)
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True)
     write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
     write_text_atomically(run_dir / DATA_FILE, json.dumps(data, indent=2) + "\n")
@@ -54,7 +55,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
     }
     write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-    for folder in (run_dir, run_dir.parent):  # the names, too, outlive a loss of power
+    for folder in (*new, new[-1].parent):  # the names, too, outlive a loss of power
         DiskFiles().sync(folder)
     return run_dir
 

@@ -442,6 +442,14 @@ def test_a_second_process_is_told_who_uses_the_directory_until_that_one_ends(
         assert (run_dir / "lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 
+def test_the_names_of_all_folders_that_a_run_makes_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    synced: list[Path] = []
+    monkeypatch.setattr(DiskFiles, "sync", lambda _self, path: synced.append(path))
+    prepare_run_dir(compose_config(["experiment=arithmetic", "run_dir=runs/today/first"]))
+    assert synced[-4:] == [Path(folder) for folder in ("runs/today/first", "runs/today", "runs", ".")]
+
+
 def test_files_on_disk(tmp_path: Path) -> None:
     files, folder = DiskFiles(), tmp_path / "a" / "b"
     assert files.names(folder) == []
