@@ -265,16 +265,25 @@ def scale(
 @exits
 def checkpoints(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
-    *,
-    step: Annotated[int | None, typer.Option(help="Checkpoint to export. Default: the newest.")] = None,
-    to_hf: Annotated[
-        Path | None, typer.Option("--to-hf", metavar="DIR", help="Write its policy there in Hugging Face form.")
-    ] = None,
 ) -> int:
-    """List the checkpoints of a run with size, step and whether they are complete, or export the policy of one."""
+    """List the checkpoints of a run with size, step and whether they are complete."""
     from penstock.platform.cli.checkpoints import run_checkpoints
 
-    return run_checkpoints(run, plain_console(), step, to_hf)
+    return run_checkpoints(run, plain_console())
+
+
+@app.command(no_args_is_help=True)
+@exits
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    *,
+    to: Annotated[str, typer.Option(metavar="DIR|hub:NAME", help="New folder, or a model on the Hugging Face Hub.")],
+    step: Annotated[int | None, typer.Option(help="Step of the policy. Default: the newest that was saved.")] = None,
+) -> int:
+    """Write the policy of a run as a Hugging Face model with a model card; adapters are merged."""
+    from penstock.platform.cli.export import run_export
+
+    return run_export(run, to, step, plain_console())
 
 
 @app.command(no_args_is_help=True)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
+from typer.testing import CliRunner
 
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.dataflow.ledger import TERMINAL, GroupState, LedgerEvent
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cli.main import app
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import launch, resume
 from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder, choose_checkpoint
@@ -28,6 +30,7 @@ from tests.small_run import small_run_overrides
 from tests.tiers import by_tier
 
 STEPS = 20
+OF_EXPORTS = ("saved", "of_checkpoint")
 SMALL = ("model.max_context_tokens=64", "trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=4")
 REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
 OWN_REWARD = ("dataflow.batch_groups=2", "reward.fn=own:letters")
@@ -209,6 +212,27 @@ def test_what_cannot_be_resumed_says_why(folder: Path, uninterrupted: Path) -> N
             resume.resume(folder, [])
         with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 3; found steps \[\d+, 20\]"):
             resume.resume(uninterrupted, [], step=3)
+
+
+def test_the_exported_policy_of_the_last_checkpoint_is_the_one_that_the_run_has_saved(
+    folder: Path, uninterrupted: Path
+) -> None:
+    with in_process(folder):
+        result = CliRunner().invoke(app, ["export", str(uninterrupted), "--to", "saved"])
+        assert "policy of step 20 written to saved" in result.output
+        summary = uninterrupted / "summary.json"
+        summary.rename(summary.with_suffix(".away"))  # as after kill -9: only the checkpoint is left
+        try:
+            result = CliRunner().invoke(app, ["export", str(uninterrupted), "--to", "of_checkpoint", "--step", "20"])
+        finally:
+            summary.with_suffix(".away").rename(summary)
+        assert "policy of step 20 written to of_checkpoint" in result.output
+    saved, exported = ({path.name: path.read_bytes() for path in (folder / one).iterdir()} for one in OF_EXPORTS)
+    assert saved.keys() == exported.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    weights = "model.safetensors"
+    assert load(saved[weights]).keys() == load(exported[weights]).keys()
+    assert all(torch.equal(tensor, load(exported[weights])[name]) for name, tensor in load(saved[weights]).items())
+    assert b"| steps | 20 of 20 |" in exported["README.md"]
 
 
 def test_a_longer_run_continues_a_completed_one(folder: Path, uninterrupted: Path) -> None:

@@ -29,7 +29,7 @@ from tests.answers import answered
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
-OF_A_STARTED_RUN = {"checkpoints", "resume"}
+OF_A_STARTED_RUN = {"checkpoints", "export", "resume"}
 RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve"), ("scale", "runs/long")}
 """By tests/unit/platform/test_cli_sandbox.py and tests/integration/test_fleet.py."""
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -110,7 +110,7 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
 ) -> None:
     """Up to the training and the export, which tests/integration/test_resume.py runs."""
     from penstock.platform.checks.load import compose_config
-    from penstock.platform.cli import checkpoints
+    from penstock.platform.cli import export
     from penstock.platform.cli.main import app
     from penstock.platform.run import launch
     from penstock.platform.run.checkpoint import CheckpointFolder
@@ -130,11 +130,14 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
         saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
     taken: list[str] = []
     monkeypatch.setattr(launch, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
-    monkeypatch.setattr(checkpoints, "export_policy", lambda _config, found, _target: taken.append(found.name))
+    monkeypatch.setattr(
+        export, "export_policy", lambda _config, found, target: taken.append(found.name) or target.mkdir()
+    )
+    monkeypatch.setattr(export, "upload", lambda _folder, name, _version: name)
     words = commands()[line]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    is_list = words[0] == "checkpoints" and "--to-hf" not in words
+    is_list = words[0] == "checkpoints"
     assert taken == ([] if is_list else ["step_40" if "40" in words else "step_60"])
     assert not is_list or result.output.count("complete") == 2
 

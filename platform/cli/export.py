@@ -1,0 +1,178 @@
+"""`penstock export`: the policy of a run as a model folder with a model card, or on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock import __version__
+from penstock.dataflow.errors import CheckpointError, ConfigError, PenstockError, boundary
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.run_files import ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
+from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
+from penstock.platform.run.resume import changed_config, enter_folder_of, read_saved_config
+
+HUB = "hub:"
+CARD = "README.md"
+
+
+def run_export(run_dir: Path, target: str, step: int | None, console: Console) -> int:
+    """Write the policy of a run to a folder, or upload it; returns the exit code.
+
+    Args:
+        run_dir: Run directory.
+        target: Folder that does not exist, or `hub:OWNER/NAME`.
+        step: Step of the policy; None is the newest one, of those that the run has saved at its end or as a checkpoint.
+        console: Told what was written.
+
+    Raises:
+        ConfigError: If the directory holds no run, or the folder exists.
+        CheckpointError: If there is no complete checkpoint to export.
+        PenstockError: If the Hub refuses it.
+    """
+    run_dir = run_dir.resolve()
+    config = changed_config(read_saved_config(run_dir), [], run_dir)
+    if target.startswith(HUB):
+        with tempfile.TemporaryDirectory() as temporary:
+            policy = Path(temporary) / POLICY_FOLDER
+            version = _write(config, run_dir, step, policy)
+            url = upload(policy, target.removeprefix(HUB), version)
+        console.print(f"policy of step {version} uploaded to {url} (private; change that on its page)")
+        return 0
+    folder = Path(target).absolute()
+    if folder.exists():
+        raise ConfigError([f"--to {target}: it exists. Give a folder that does not, so that nothing is lost."])
+    version = _write(config, run_dir, step, folder)
+    console.print(f"policy of step {version} written to {target}")
+    return 0
+
+
+def upload(folder: Path, name: str, version: int) -> str:
+    """Upload a model folder to the Hub, into a private repository that is made if it is missing; returns its address.
+
+    Raises:
+        PenstockError: If the Hub cannot be reached or refuses it.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    with boundary(PenstockError, f"--to {HUB}{name}: `hf auth login` gives the right to write"):
+        hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Policy of step {version}")
+    return f"https://huggingface.co/{name}"
+
+
+def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> int:
+    """Write the policy and its card; returns its version. The folder appears when it is complete."""
+    facts, saved = _read_json(run_dir / SUMMARY_FILE), run_dir / POLICY_FOLDER
+    version: Any = facts.get("policy_version")
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    newest = max(CheckpointFolder(run_dir).versions(), default=-1)
+    is_saved = version is not None and (saved / "config.json").is_file()
+    if is_saved and (step == version or (step is None and version >= newest)):
+        shutil.copytree(saved, unfinished)
+    else:
+        checkpoint = choose_checkpoint(run_dir, step)
+        version = checkpoint.version
+        enter_folder_of(run_dir)
+        export_policy(config, checkpoint.path, unfinished)
+    packages = _read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
+    (unfinished / CARD).write_text(model_card(config, facts, packages, version), encoding="utf-8")
+    unfinished.rename(target)
+    return int(version)
+
+
+def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:
+    """Write the policy of a checkpoint in Hugging Face form, on the CPU of this process, whatever trained it.
+
+    Args:
+        config: Configuration of the run.
+        checkpoint: Folder of the checkpoint.
+        target: Folder to write.
+    """
+    from penstock.platform.cluster.actor_factory import trainer_spec
+    from penstock.trainer.build import build_trainer, save_policy
+
+    spec = trainer_spec(config)
+    one_rank = spec.trainer.model_copy(
+        update={"backend": "torch", "num_ranks": 1, "tensor_parallel_size": 1, "sequence_parallel_size": 1}
+        | {"zero_stage": 0, "compile": False, "offload_optimizer": False}
+    )
+    spec = replace(spec, trainer=one_rank, device="cpu", restore_from=str(checkpoint))
+    trainer = build_trainer(spec)
+    try:
+        trainer.restore(str(checkpoint))
+        save_policy(trainer, str(target), spec.model_path)
+    finally:
+        trainer.close()
+
+
+def model_card(config: RunConfig, summary: dict[str, Any], packages: dict[str, str], version: int) -> str:
+    """The facts of the run, and how to use the model, as a model card in Markdown.
+
+    Args:
+        config: Configuration of the run.
+        summary: Content of `summary.json`; empty if the run has not ended.
+        packages: Versions of the packages that trained it.
+        version: Step of the policy.
+    """
+    front = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [penstock, reinforcement-learning]"]
+    if (base := _hub_name(config)) is not None:
+        front.insert(0, f"base_model: {base}")
+    rows = "\n".join(f"| {name} | {told} |" for name, told in _card_rows(config, summary, packages, version))
+    adapter = "\n`adapter/` holds the adapters alone, for `peft`.\n" if config.trainer.lora else ""
+    return (
+        "---\n" + "\n".join(front) + f"\n---\n\n# {config.name}, step {version}\n\n"
+        f"Trained by reinforcement learning with Penstock {summary.get('version', __version__)}.\n\n"
+        f"| | |\n|---|---|\n{rows}\n{adapter}\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model, tokenizer = (one.from_pretrained("DIR") for one in (AutoModelForCausalLM, AutoTokenizer))\n```\n\n'
+        "```bash\nvllm serve DIR\n```\n\n"
+        "It was trained on the tasks named above only; nothing was measured beyond them. The license of the base model "
+        "and of the data holds for it.\n"
+    )
+
+
+def _card_rows(
+    config: RunConfig, summary: dict[str, Any], packages: dict[str, str], version: int
+) -> Iterator[tuple[str, object]]:
+    flow, algorithm, sampling = config.dataflow, config.algorithm, config.rollout.sampling
+    yield "base model", _hub_name(config) or "a local one"
+    yield "algorithm", f"{algorithm.advantage.name} with {algorithm.loss.name}"
+    yield "environment", config.env.factory
+    yield "reward", config.reward.fn or ", ".join(config.reward.parts)
+    yield "batch", f"{flow.batch_groups} groups of {flow.group_size}, max_staleness {flow.max_staleness}"
+    yield "learning rate", config.trainer.optimizer.lr
+    yield "sampling in training", f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens"
+    yield "adapters", f"LoRA of rank {config.trainer.lora.rank}, merged" if config.trainer.lora else "none"
+    yield "seed", config.seed
+    yield "steps", f"{version} of {config.total_steps}"
+    if version == summary.get("policy_version") and summary.get("eval_after") is not None:
+        yield "held-out accuracy", f"{summary['eval_before']:.3f} before, {summary['eval_after']:.3f} after"
+    if packages:
+        yield "packages", ", ".join(f"{name} {number}" for name, number in sorted(packages.items()))
+
+
+def _hub_name(config: RunConfig) -> str | None:
+    """Name of the base model on the Hub; None for a folder, whose path says nothing to others."""
+    path = config.model.path
+    return None if path is None or path.startswith((".", "/", "~")) or Path(path).exists() else path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CheckpointError(f"{path}: it is damaged: {error}") from error
+    return found if isinstance(found, dict) else {}

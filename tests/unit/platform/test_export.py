@@ -1,0 +1,120 @@
+"""What `penstock export` takes, where it writes, and what the model card says."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from typer.testing import CliRunner
+
+from penstock.platform.checks.load import compose_config
+from penstock.platform.cli import export
+from penstock.platform.cli.export import model_card
+from penstock.platform.cli.main import app
+from penstock.platform.run.checkpoint import CheckpointFolder
+from penstock.platform.run.flow import FlowSnapshot
+from penstock.platform.run.run_dir import prepare_run_dir
+
+SUMMARY = {"eval_before": 0.4, "eval_after": 0.85, "policy_version": 60, "version": "0.1.0"}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with checkpoints of steps 40 and 60, and the policy of step 60."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = prepare_run_dir(compose_config(["experiment=arithmetic", "name=made"]))
+    saved = CheckpointFolder(run_dir)
+    saved.prepare()
+    for version in (40, 60):
+        manifest = {"version": version, "incarnation": 0, "trainer_files": [], "spooled": {}, "files": [], "run": {}}
+        saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
+    (run_dir / "policy").mkdir()
+    (run_dir / "policy" / "config.json").write_text("{}")
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+
+    def export_policy(_config: object, checkpoint: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "config.json").write_text(checkpoint.name)
+
+    monkeypatch.setattr(export, "export_policy", export_policy)
+    return run_dir
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["export", *words], env={"COLUMNS": "400"})
+    return f"{result.exit_code} {result.output}{result.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("saved_version", "step", "source"),
+    [(60, None, "{}"), (60, 60, "{}"), (60, 40, "step_40"), (40, None, "step_60"), (None, None, "step_60")],
+    ids=["saved", "saved_by_number", "checkpoint", "killed_after_a_resume", "killed"],
+)
+def test_the_newest_policy_is_written_or_that_of_a_step(
+    run_dir: Path, saved_version: int | None, step: int | None, source: str
+) -> None:
+    (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"policy_version": saved_version}))
+    said = run(str(run_dir), "--to", "out", *([] if step is None else ["--step", str(step)]))
+    version = step or (saved_version if source == "{}" else 60)
+    assert said == f"0 policy of step {version} written to out\n"
+    assert Path("out/config.json").read_text() == source
+    assert f"\n# made, step {version}\n" in Path("out/README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run_dir: Path) -> None:
+    Path("there").mkdir()
+    assert run(str(run_dir), "--to", "there").startswith("2 ")
+    assert "--to there: it exists" in run(str(run_dir), "--to", "there")
+    assert "no complete checkpoint of step 7; found steps [40, 60]" in run(str(run_dir), "--to", "out", "--step", "7")
+    assert "holds no config.yaml" in run("there", "--to", "out")
+    assert not Path("out").exists()
+    assert list(Path("there").iterdir()) == []
+
+
+def test_the_card_names_a_base_model_on_the_hub_and_no_path_of_this_machine(tmp_path: Path) -> None:
+    local = compose_config(["experiment=arithmetic", f"model.path={tmp_path}"])
+    card = model_card(local, SUMMARY, {"torch": "2.13.0"}, 60)
+    assert str(tmp_path) not in card
+    assert "base_model" not in card
+    assert "| held-out accuracy | 0.400 before, 0.850 after |" in card
+    assert "held-out" not in model_card(local, SUMMARY, {}, 40), "measured with another policy"
+    model = local.model.model_copy(update={"path": "Qwen/Qwen3-0.6B"})
+    assert "\nbase_model: Qwen/Qwen3-0.6B\n" in model_card(local.model_copy(update={"model": model}), {}, {}, 40)
+
+
+def test_the_hub_gets_the_whole_folder_in_a_private_repository(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def record(name: str) -> Any:
+        real = inspect.signature(getattr(huggingface_hub.HfApi, name))
+
+        def call(*arguments: Any, **named: Any) -> None:
+            real.bind(None, *arguments, **named)  # the library takes these
+            files = sorted(path.name for path in Path(named["folder_path"]).iterdir()) if "folder_path" in named else []
+            calls.append((name, named | {"files": files}))
+
+        return call
+
+    hub = SimpleNamespace(create_repo=record("create_repo"), upload_folder=record("upload_folder"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    assert "uploaded to https://huggingface.co/me/made (private" in run(str(run_dir), "--to", "hub:me/made")
+    (created, of_repository), (uploaded, of_upload) = calls
+    assert (created, uploaded) == ("create_repo", "upload_folder")
+    assert of_repository["private"]
+    assert of_upload["files"] == ["README.md", "config.json"]
+    assert of_upload["repo_id"] == "me/made"
+
+
+def test_without_the_hub_the_message_says_what_gives_the_right(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any, **_named: Any) -> None:
+        raise ConnectionError("401 Unauthorized")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(create_repo=refuse))
+    assert "--to hub:me/made: `hf auth login` gives the right to write: ConnectionError: 401" in run(
+        str(run_dir), "--to", "hub:me/made"
+    )
