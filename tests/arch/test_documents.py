@@ -101,6 +101,30 @@ def test_every_configuration_in_a_document_is_valid(path: Path) -> None:
     assert [problems for problems in wrong if problems] == []
 
 
+def unknown_keys(text: str) -> list[str]:
+    """Keys and choices of ours in the tables of another tool's keys (second column, and third) that do not exist."""
+    known = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    roots = set(re.findall(r"^\| `([a-z_]+)[.`]", known, re.MULTILINE)) | {"cluster", "algorithm"}
+    found = []
+    for row in re.findall(r"^\| [^|]+ \| (.+)\|$", text, re.MULTILINE):
+        for word in re.findall(r"`([^`]+)`", row):
+            key, _, choice = word.partition("=")
+            group = ROOT / "conf" / key
+            if key.partition(".")[0].partition("/")[0] not in roots:
+                continue
+            is_choice = group.is_dir() and (not choice or (group / f"{choice}.yaml").is_file())
+            if not is_choice and ".args." not in key and f"| `{key}` |" not in known:
+                found.append(word)
+    return found
+
+
+def test_every_key_beside_one_of_another_tool_exists() -> None:
+    text = (ROOT / "docs" / "guides" / "coming-from.md").read_text(encoding="utf-8")
+    assert unknown_keys(text) == []
+    planted = "| `a` | `trainer.lr`, `trainer.optimizer.lr` | |\n| `b` | `algorithm/loss` | `algorithm=grp` |\n"
+    assert unknown_keys(planted) == ["trainer.lr", "algorithm=grp"]
+
+
 def test_a_planted_configuration_that_is_wrong_is_found() -> None:
     (words,) = commands("```bash\npenstock train experiment=arithmetic algorithm.clip_hihg=0.3\n```\n")
     assert compose_all(overrides(words)).problems
