@@ -18,7 +18,13 @@ from penstock.dataflow.trajectory import GroupRef, Trajectory
 
 MAX_FAILURES_KEPT = 20
 SAMPLES_PER_STEP = 16
+"""Trajectories of a batch that are written to the run directory, on average; at least one group in a batch."""
 EVENTS_KEPT = 64
+
+
+def sampled_every(batch_groups: int, group_size: int) -> int:
+    """In how many groups one is a sample, so that a batch has `SAMPLES_PER_STEP` sampled trajectories."""
+    return max(1, batch_groups // max(1, SAMPLES_PER_STEP // group_size))
 
 
 @dataclass(slots=True)
@@ -96,7 +102,8 @@ class FlowStats:
         trainer_wait_for: Reason for the wait -> absolute seconds that the trainer waited for batches.
         population: Lengths of all completed trajectories.
         trained: Lengths of the trained trajectories.
-        samples: A few trajectories of the newest batch, those with several versions first.
+        sampled_every: The members of one group in so many are samples.
+        samples: All members of the sampled groups of the newest batch.
         last_version: The version at which the newest batch was trained.
         num_scored: Trajectories that were scored by this process; a retried one counts again.
         num_ready: Groups that this process has made ready.
@@ -111,6 +118,7 @@ class FlowStats:
     num_scored: int = 0
     num_ready: int = 0
     failures: list[TrajectoryError] = field(default_factory=list)
+    sampled_every: int = 1
     samples: list[Trajectory] = field(default_factory=list)
     last_version: int = 0
     _candidates: dict[GroupId, tuple[Trajectory, ...]] = field(default_factory=dict)
@@ -163,8 +171,9 @@ class FlowStats:
         population.num_tokens += trajectory.num_sampled_tokens
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
-        """Keep two members until the group trains. Memory is bounded by the admission window."""
-        self._candidates[group_id] = tuple(members[:2])
+        """Keep the members of a sampled group until it trains: in an admission window, one group in `sampled_every`."""
+        if group_id % self.sampled_every == 0:
+            self._candidates[group_id] = tuple(members)
 
     def group_dropped(self, group_id: GroupId) -> None:
         """Forget a group that the core has ended as too old or redundant."""
@@ -183,10 +192,7 @@ class FlowStats:
         self.trained.num_trajectories += sum(len(group.spans) for group in batch)
         self.trained.num_tokens += self.last.num_tokens + self.last.trimmed_tokens
         self.last_version = version
-        chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
-        # Trajectories that span several versions first, because they are the most informative.
-        chosen.sort(key=lambda member: -len(member.spans))
-        self.samples = chosen[:SAMPLES_PER_STEP]
+        self.samples = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
 
 
 class EventTail:

@@ -164,9 +164,13 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trajectories for the template: the row, its span bar, and whether its reward is in the upper half."""
+    """Trajectories for the template: the row, its span bar, its reward against its group, and whether it is high."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    groups: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        if row["reward"] is not None:
+            groups.setdefault((row["step"], row["group_id"]), []).append(row["reward"])
     views = []
     for row in rows:
         reward, spans = row["reward"], row["spans"]
@@ -183,5 +187,7 @@ def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for version, tokens in spans
         ]
         is_high = reward is not None and high > low and reward >= (low + high) / 2
-        views.append({**row, "bars": bars, "is_high": is_high})
+        group = groups.get((row["step"], row["group_id"]), [])
+        versus_group = reward - sum(group) / len(group) if reward is not None and len(group) > 1 else None
+        views.append({**row, "bars": bars, "is_high": is_high, "versus_group": versus_group})
     return views

@@ -1,4 +1,4 @@
-"""Trajectories as parquet: a bounded sample of the trained ones, and whole batches of skipped steps.
+"""Trajectories as parquet: a sample of the trained groups, and whole batches of skipped steps.
 
 `trajectories/step_<n>.parquet`, one file per step; `bad_batches/<n>.parquet`, counted from 1 over the run.
 """
@@ -40,6 +40,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("staleness", pa.int64()),
         ("num_tokens", pa.int64()),
         ("threads", pa.string()),
+        ("turns", pa.string()),
         ("retried_after", pa.string()),
     ]
 )
@@ -55,13 +56,13 @@ _BAD_BATCH_SCHEMA = pa.schema(
 
 
 class TrajectoryTable:
-    """Writes a sample of the trained trajectories of each step (`FlowStats.samples`).
+    """Writes whole groups of each step, one in `FlowStats.sampled_every`.
 
-    Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
-    finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
+    Columns: step, group_id, trajectory_id, task_id, prompt, response (all sampled text), reward, reward_parts (JSON
+    object), finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
     num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty for a trajectory of one thread),
-    retried_after (why the previous attempt failed; empty for a first attempt). The response of several threads is
-    written turn by turn, each turn after the name of its thread.
+    turns (JSON list, see `turns_of`; empty for a trajectory of a single turn), retried_after (why the previous attempt
+    failed; empty for a first attempt).
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -148,21 +149,39 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
         row["reward_parts"] = json.loads(row["reward_parts"])
         row["spans"] = json.loads(row["spans"])
         row["threads"] = json.loads(row.get("threads") or "[]")
+        row["turns"] = json.loads(row.get("turns") or "[]")
     return rows
+
+
+def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """What was said in an episode, in order; empty for a trajectory of a single turn.
+
+    Of the policy: role `policy`, thread, text, num_tokens, finish_reason, interruptions. Of the environment, template
+    included: role `environment`, thread, text, num_tokens.
+    """
+    said: list[dict[str, Any]] = []
+    for turn in () if trajectory.episode is None else trajectory.episode.turns:
+        said.append(
+            {"role": "policy", "thread": turn.thread, "text": _encodable(turn.reasoning + turn.response)}
+            | {"num_tokens": turn.num_tokens, "finish_reason": turn.finish_reason}
+            | {"interruptions": turn.num_interruptions}
+        )
+        if turn.num_observation_tokens:
+            observed = {"role": "environment", "thread": turn.thread, "text": _encodable(turn.observation)}
+            said.append(observed | {"num_tokens": turn.num_observation_tokens})
+    return said
 
 
 def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str, Any]:
     """Convert a trajectory to a row of `TRAJECTORY_SCHEMA`. `version` is that of the trainer."""
-    spans, response = trajectory.spans, trajectory.text
-    if trajectory.threads and trajectory.episode is not None:
-        response = "\n".join(f"{turn.thread}: {turn.reasoning}{turn.response}" for turn in trajectory.episode.turns)
+    spans = trajectory.spans
     return {
         "step": step,
         "group_id": int(trajectory.trajectory_id.partition("/")[0]),
         "trajectory_id": trajectory.trajectory_id,
         "task_id": _encodable(trajectory.task_id),
         "prompt": _encodable(trajectory.prompt),
-        "response": _encodable(response),
+        "response": _encodable(trajectory.text),
         "reward": trajectory.reward,
         "reward_parts": json.dumps({name: float(value) for name, value in trajectory.reward_parts.items()}),
         "finish_reason": trajectory.finish_reason,
@@ -170,6 +189,7 @@ def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str,
         "staleness": version - trajectory.oldest_version if spans else 0,
         "num_tokens": trajectory.num_sampled_tokens,
         "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
+        "turns": json.dumps(turns_of(trajectory)),
         "retried_after": _encodable(trajectory.retried_after),
     }
 

@@ -27,7 +27,7 @@ from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.console import RunConsole
-from penstock.platform.metrics.flow_stats import EventTail, FlowStats
+from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.report import write_report
@@ -329,7 +329,7 @@ async def build_run(
             make_task_queue(config, instruments.note),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
             FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward),
-            FlowStats(),
+            FlowStats(sampled_every=sampled_every(bounds.batch_groups, bounds.group_size)),
             FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
         )
         folder = CheckpointFolder(instruments.run_dir)

@@ -13,7 +13,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
-from penstock.platform.metrics.flow_stats import SAMPLES_PER_STEP, FlowStats
+from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.run_record import read_run
 from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_staleness, write_summary
@@ -135,29 +135,55 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
         "step": 9, "group_id": 3, "trajectory_id": "3/0", "task_id": "arithmetic/train/7", "prompt": "47+85=",
         "response": "bad ? surrogate", "reward": None, "reward_parts": {"exact": 1.0, "<i>form</i>": 0.5},
         "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4,
-        "threads": [], "retried_after": "",
+        "threads": [], "turns": [], "retried_after": "",
     }  # fmt: skip
 
 
-def test_turns_of_several_threads_follow_their_names_and_the_oldest_token_counts(tmp_path: Path) -> None:
-    turns = (Turn("x", "stop", 1, thread="a"), Turn("yz", "stop", 3, thread="b"))
+def test_an_episode_is_kept_turn_by_turn_with_what_the_environment_said(tmp_path: Path) -> None:
+    turns = (
+        Turn("x", "length", 1, "\nuser: <go on>\n", 5, thread="a", num_interruptions=1, reasoning="hm "),
+        Turn("yz", "stop", 3, thread="b"),
+    )
     threads = (Thread("a", 3), Thread("b", 3, fork_of="a"))
     whole = replace(a_trajectory(), spans=(Span(5, 1), Span(4, 3)), threads=threads, episode=Episode(turns, "done"))
-    (row,) = read_trajectories(TrajectoryTable(tmp_path).write_step(9, [whole], version=6))
-    assert (row["response"], row["threads"]) == ("a: x\nb: yz", [["a", None, 3], ["b", "a", 3]])
+    (row,) = read_trajectories(TrajectoryTable(tmp_path).write_step(1, [whole], version=6))
+    assert row["threads"] == [["a", None, 3], ["b", "a", 3]]
     assert row["staleness"] == 2
+    assert row["turns"] == [
+        {
+            "role": "policy",
+            "thread": "a",
+            "text": "hm x",
+            "num_tokens": 1,
+            "finish_reason": "length",
+            "interruptions": 1,
+        },
+        {"role": "environment", "thread": "a", "text": "\nuser: <go on>\n", "num_tokens": 5},
+        {"role": "policy", "thread": "b", "text": "yz", "num_tokens": 3, "finish_reason": "stop", "interruptions": 0},
+    ]
+    (tmp_path / "config.yaml").write_text("name: turns\n")
+    page = write_report(tmp_path).read_text()
+    assert "policy in a · 1 tokens, cut off" in page
+    assert "user: &lt;go on&gt;" in page
 
 
-def test_a_step_shows_few_of_its_trajectories_those_of_several_versions_first() -> None:
-    stats, mixed = FlowStats(), a_trajectory("19/0")
-    plain = [replace(a_trajectory(f"{group}/0"), spans=(Span(5, 4),)) for group in range(19)]
-    members = [*plain, mixed]
-    for group, one in enumerate(members):
-        stats.group_ready(GroupId(group), [one, one, one])
-    refs = [GroupRef(GroupId(group), TaskId("t"), None, (one.spans,), (1.0,), 6) for group, one in enumerate(members)]
+def test_a_step_shows_whole_groups_each_reward_against_the_mean_of_its_group(tmp_path: Path) -> None:
+    stats = FlowStats(sampled_every=3)
+    groups = [[replace(a_trajectory(f"{group}/{i}"), reward=float(i)) for i in range(4)] for group in range(7)]
+    for group, members in enumerate(groups):
+        stats.group_ready(GroupId(group), members)
+    refs = [GroupRef(GroupId(group), TaskId("t"), None, ((Span(5, 4),),) * 4, (1.0,), 6) for group in range(7)]
     stats.batch_closed(refs, version=6)
-    assert len(stats.samples) == SAMPLES_PER_STEP
-    assert stats.samples[:2] == [mixed, mixed]
+    assert stats.samples == [*groups[0], *groups[3], *groups[6]]
+    (tmp_path / "config.yaml").write_text("name: groups\n")
+    TrajectoryTable(tmp_path).write_step(1, stats.samples, version=6)
+    page = write_report(tmp_path).read_text()
+    assert [page.count(f">{difference} in its group<") for difference in ("-1.5", "-0.5", "+0.5", "+1.5")] == [3] * 4
+
+
+@pytest.mark.parametrize(("batch", "size", "every"), [(64, 8, 32), (1, 8, 1), (4, 8, 2), (8, 2, 1), (8, 64, 8)])
+def test_of_a_large_batch_few_groups_are_written(batch: int, size: int, every: int) -> None:
+    assert sampled_every(batch, size) == every
 
 
 def test_the_report_reads_few_steps_of_a_long_run(tmp_path: Path) -> None:
