@@ -163,7 +163,7 @@ def test_an_episode_is_kept_turn_by_turn_with_what_the_environment_said(tmp_path
     ]
     (tmp_path / "config.yaml").write_text("name: turns\n")
     page = write_report(tmp_path).read_text()
-    assert "policy in a · 1 tokens, cut off" in page
+    assert "policy in a · 1 token, cut off" in page
     assert "user: &lt;go on&gt;" in page
 
 
