@@ -319,6 +319,33 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
     return 0
 
 
+@app.command(no_args_is_help=True)
+@exits
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories; they may still go on.")],
+) -> int:
+    """Show what runs were configured differently, and what came of it, side by side."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.platform.metrics.comparison import compare as compare_runs
+    from penstock.platform.metrics.run_record import read_run
+
+    if len(runs) < 2:
+        raise ConfigError([f"{len(runs)} run: give at least two run directories, e.g. runs/a runs/b."])
+    console = plain_console()
+    tables = zip(("result", "configuration"), compare_runs([read_run(run) for run in runs]), strict=True)
+    for title, rows in tables:
+        table = Table()
+        table.add_column(title, no_wrap=True)
+        for run in runs:
+            table.add_column(run.resolve().name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+    return 0
+
+
 @app.command()
 @exits
 def doctor() -> int:

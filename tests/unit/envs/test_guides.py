@@ -30,8 +30,8 @@ from tests.answers import answered
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
 OF_A_STARTED_RUN = {"checkpoints", "export", "resume"}
-RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve"), ("scale", "runs/long")}
-"""By tests/unit/platform/test_cli_sandbox.py and tests/integration/test_fleet.py."""
+RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve"), ("scale", "runs/long"), ("compare", "runs/first")}
+"""By tests/unit/platform/test_cli_sandbox.py and test_comparison.py, and tests/integration/test_fleet.py."""
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,79 @@
+"""`penstock compare RUN RUN…`: what runs were configured differently, and what came of it, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.platform.metrics.console import format_duration
+from penstock.platform.metrics.run_record import RunRecord
+
+MISSING = "–"
+OF_EVERY_RUN = frozenset({"name", "run_dir", "overwrite", "resume"})
+"""Keys that differ between any two runs and say nothing."""
+
+
+def compare(records: Sequence[RunRecord]) -> tuple[list[list[str]], list[list[str]]]:
+    """Rows of two tables: results, and the keys of the configuration that are not equal in all runs.
+
+    Args:
+        records: The runs, in the order of the columns.
+
+    Returns:
+        Rows whose first cell is the name of the figure or key, followed by a cell per run.
+    """
+    results = [[name, *(_shown(figure, record) for record in records)] for name, figure in _FIGURES.items()]
+    results = [row for row in results if set(row[1:]) != {MISSING}]
+    configs = [dict(_flat(record.config)) for record in records]
+    keys = sorted({key for config in configs for key in config} - OF_EVERY_RUN)
+    rows = [[key, *(config.get(key, MISSING) for config in configs)] for key in keys]
+    return results, [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _shown(figure: Callable[[RunRecord], str], record: RunRecord) -> str:
+    try:
+        return figure(record)
+    except (KeyError, TypeError, ZeroDivisionError, IndexError):  # not measured, or the run has not ended
+        return MISSING
+
+
+def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of a nested configuration, with their values as JSON."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", json.dumps(value)
+
+
+def _change(before: str, after: str, form: str) -> Callable[[RunRecord], str]:
+    return lambda record: f"{record.summary[before]:{form}} → {record.summary[after]:{form}}"
+
+
+def _last_mean(name: str, form: str, last: int = 10) -> Callable[[RunRecord], str]:
+    def figure(record: RunRecord) -> str:
+        values = record.values(name)[-last:]
+        return f"{sum(values) / len(values):{form}}"
+
+    return figure
+
+
+_FIGURES: dict[str, Callable[[RunRecord], str]] = {
+    "status": lambda record: str(record.summary.get("status", "incomplete")),
+    "steps": lambda record: (
+        f"{max(max(series.steps) for series in record.series.values()):,}"
+        if not record.summary
+        else f"{record.summary['steps']:,}"
+    ),
+    "held-out accuracy": _change("eval_before", "eval_after", ".1%"),
+    "reward, first → last steps": _change("reward_first", "reward_last", ".3f"),
+    "wall time": lambda record: format_duration(record.summary["wall_s"]),
+    "trained tokens per second": lambda record: f"{record.summary['tokens_trained'] / record.summary['wall_s']:,.0f}",
+    "mean staleness, last 10 steps": _last_mean("staleness/mean_versions", ".2f"),
+    "trainer idle, last 10 steps": _last_mean("idle/trainer_share", ".0%"),
+    "engines idle, last 10 steps": _last_mean("idle/engine_share", ".0%"),
+    "groups failed": lambda record: f"{record.summary['ledger']['failed']:,}",
+    "groups dropped": lambda record: f"{record.summary['ledger']['dropped']:,}",
+    "peak memory": lambda record: f"{record.summary['peak_memory_gib']:.1f} GiB",
+}
