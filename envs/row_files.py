@@ -361,7 +361,7 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
     folder = Path(place).expanduser()
     name = place if subset is None else f"{place} ({subset})"
     is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    if folder.is_dir() and not is_saved and not any(file.suffix in FORMATS for file in folder.rglob("*")):
+    if folder.is_dir() and not is_saved and not _has_row_files(folder):
         raise ConfigError(
             f"{key}={place} is a folder without rows: neither written by save_to_disk (dataset_dict.json, state.json), "
             f"nor with a file of {', '.join(FORMATS)}."
@@ -374,7 +374,7 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
             found = datasets.Dataset.load_from_disk(str(folder))
         else:
             wanted = split or default_split
-            loaded = datasets.load_dataset(str(folder) if folder.is_dir() else place, subset, split=wanted)
+            loaded = datasets.load_dataset(str(folder.resolve()) if folder.is_dir() else place, subset, split=wanted)
             found = loaded if wanted is None else {wanted: loaded}
     except Exception as error:  # the library raises whatever its parts raise
         raise _load_error(error, name, f"{key}={name}", split or default_split, is_local=folder.is_dir()) from error
@@ -387,6 +387,11 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
             raise ConfigError(f"{key}: {has}. Name one: {{path: {place}, split: {min(found)}}}.")
         raise ConfigError(f"{key}={name} has no split {chosen!r}; {has}.{nearest_hint(chosen, found)}")
     return TableRows(found[chosen], f"{name}, split {chosen}")
+
+
+def _has_row_files(folder: Path) -> bool:
+    """Whether there is one in the folder or in one of its folders, where `datasets` looks; deeper takes too long."""
+    return any(file.suffix in FORMATS for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def _saved_table(table: Any, place: str, key: str, split: str | None, default_split: str | None) -> RowTable:
