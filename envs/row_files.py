@@ -374,7 +374,11 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
             found = datasets.Dataset.load_from_disk(str(folder))
         else:
             wanted = split or default_split
-            loaded = datasets.load_dataset(str(folder.resolve()) if folder.is_dir() else place, subset, split=wanted)
+            if folder.is_dir():
+                with _quiet():
+                    loaded = datasets.load_dataset(str(folder.resolve()), subset, split=wanted)
+            else:
+                loaded = datasets.load_dataset(place, subset, split=wanted)
             found = loaded if wanted is None else {wanted: loaded}
     except Exception as error:  # the library raises whatever its parts raise
         raise _load_error(error, name, f"{key}={name}", split or default_split, is_local=folder.is_dir()) from error

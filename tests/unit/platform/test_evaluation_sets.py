@@ -85,7 +85,7 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
         (["path=rows.jsonl", "split=test"], "split=test was asked for, but files have no splits"),
         (["path=rows.jsonl", "held_out=own.csv"], "own.csv, line 3 has 1 values"),
         (["path=empty.jsonl"], "empty.jsonl is empty"),
-        (["path=.", "held_out=0.2"], r"env.args.path=\. cannot be loaded"),
+        (["path=folder"], "folder is a folder without rows"),
         (["path=rows.jsonl", "prompt_field=promt"], "line 1 has no column 'promt'; .* Did you mean 'prompt'"),
         (["path=rows.jsonl", "heldout=0.1"], "unexpected keyword argument 'heldout'.* Did you mean 'held_out'"),
         (["rows=my_source:rows"], "No such file or directory: 'gone.jsonl'"),
@@ -99,6 +99,7 @@ def test_rows_that_cannot_work_end_the_dry_run_as_they_end_the_run(
     Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": ""}) + "\n" for n in range(200)))
     Path("own.csv").write_text("prompt,answer\n1,2\n3\n")
     Path("empty.jsonl").touch()
+    Path("folder").mkdir()
     Path("my_source.py").write_text("def rows():\n    return open('gone.jsonl')\n")
     words = [
         "experiment=arithmetic",
