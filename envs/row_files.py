@@ -326,10 +326,11 @@ def _is_local(place: str) -> bool:
 def _text(file: Path, key: str) -> RowTable:
     if file.suffix == ".json":
         try:
-            with file.open(encoding="utf-8-sig") as opened:
-                is_list = opened.read(4096).lstrip().startswith("[")
+            with file.open("rb") as opened:
+                head = opened.read(4096).removeprefix(_UTF8_MARK)
+                is_list = head.lstrip().startswith(b"[")
                 opened.seek(0)
-                rows = json.loads(opened.read()) if is_list else None
+                rows = json.loads(opened.read().decode("utf-8-sig")) if is_list else None
         except OSError as error:
             raise ConfigError(f"{key}={file} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
@@ -360,12 +361,14 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
 
     folder = Path(place).expanduser()
     name = place if subset is None else f"{place} ({subset})"
-    is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    is_saved = any((folder / written).is_file() for written in ("dataset_dict.json", "state.json"))
     if folder.is_dir() and not is_saved and not _has_row_files(folder):
         raise ConfigError(
             f"{key}={place} is a folder without rows: neither written by save_to_disk (dataset_dict.json, state.json), "
             f"nor with a file of {', '.join(FORMATS)}."
         )
+    if is_saved and subset is not None:
+        raise ConfigError(f"{key}={place}: subset={subset} was asked for, and folders of save_to_disk have no subsets.")
     found: Any
     try:
         if (folder / "dataset_dict.json").is_file():

@@ -239,6 +239,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
         ({"split": "test"}, "split=test was asked for, but files have no splits.*held_out=test.jsonl"),
         ({"split": "train"}, "files have no splits"),
         ({"subset": "main"}, "files have no subsets"),
+        ({"path": "saved", "subset": "main"}, "folders of save_to_disk have no subsets"),
         ({"held_out": "test"}, "held_out=test: rows.jsonl has no splits"),
         ({"held_out": "tset.jsonl"}, "held_out=tset.jsonl: no such file"),
         ({"held_out": 1}, "held_out=1: a share is above 0 and below 1"),
@@ -261,6 +262,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
     write("rows.jsonl", ROWS)
+    write("saved", ROWS)
     with pytest.raises(ConfigError, match=message):
         next(RowTasks(0, **{"path": "rows.jsonl"} | settings).train())
 
