@@ -20,7 +20,7 @@ import os
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
 from itertools import accumulate
@@ -58,6 +58,10 @@ class RowTable(Protocol):
 
     def where(self, index: int) -> str:
         """The place of a row, for messages."""
+        ...
+
+    def state(self) -> Hashable:
+        """Equal for equal rows, by the states of their files; None if they are in no file."""
         ...
 
 
@@ -146,6 +150,9 @@ class TextRows:
 
     def where(self, index: int) -> str:
         return f"{self._path}, line {self._lines[index]}"
+
+    def state(self) -> Hashable:
+        return self._path, self._state
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -242,6 +249,10 @@ class TableRows:
     def where(self, index: int) -> str:
         return f"{self._name}, row {index}"
 
+    def state(self) -> Hashable:
+        files = [Path(file["filename"]) for file in getattr(self._rows, "cache_files", [])]
+        return (self._name, *((file, file.stat().st_mtime_ns) for file in files)) if files else None
+
 
 class Concatenation:
     """The rows of several tables, one after the other."""
@@ -263,6 +274,10 @@ class Concatenation:
     def where(self, index: int) -> str:
         part, within = self._place(index)
         return self._parts[part].where(within)
+
+    def state(self) -> Hashable:
+        states = tuple(part.state() for part in self._parts)
+        return None if None in states else states
 
     def _place(self, index: int) -> tuple[int, int]:
         part = bisect_right(self._ends, index)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import random
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
@@ -66,6 +66,9 @@ class RowTasks:
         ValueError: If not exactly one of `path` and `rows` is given.
         ConfigError: If another argument is invalid.
     """
+
+    _known: ClassVar[dict[Hashable, array[int]]] = {}
+    """Hashes of the prompts of files that this process has checked, by the state of the files and the arguments."""
 
     def __init__(
         self,
@@ -162,7 +165,8 @@ class RowTasks:
             return _rows_of(self._rows, "env.args.rows")
         table = open_rows(self._path, "env.args.path", subset=self._subset, split=self._split)
         split = self._split or "train"
-        if split.partition("[")[0] in EVALUATION_SPLITS and not self._is_held_out_given:
+        trained = {one.partition("[")[0] for one in split.split("+")}
+        if trained & set(EVALUATION_SPLITS) and not self._is_held_out_given:
             raise ConfigError(
                 f"env.args.split={split}: split names the rows that are trained on. To evaluate on {split}, write "
                 f"held_out={split} instead. To train on it, say what is held out, e.g. held_out=0.2."
@@ -199,6 +203,11 @@ class RowTasks:
         Raises:
             ConfigError: If one is broken, or two have the same id.
         """
+        # A run loads its tasks for the checks, data.json, the evaluations and the stream; a million rows take 25 s.
+        form = (self._prompt_field, self._id_field, str(self._columns), self._required, self._system, self._is_chat)
+        state = table.state()
+        if state is not None and (state, prefix, form) in self._known:
+            return self._known[state, prefix, form]
         keys = array("Q")
         known: dict[str, int] = {}
         part = _Part(table, keys, prefix)
@@ -211,11 +220,15 @@ class RowTasks:
                     f"id, {row[self._id_field]!r}: tasks could not be told apart. Use another column, or null to "
                     "number them."
                 )
+        if state is not None:
+            self._known[state, prefix, form] = keys
         return keys
 
     def _in_order(self, part: _Part) -> Iterator[Task]:
-        wanted = set(part.indices)
-        return (self._as_task(part, index, row) for index, row in enumerate(part.table) if index in wanted)
+        is_wanted = bytearray(len(part.table))
+        for index in part.indices:
+            is_wanted[index] = True
+        return (self._as_task(part, index, row) for index, row in enumerate(part.table) if is_wanted[index])
 
     def _task(self, part: _Part, index: int) -> Task:
         return self._as_task(part, index, part.table[index])

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import islice
@@ -140,6 +141,26 @@ def test_columns_are_renamed_and_ids_of_evaluation_rows_never_meet_those_of_trai
     task = next(source.train())
     assert task.fields == {"answer": task.task_id, "note": "x"}, "a column that is no name is left out"
     assert {one.task_id for one in source.held_out(40)} == {f"held_out/{n}" for n in range(40)}
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.csv", "a.parquet", "saved", "folder"])
+def test_rows_are_checked_once_and_again_when_their_file_or_the_arguments_have_changed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    as_task = RowTasks._as_task
+    monkeypatch.setattr(RowTasks, "_as_task", lambda *args: read.append(args[2]) or as_task(*args))
+    path = write(kind, ROWS)
+    for settings, num_read in (({}, 101), ({}, 1), ({"chat": True}, 101), ({"held_out": 0.5}, 1)):
+        read.clear()
+        next(RowTasks(0, path, **settings).train())
+        assert len(read) == num_read, settings
+    if kind == "saved":
+        shutil.rmtree(kind)
+    write(f"{kind}/rows.jsonl" if kind == "folder" else kind, ROWS[:50])
+    read.clear()
+    next(RowTasks(0, path).train())
+    assert len(read) == 51
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "saved"])
