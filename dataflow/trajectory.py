@@ -35,12 +35,14 @@ class Task:
         prompt: Plain text, or chat messages `[{"role": ..., "content": ...}]` rendered once by the chat template.
         fields: Everything else of the row (`answer`, ...); handed to the reward as keyword arguments.
         environment: Name of the stream whose environment answers the policy turn by turn; None is a single turn.
+        evaluation_set: Name of the evaluation set that a held-out task belongs to; empty if there is only one.
     """
 
     task_id: TaskId
     prompt: str | list[dict[str, str]]
     fields: Mapping[str, Any] = field(default_factory=dict)
     environment: str | None = None
+    evaluation_set: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,43 @@
-"""A short digest of the tasks of a run, so that a later run can tell whether the data has changed.
+"""Digests of the tasks of a run (`data.json`), so that a later run can tell what has changed.
 
-    digest = blake2b of every task's id, prompt and fields, in the order of the data
+    rows  = sum over the tasks of blake2b(prompt, fields), modulo 2^128: the same in every order
+    order = blake2b of every task's id and row digest, in the order of the data
 
-A source that stores its tasks is hashed as a whole (`stored()`: training and held-out tasks, in the order of the data);
-a source that draws them is hashed by the first training tasks of its seed.
+A source that stores its tasks has both for every split (`stored()`). A source that draws them is known by the first
+training tasks of one fixed seed. So the seed of the run changes no digest; it is recorded next to them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
 from typing import TypedDict
 
+from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import stream_factories
 
+DRAWN = "drawn"
+"""Name of the only split of a source that draws its tasks."""
 NUM_DRAWN_TASKS = 64
+_SEED = 0
+
+
+class SplitDigest(TypedDict):
+    """The tasks of one split.
+
+    Attributes:
+        num_tasks: Number of tasks; of drawn tasks, of the first ones.
+        rows: 16 bytes, hexadecimal, the same for the same tasks in another order.
+        order: 16 bytes, hexadecimal.
+    """
+
+    num_tasks: int
+    rows: str
+    order: str
 
 
 class Fingerprint(TypedDict):
@@ -25,13 +45,13 @@ class Fingerprint(TypedDict):
 
     Attributes:
         source: Its factory with the arguments, as JSON.
-        num_tasks: Number of tasks; None if they are drawn.
-        digest: 16 bytes, hexadecimal.
+        seed: Seed of the run, in whose order the tasks are taken.
+        splits: Name of the split -> its tasks.
     """
 
     source: str
-    num_tasks: int | None
-    digest: str
+    seed: int
+    splits: dict[str, SplitDigest]
 
 
 def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
@@ -42,28 +62,47 @@ def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
     """
     found: dict[str, Fingerprint] = {}
     for name, env in stream_factories(config).items():
-        source = load_task_source(env, seed)
-        stored = source.stored() if hasattr(source, "stored") else None
-        digest = blake2b(digest_size=16)
-        for task in islice(source.train(), NUM_DRAWN_TASKS) if stored is None else stored:
-            row = [task.task_id, task.prompt, dict(task.fields)]
-            digest.update(json.dumps(row, sort_keys=True, default=_kind).encode() + b"\n")
+        source = load_task_source(env, _SEED)
+        stored = getattr(source, "stored", None)
+        splits = {DRAWN: islice(source.train(), NUM_DRAWN_TASKS)} if stored is None else stored()
         found[name] = {
             "source": json.dumps([env.factory, env.args], sort_keys=True, default=_kind),
-            "num_tasks": None if stored is None else len(stored),
-            "digest": digest.hexdigest(),
+            "seed": seed,
+            "splits": {split: _digest(tasks) for split, tasks in splits.items()},
         }
     return found
 
 
-def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint]) -> list[str]:
-    """A sentence for each source of both runs whose tasks differ. A source of one run only is not a change."""
-    known = {one["source"]: one for one in before.values()}
-    return [
-        f"{one['source']} had {_size(known[one['source']])}, now {_size(one)}"
-        for one in {one["source"]: one for one in now.values()}.values()
-        if one["source"] in known and one != known[one["source"]]
-    ]
+def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint], *, includes_order: bool = False) -> list[str]:
+    """A sentence for each split of a source of both runs that has changed. A changed seed is no change of the data.
+
+    Args:
+        before: Of the earlier run. Fingerprints of versions that did not record splits are not compared.
+        now: Of this run.
+        includes_order: Whether the same tasks in another order are a change, as for a position in them.
+    """
+    known = {one["source"]: one["splits"] for one in before.values() if "splits" in one}
+    sentences = []
+    for source, splits in {one["source"]: one["splits"] for one in now.values()}.items():
+        for split in known.get(source, {}) | splits if source in known else ():
+            old, new = known[source].get(split), splits.get(split)
+            where = source if split == DRAWN else f"{source}, {split}:"
+            if old is None or new is None or old["rows"] != new["rows"]:
+                sentences.append(f"{where} other tasks, had {_size(old)}, now {_size(new)}")
+            elif includes_order and old["order"] != new["order"]:
+                sentences.append(f"{where} the same {new['num_tasks']} tasks are in another order")
+    return sentences
+
+
+def _digest(tasks: Iterable[Task]) -> SplitDigest:
+    num_tasks, total, order = 0, 0, blake2b(digest_size=16)
+    for task in tasks:
+        row = json.dumps([task.prompt, dict(task.fields)], sort_keys=True, default=_kind).encode()
+        digest = blake2b(row, digest_size=16).digest()
+        num_tasks += 1
+        total += int.from_bytes(digest, "big")
+        order.update(str(task.task_id).encode() + b"\n" + digest)
+    return {"num_tasks": num_tasks, "rows": f"{total % 2**128:032x}", "order": order.hexdigest()}
 
 
 def _kind(value: object) -> str:
@@ -71,6 +110,5 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _size(one: Fingerprint) -> str:
-    number = "drawn tasks" if one["num_tasks"] is None else f"{one['num_tasks']} tasks"
-    return f"{number} ({one['digest'][:8]})"
+def _size(one: SplitDigest | None) -> str:
+    return "none" if one is None else f"{one['num_tasks']} tasks ({one['rows'][:8]})"

@@ -1,162 +1,346 @@
-"""Rows of a dataset as single-turn tasks: JSONL, Parquet, a Hugging Face dataset, or the result of your own function.
+"""Rows of files, of a Hugging Face dataset, or of your own function, as single-turn tasks.
 
-    env=dataset env.args.path=rows.jsonl env.args.prompt_field=question reward.fn=my_rewards:correct
+    env=dataset env.args.path=train.jsonl env.args.held_out=validation.jsonl reward.fn=my_rewards:correct
 
-Every column except the prompt's becomes a field of the task, and so a keyword argument of the reward.
+Every column except the prompt's becomes a field of the task, and so a keyword argument of the reward. Rows stay in
+their files (envs/row_files.py): in memory are the place of each row and a hash of its prompt.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+import re
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.import_path import load_object, nearest_hint
-from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row_key
+from penstock.envs.row_files import EVALUATION_SPLITS, FORMATS, Row, RowTable, TableRows, has_splits, open_rows
+from penstock.envs.tasks.generated_tasks import HELD_OUT_SHARE, endless, first, is_held_out_key, row_key
+
+Location = str | Sequence[str] | Mapping[str, Any]
+"""A path or a list of paths, or a section with `path`, `subset` and `split`, or with `rows`."""
+
+_LOCATION_KEYS = ("path", "rows", "subset", "split")
+_SPLIT = re.compile(r"\w[\w.-]*(\[[\d:%-]*\])?")
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
-@dataclass(eq=False)
+class _Part(NamedTuple):
+    """Rows that are in one split: their table, their places in it, and the prefix of their task ids."""
+
+    table: RowTable
+    indices: array[int]
+    prefix: str
+    evaluation_set: str = ""
+
+
 class RowTasks:
-    """Task source over rows. Rows are loaded for the first task.
-
-    A hash of the prompt holds out a tenth of the rows, for every seed. Equal prompts are always in the same split.
+    """Task source over rows. They are read, and all of them are checked, for the first task.
 
     Args:
         seed: Order of the training stream.
-        path: A `.jsonl` or `.parquet` file, or the name of a Hugging Face dataset.
-        rows: Import path of a function without arguments that returns a list of dicts, instead of `path`.
-        split: Split of a Hugging Face dataset.
+        path: A `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, a pattern such as `data/*.jsonl`, a folder of
+            `save_to_disk`, or the name of a Hugging Face dataset; or a list of them.
+        rows: Import path of a function without arguments that returns a list of dicts or a `datasets.Dataset`, instead
+            of `path`.
+        subset: Configuration of a Hugging Face dataset, if it has several.
+        split: Split to train on; None is `train`. Files have no splits.
+        held_out: Rows that are evaluated on and not trained on: a share of the rows, chosen by a hash of the prompt; a
+            split of `path`; a path; a section `{path: …, subset: …, split: …}` or `{rows: …}`; or, for several
+            evaluation sets, `{NAME: split, path or section}`. None is a tenth. Training skips held-out prompts.
         prompt_field: Column of the prompt: text, or chat messages.
         id_field: Column of the task id; None numbers the rows.
-        required_fields: Columns that every row must have, e.g. those that the reward takes.
+        columns: Field of the task -> its column. Other columns keep their names.
+        required_fields: Fields that must not be missing in any row, e.g. those that the reward takes.
         system: Text of a system message before a prompt that is text; the prompt then becomes a user message.
         chat: Turn a prompt that is text into a user message.
 
     Raises:
         ValueError: If not exactly one of `path` and `rows` is given.
+        ConfigError: If another argument is invalid.
     """
 
-    seed: int
-    path: str | None = None
-    rows: str | None = None
-    _: KW_ONLY
-    split: str = "train"
-    prompt_field: str = "prompt"
-    id_field: str | None = None
-    required_fields: Iterable[str] = ()
-    system: str | None = None
-    chat: bool = False
+    _known: ClassVar[dict[Hashable, array[int]]] = {}
+    """Hashes of the prompts of files that this process has checked, by the state of the files and the arguments."""
 
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.rows is None):
-            raise ValueError(f"path={self.path!r} and rows={self.rows!r}: give exactly one of the two")
+    def __init__(
+        self,
+        seed: int,
+        path: str | Sequence[str] | None = None,
+        rows: str | None = None,
+        *,
+        subset: str | None = None,
+        split: str | None = None,
+        held_out: float | Location | Mapping[str, Location] | None = None,
+        prompt_field: str = "prompt",
+        id_field: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        required_fields: Iterable[str] = (),
+        system: str | None = None,
+        chat: bool = False,
+    ) -> None:
+        if (path is None) == (rows is None):
+            raise ValueError(f"path={path!r} and rows={rows!r}: give exactly one of the two")
+        self.seed = seed
+        self._path, self._rows, self._subset, self._split = path, rows, subset, split
+        self._where = f"{rows}()" if path is None else str(path)
+        self._prompt_field, self._id_field = prompt_field, id_field
+        self._columns = _checked_columns(columns or {})
+        self._required = tuple(required_fields)
+        self._system, self._is_chat = system, chat or system is not None
+        self._is_held_out_given = held_out is not None
+        self._share: float | None = HELD_OUT_SHARE
+        self._sets: dict[str, Location] = {}
+        if isinstance(held_out, int | float):
+            if isinstance(held_out, bool) or not 0 < held_out < 1:
+                raise ConfigError(
+                    f"env.args.held_out={held_out}: a share is above 0 and below 1; rows are needed for both, training "
+                    "and evaluation."
+                )
+            self._share = held_out
+        elif held_out is not None:
+            self._share = None
+            self._sets = _named_sets(held_out)
 
     def train(self) -> Iterator[Task]:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
-        order = [task for task in self._tasks if not _is_held_out(task)]
-        if not order:
-            raise ConfigError(f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few.")
-        yield from endless(order, f"rows/train/{self.seed}")
+        train = self._parts[0]
+        if not train.indices:
+            raise ConfigError(f"env: all {len(train.table)} rows of {self._where} are held out: there are too few.")
+        return (self._task(train, index) for index in endless(train.indices, f"rows/train/{self.seed}"))
 
     def held_out(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
+        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once; of several sets, taken in turn.
 
         Raises:
             ValueError: If there are fewer, with both numbers.
         """
-        unique = {row_key({"prompt": task.prompt}): task for task in self._tasks if _is_held_out(task)}
-        tasks = list(unique.values())
-        random.Random("rows/held-out").shuffle(tasks)
-        return first(num_tasks, tasks, f"the held-out part of {self._where}")
+        shuffled = []
+        for part in self._parts[1:]:
+            places = [(part, index) for index in part.indices]
+            random.Random("rows/held-out").shuffle(places)
+            shuffled.append(places)
+        in_turn = [place for places in zip_longest(*shuffled) for place in places if place is not None]
+        where = f"the held-out part of {self._where}" if self._share is not None else "env.args.held_out"
+        return [self._task(part, index) for part, index in first(num_tasks, in_turn, where)]
 
-    def stored(self) -> list[Task]:
-        """All training and held-out rows (fingerprint.py)."""
-        return self._tasks
-
-    @property
-    def _where(self) -> str:
-        return self.path or f"{self.rows}()"
+    def stored(self) -> dict[str, Iterator[Task]]:
+        """Name of a split -> all its tasks, in the order of the data (fingerprint.py)."""
+        train, *held_out = self._parts
+        named = {f"held_out/{part.evaluation_set}".removesuffix("/"): part for part in held_out}
+        return {name: self._in_order(part) for name, part in {"train": train, **named}.items()}
 
     @cached_property
-    def _tasks(self) -> list[Task]:
-        rows = self._load()
-        if not rows:
-            raise ConfigError(f"env: {self._where} has no rows.")
-        tasks = [self._task(index, row) for index, row in enumerate(rows)]
-        twice = [name for name, count in Counter(task.task_id for task in tasks).items() if count > 1]
-        if twice:
+    def _parts(self) -> list[_Part]:
+        """The training rows, then the rows of every evaluation set."""
+        table = self._training_table()
+        keys = self._checked_keys(table, "rows")
+        if self._share is not None:
+            unique = {key: index for index, key in enumerate(keys) if is_held_out_key(key, self._share)}
+            train = array("Q", (index for index, key in enumerate(keys) if key not in unique))
+            return [_Part(table, train, "rows"), _Part(table, array("Q", unique.values()), "rows")]
+        parts, unseen = [], set[int]()
+        for name, location in self._sets.items():
+            own = self._open_held_out(location, f"env.args.held_out.{name}".removesuffix("."))
+            prefix = name or "held_out"
+            unique = {key: index for index, key in enumerate(self._checked_keys(own, prefix))}
+            unseen |= unique.keys()
+            parts.append(_Part(own, array("Q", unique.values()), prefix, name))
+        train = array("Q", (index for index, key in enumerate(keys) if key not in unseen))
+        return [_Part(table, train, "rows"), *parts]
+
+    def _training_table(self) -> RowTable:
+        if self._path is None:
+            for name, value in (("split", self._split), ("subset", self._subset)):
+                if value is not None:
+                    raise ConfigError(f"env.args.{name}={value}: rows of a function have no {name}s. Leave it out.")
+            assert self._rows is not None, "either path or rows is given"
+            return _rows_of(self._rows, "env.args.rows")
+        table = open_rows(self._path, "env.args.path", subset=self._subset, split=self._split)
+        split = self._split or "train"
+        trained = {one.partition("[")[0] for one in split.split("+")}
+        if trained & set(EVALUATION_SPLITS) and not self._is_held_out_given:
             raise ConfigError(
-                f"env.args.id_field={self.id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
-                f"{twice[0]!r}: tasks could not be told apart. Use another column, or null to number them."
+                f"env.args.split={split}: split names the rows that are trained on. To evaluate on {split}, write "
+                f"held_out={split} instead. To train on it, say what is held out, e.g. held_out=0.2."
             )
-        return tasks
+        return table
 
-    def _task(self, index: int, row: Mapping[str, Any]) -> Task:
-        if not isinstance(row, Mapping):
-            raise ConfigError(f"env: row {index} of {self._where} is a {type(row).__name__}; expected a dict.")
-        for name in filter(None, [self.prompt_field, self.id_field, *self.required_fields]):
-            if name not in row:
+    def _open_held_out(self, location: Location, key: str) -> RowTable:
+        if isinstance(location, Mapping):
+            unknown = [name for name in location if name not in _LOCATION_KEYS]
+            if unknown or ("path" in location) == ("rows" in location):
                 raise ConfigError(
-                    f"env: row {index} of {self._where} has no field {name!r}; it has {sorted(row)}."
-                    f"{nearest_hint(name, row)}"
+                    f"{key}={dict(location)}: a section has either path, with subset and split, or rows."
+                    + "".join(nearest_hint(name, _LOCATION_KEYS) for name in unknown)
                 )
-        prompt = row[self.prompt_field]
-        if isinstance(prompt, str) and (self.chat or self.system is not None):
-            system = [] if self.system is None else [{"role": "system", "content": self.system}]
-            prompt = [*system, {"role": "user", "content": prompt}]
-        name = str(row[self.id_field]) if self.id_field else f"rows/{index}"
-        fields = {key: value for key, value in row.items() if key != self.prompt_field and key.isidentifier()}
-        return Task(TaskId(name), prompt, fields)
+            if "rows" in location:
+                return _rows_of(location["rows"], f"{key}.rows")
+            path, subset, split = (location.get(name) for name in ("path", "subset", "split"))
+            return open_rows(path, f"{key}.path", subset=subset, split=split, default_split=None)  # type: ignore[arg-type]
+        if isinstance(location, str) and _is_split_name(location):
+            if not has_splits(self._path):
+                raise ConfigError(
+                    f"{key}={location}: {self._where} has no splits, and there is no file or folder of that name. Give "
+                    f"a share of the rows (0.1), or a path, such as {location}.jsonl."
+                )
+            assert self._path is not None
+            if location == (self._split or "train"):
+                raise ConfigError(f"{key}={location} is the split that is trained on. Name another one, or a share.")
+            return open_rows(self._path, f"{key}={location}: path", subset=self._subset, split=location)
+        return open_rows(location, key, default_split=None)
 
-    def _load(self) -> list[dict[str, Any]]:
-        """Read all rows.
+    def _checked_keys(self, table: RowTable, prefix: str) -> array[int]:
+        """The hash of every row's prompt, in order.
 
         Raises:
-            ConfigError: If they cannot be loaded; the message says what was searched.
+            ConfigError: If one is broken, or two have the same id.
         """
-        if self.rows is not None:
-            function = load_object(self.rows, "env.args.rows")
-            return list(function() if callable(function) else function)
-        assert self.path is not None, "either path or rows is given"
-        path = Path(self.path).expanduser()
-        if path.suffix not in (".jsonl", ".parquet"):
-            import datasets
-
-            try:
-                return list(datasets.load_dataset(self.path, split=self.split))
-            except (OSError, ValueError, RuntimeError) as error:
+        # A run loads its tasks for the checks, data.json, the evaluations and the stream; a million rows take 25 s.
+        form = (self._prompt_field, self._id_field, str(self._columns), self._required, self._system, self._is_chat)
+        state = table.state()
+        if state is not None and (state, prefix, form) in self._known:
+            return self._known[state, prefix, form]
+        keys = array("Q")
+        known: dict[str, int] = {}
+        part = _Part(table, keys, prefix)
+        for index, row in enumerate(table):
+            task = self._as_task(part, index, row)
+            keys.append(int.from_bytes(row_key({"prompt": task.prompt}), "big"))
+            if self._id_field and (other := known.setdefault(task.task_id, index)) != index:
                 raise ConfigError(
-                    f"env.args.path={self.path}: no .jsonl or .parquet file, and no dataset of that name with "
-                    f"split {self.split!r} within reach ({type(error).__name__}: {error})."
-                ) from error
-        if not path.is_file():
-            raise ConfigError(f"env.args.path={self.path}: no such file (looked in {Path.cwd()}).")
-        if path.suffix == ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
+                    f"env.args.id_field={self._id_field}: {table.where(other)} and {table.where(index)} have the same "
+                    f"id, {row[self._id_field]!r}: tasks could not be told apart. Use another column, or null to "
+                    "number them."
+                )
+        if state is not None:
+            self._known[state, prefix, form] = keys
+        return keys
 
-            try:
-                return list(pq.read_table(path).to_pylist())
-            except pa.ArrowInvalid as error:
-                raise ConfigError(f"env.args.path={path} is no Parquet file: {error}") from error
-        rows = []
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    if line.strip():
-                        rows.append(json.loads(line))
-                except ValueError as error:
-                    raise ConfigError(f"env.args.path={path}, line {number} is not JSON: {error}") from error
-        return rows
+    def _in_order(self, part: _Part) -> Iterator[Task]:
+        is_wanted = bytearray(len(part.table))
+        for index in part.indices:
+            is_wanted[index] = True
+        return (self._as_task(part, index, row) for index, row in enumerate(part.table) if is_wanted[index])
+
+    def _task(self, part: _Part, index: int) -> Task:
+        return self._as_task(part, index, part.table[index])
+
+    def _as_task(self, part: _Part, index: int, row: Row) -> Task:
+        name = index
+        if self._id_field is not None:
+            name = self._value(self._id_field, "id_field", part, index, row)
+        # Ids of other files may be those of the training rows.
+        task_id = f"{part.prefix}/{name}" if self._id_field is None or part.prefix != "rows" else str(name)
+        prompt = self._prompt(self._value(self._prompt_field, "prompt_field", part, index, row), part.table, index)
+        taken = {self._prompt_field, *self._columns.values()}
+        fields = {key: value for key, value in row.items() if key not in taken and key.isidentifier()}
+        for target, column in self._columns.items():
+            fields[target] = self._value(column, f"columns.{target}", part, index, row)
+        for required in self._required:
+            if fields.get(required) is None:
+                raise ConfigError(
+                    f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(fields)}."
+                    f"{nearest_hint(required, fields)}"
+                )
+        return Task(TaskId(task_id), prompt, fields, evaluation_set=part.evaluation_set)
+
+    def _value(self, column: str, key: str, part: _Part, index: int, row: Row) -> Any:
+        if column not in row:
+            raise ConfigError(
+                f"env.args.{key}={column}: {part.table.where(index)} has no column {column!r}; it has {sorted(row)}."
+                f"{nearest_hint(column, row)}"
+            )
+        return row[column]
+
+    def _prompt(self, value: Any, table: RowTable, index: int) -> str | list[dict[str, str]]:
+        """The prompt of a row.
+
+        Raises:
+            ConfigError: If it is neither text nor chat messages.
+        """
+        if isinstance(value, str) and value.strip() and _is_unicode(value):
+            if not self._is_chat:
+                return value
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            return [*system, {"role": "user", "content": value}]
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            # Columns of a table exist in every message, empty ones as null.
+            return [{key: part for key, part in message.items() if part is not None} for message in value]
+        raise ConfigError(
+            f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}; expected "
+            "valid text that is not empty, or a list of chat messages, each with the texts role and content."
+        )
 
 
-def _is_held_out(task: Task) -> bool:
-    return is_held_out({"prompt": task.prompt})
+def _checked_columns(columns: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(columns, Mapping) or not all(isinstance(column, str) for column in columns.values()):
+        raise ConfigError(f"env.args.columns={columns!r}: expected {{FIELD: COLUMN}}, e.g. {{answer: solution}}.")
+    for target in columns:
+        if target == "prompt":
+            raise ConfigError(f"env.args.columns.prompt={columns[target]}: write prompt_field={columns[target]}.")
+        if not target.isidentifier():
+            raise ConfigError(f"env.args.columns: a field is an argument of the reward, and {target!r} is no name.")
+    return dict(columns)
+
+
+def _named_sets(held_out: Location | Mapping[str, Location]) -> dict[str, Location]:
+    """Name of the evaluation set -> where it is; a single one without a name has an empty one."""
+    if not isinstance(held_out, Mapping) or "path" in held_out or "rows" in held_out:
+        return {"": held_out}
+    wrong = [name for name in held_out if _SET_NAME.fullmatch(str(name)) is None]
+    if wrong or not held_out:
+        found = f"{wrong[0]!r} is no name" if wrong else "it is empty"
+        raise ConfigError(
+            f"env.args.held_out={dict(held_out)}: {found}. Evaluation sets are {{NAME: split, path or section}}, and a "
+            "name has up to 40 of the characters A-Z a-z 0-9 _ -."
+        )
+    for name, location in held_out.items():
+        if not isinstance(location, str | Sequence | Mapping):
+            raise ConfigError(
+                f"env.args.held_out.{name}={location!r}: expected a split, a path or a section. A share is given "
+                "alone, as held_out=0.1."
+            )
+    return {str(name): location for name, location in held_out.items()}
+
+
+def _is_split_name(location: str) -> bool:
+    return (
+        _SPLIT.fullmatch(location) is not None
+        and not location.endswith(FORMATS)
+        and not Path(location).expanduser().exists()
+    )
+
+
+def _rows_of(path: str, key: str) -> RowTable:
+    function = load_object(path, key)
+    found = function() if callable(function) else function
+    if not isinstance(found, Iterable) or isinstance(found, str | Mapping):
+        raise ConfigError(f"{key}={path} gave a {type(found).__name__}; expected a list of dicts.")
+    # A `datasets.Dataset` stays memory-mapped.
+    rows: Any = found if hasattr(found, "__getitem__") else list(found)
+    table = TableRows(rows, f"{path}()")
+    if not len(table):
+        raise ConfigError(f"{key}={path} gave no rows.")
+    return table
+
+
+def _is_message(message: object) -> bool:
+    found = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+    return all(isinstance(text, str) and _is_unicode(text) for text in found)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -74,6 +74,8 @@ class AgentTasks:
             self._run = partial(_run_command, command)
         if hasattr(self._source, "gold_actions"):
             self.gold_actions = self._source.gold_actions
+        if hasattr(self._source, "stored"):
+            self.stored = self._source.stored
 
     def train(self) -> Iterator[Task]:
         """As the task source."""

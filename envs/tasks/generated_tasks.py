@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 
-HELD_OUT_PERCENT = 10
+HELD_OUT_SHARE = 0.1
+_Item = TypeVar("_Item")
 _FRUITLESS_DRAWS = 20_000
 """After this many draws in a row without a new task, the source is considered exhausted."""
 
@@ -119,20 +120,25 @@ def row_key(row: Mapping[str, Any]) -> bytes:
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:
-    """Whether its key, modulo 100, is below `HELD_OUT_PERCENT`."""
-    return int.from_bytes(row_key(row), "big") % 100 < HELD_OUT_PERCENT
+    """Whether the hash of the row holds it out."""
+    return is_held_out_key(int.from_bytes(row_key(row), "big"))
 
 
-def endless(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
-    """Every task once per epoch, each epoch in a new order, the same for the same seed. Needs at least one task."""
+def is_held_out_key(key: int, share: float = HELD_OUT_SHARE) -> bool:
+    """Whether `key` is among the share of keys that are held out, in steps of 0.01 %; a larger share holds more out."""
+    return (key % 100) * 100 + key // 100 % 100 < round(share * 10_000)
+
+
+def endless(items: MutableSequence[_Item], seed: str) -> Iterator[_Item]:
+    """Every item once per epoch, each epoch in a new order, the same for the same seed. Needs at least one item."""
     rng = random.Random(seed)
-    order = list(tasks)
+    order = items[:]
     while True:
         rng.shuffle(order)
         yield from order
 
 
-def first(num_tasks: int, tasks: Sequence[Task], where: str) -> list[Task]:
+def first(num_tasks: int, tasks: Sequence[_Item], where: str) -> list[_Item]:
     """The first `num_tasks` of `tasks`.
 
     Args:

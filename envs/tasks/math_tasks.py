@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
+from penstock.envs.import_path import nearest_hint
+from penstock.envs.row_files import Row, open_rows
 from penstock.envs.tasks.generated_tasks import endless, first
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
@@ -76,9 +76,9 @@ class MathTasks:
         worked = self._worked.get(task.task_id, "")
         return f"{worked}\n\nThe answer is {boxed}." if worked else f"The answer is {boxed}."
 
-    def stored(self) -> list[Task]:
-        """All training and held-out questions (fingerprint.py)."""
-        return [*self._train_rows, *self._held_out_rows]
+    def stored(self) -> dict[str, list[Task]]:
+        """Name of a split -> all its questions (fingerprint.py)."""
+        return {"train": self._train_rows, "held_out": self._held_out_rows}
 
     @cached_property
     def _held_out_rows(self) -> list[Task]:
@@ -98,27 +98,19 @@ class MathTasks:
         Raises:
             ConfigError: If the dataset cannot be loaded, or lacks a column.
         """
-        import datasets
+        rows = open_rows(self.dataset, "env.args.dataset", subset=self.subset, split=split)
+        tasks = []
+        for index, row in enumerate(rows):
+            for column in (self.question_field, self.answer_field):
+                if column not in row:
+                    raise ConfigError(
+                        f"env.args: {rows.where(index)} has no column {column!r}; it has {sorted(row)}."
+                        f"{nearest_hint(column, row)}"
+                    )
+            tasks.append(self._task(row, split, index))
+        return tasks
 
-        name = f"{self.dataset} ({self.subset})" if self.subset else self.dataset
-        try:
-            rows = datasets.load_dataset(self.dataset, self.subset, split=split)
-        except (OSError, ValueError, RuntimeError) as error:
-            found = f"env.args.dataset: split {split!r} of {name} is not in the local cache"
-            if os.environ.get("HF_DATASETS_OFFLINE") == "1":
-                raise ConfigError(
-                    f"{found}, and the network was not used (HF_DATASETS_OFFLINE=1; a dry run never uses it)."
-                ) from error
-            raise ConfigError(
-                f"{found} and cannot be downloaded ({type(error).__name__}: {error}). Without a network, load it once "
-                "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
-            ) from error
-        missing = {self.question_field, self.answer_field} - set(rows.column_names)
-        if missing:
-            raise ConfigError(f"env.args: {name} has no column {sorted(missing)}; it has {rows.column_names}.")
-        return [self._task(row, split, index) for index, row in enumerate(rows)]
-
-    def _task(self, row: dict[str, Any], split: str, index: int) -> Task:
+    def _task(self, row: Row, split: str, index: int) -> Task:
         worked, _, answer = str(row[self.answer_field]).rpartition(self.answer_marker)
         answer = _THOUSANDS.sub("", answer.strip())
         content = f"{str(row[self.question_field]).strip()}\n\n{self.instruction}"

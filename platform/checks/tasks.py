@@ -19,6 +19,7 @@ from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, Ta
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
+from penstock.envs.row_files import NotDownloadedError
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_run_dir, read_data
@@ -94,14 +95,17 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
             streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
         train = [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
         tasks = TaskSample(train, held_out)
-    except ConfigError as problem:  # e.g. a dataset that is not available (envs/tasks/math_tasks.py)
+    except NotDownloadedError as problem:
         yield from (absent(violation, "env") for violation in problem.violations)
+        return None
+    except ConfigError as problem:
+        yield from (error(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:
         yield error(f"{key}={num_held_out}: {problem}", "env")
         return None
     except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
-        report = absent if isinstance(problem, OSError) else error
+        report = absent if _is_of_network(problem) else error
         raised = f"{type(problem).__name__}: {problem}"
         yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
         return None
@@ -117,6 +121,12 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
             )
             return None
     return tasks
+
+
+def _is_of_network(problem: Exception) -> bool:
+    """Whether it may be raised only because a dry run uses no network."""
+    library = type(problem).__module__.partition(".")[0]
+    return isinstance(problem, ConnectionError) or library in ("datasets", "huggingface_hub")
 
 
 def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
@@ -154,10 +164,11 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
     runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]
     if config.model.path is None or config.model.from_scratch or not runs:
         return
-    for change in changes(read_data(runs[0]), fingerprints(config.env, config.seed)):
+    if found := changes(read_data(runs[0]), fingerprints(config.env, config.seed)):
         yield warning(
-            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. It is unknown which "
-            "tasks the policy was trained on. Restore the data, or start from a policy that was not trained on it.",
+            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {'; '.join(found)}. It is "
+            "unknown which tasks the policy was trained on. Restore the data, or start from a policy that was not "
+            "trained on it.",
             "env",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
@@ -18,14 +18,24 @@ MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class SetScore:
+    """Result on one of several evaluation sets."""
+
+    accuracy: float
+    reward_mean: float
+    num_tasks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Result of one evaluation.
 
     Attributes:
-        accuracy: Share of tasks whose reward is at least 1.
+        accuracy: Share of tasks whose reward is at least 1, over all evaluation sets.
         version_min: Oldest policy version that sampled a token of the evaluation.
         version_max: Newest such version; equal to `version_min` if no weights were published during the evaluation.
         partner: Evaluation of the partner policy on the same tasks; None in runs of one policy.
+        sets: Name of the evaluation set -> its result; empty if there is only one set.
     """
 
     step: int
@@ -35,6 +45,7 @@ class Evaluation:
     version_max: int
     num_tasks: int
     partner: Evaluation | None = None
+    sets: Mapping[str, SetScore] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -44,13 +55,17 @@ class Evaluation:
             "eval/version_max": self.version_max,
             "eval/tasks": self.num_tasks,
             **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
+            **{f"eval/accuracy/{name}": score.accuracy for name, score in self.sets.items()},
+            **{f"eval/reward_mean/{name}": score.reward_mean for name, score in self.sets.items()},
+            **{f"eval/tasks/{name}": score.num_tasks for name, score in self.sets.items()},
         }
 
 
 def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
     """The evaluation that a checkpoint keeps as a dict."""
     partner = saved["partner"]
-    return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner)})
+    sets = {name: SetScore(**score) for name, score in saved.get("sets", {}).items()}
+    return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner), "sets": sets})
 
 
 async def sample_and_score(
@@ -103,14 +118,19 @@ class Evaluator:
         except ExceptionGroup as failures:
             raise first_error(failures) from failures
         answers = [run.result() for run in runs]
-        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        by_set: dict[str, list[float]] = {}
+        for task, answer in zip(tasks, answers, strict=True):
+            if answer.reward is not None:
+                by_set.setdefault(task.evaluation_set, []).append(answer.reward)
+        score = _score([reward for rewards in by_set.values() for reward in rewards])
         return Evaluation(
             step=step,
-            accuracy=sum(reward >= 1.0 for reward in rewards) / len(rewards),
-            reward_mean=sum(rewards) / len(rewards),
+            accuracy=score.accuracy,
+            reward_mean=score.reward_mean,
             version_min=min(answer.oldest_version for answer in answers),
             version_max=max(answer.newest_version for answer in answers),
             num_tasks=len(answers),
+            sets={name: _score(rewards) for name, rewards in sorted(by_set.items()) if name},
         )
 
     async def _answer(self, index: int, task: Task) -> Trajectory:
@@ -122,3 +142,8 @@ class Evaluator:
             raise PenstockError(
                 f"evaluation: {task.task_id} failed {MAX_ATTEMPTS} times; the last time: {failure}"
             ) from failure
+
+
+def _score(rewards: Sequence[float]) -> SetScore:
+    solved = sum(reward >= 1.0 for reward in rewards)
+    return SetScore(solved / len(rewards), sum(rewards) / len(rewards), len(rewards))

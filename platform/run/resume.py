@@ -201,7 +201,7 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
 
 def changed_tasks(run_dir: Path, config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each source of tasks that has changed since the run began."""
-    for change in changes(read_data(run_dir), fingerprints(config.env, config.seed)):
+    for change in changes(read_data(run_dir), fingerprints(config.env, config.seed), includes_order=True):
         yield f"env: the tasks have changed: {change}. Bring the data back, or use --allow-changed."
 
 

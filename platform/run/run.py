@@ -294,6 +294,7 @@ class Run:
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + f": accuracy {evaluation.accuracy:.3f}{of_partner} on {evaluation.num_tasks} held-out tasks"
+            + "".join(f", {name} {score.accuracy:.3f} ({score.num_tasks})" for name, score in evaluation.sets.items())
         )
 
     def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,5 +161,6 @@ async def _evaluate(config: RunConfig) -> int:
     async with serving(config, "eval") as (runner, rewards):
         evaluation = await Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens).evaluate(0, tasks)
     figures = {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean, "tasks": evaluation.num_tasks}
-    print(json.dumps({"model": model_path(config), **figures}))
+    sets = {"sets": {name: asdict(score) for name, score in evaluation.sets.items()}} if evaluation.sets else {}
+    print(json.dumps({"model": model_path(config), **figures, **sets}))
     return EXIT_OK

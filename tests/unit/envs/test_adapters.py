@@ -68,14 +68,18 @@ def test_rows_of_a_function_become_chat(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (ROWS, {"prompt_field": "questoin"}, "row 0 of .* has no field 'questoin'.*Did you mean 'question'"),
+        (ROWS, {"prompt_field": "questoin"}, "line 1 has no column 'questoin'.*Did you mean 'question'"),
         (
             [*ROWS, {"question": "?"}],
             {"prompt_field": "question", "required_fields": ["answer"]},
-            "row 100 of .*'answer'",
+            "line 101 has no 'answer'",
         ),
-        ([*ROWS, ROWS[3]], {"prompt_field": "question", "id_field": "key"}, "1 ids of .* more than once, e.g. 'k3'"),
-        ([], {}, "has no rows"),
+        (
+            [*ROWS, ROWS[3]],
+            {"prompt_field": "question", "id_field": "key"},
+            "line 4 and .*line 101 have the same id, 'k3'",
+        ),
+        ([], {}, "is empty"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], settings: dict[str, Any], message: str) -> None:

@@ -52,6 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     pairs = [{"prompt": f"{n}+{n}=", "chosen": f";{2 * n}", "rejected": f";{n}"} for n in range(4096)]
     for name, lines in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_own_rows(tmp_path)
     monkeypatch.syspath_prepend(GUIDES.parents[1] / "examples")  # where some commands go first
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -60,6 +61,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in set(sys.modules) - before:
         if name.startswith("my_"):
             del sys.modules[name]
+
+
+def write_own_rows(folder: Path) -> None:
+    """The files of the guide on datasets."""
+    sums = [(f"{n}+{n + 1}=", f"{2 * n + 1}") for n in range(200)]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in sums]
+    table = ["prompt,answer", *(f"{prompt},{answer}" for prompt, answer in sums)]
+    for name in ("more", "data"):
+        (folder / name).mkdir()
+    for name, part in {"train": lines[:100], "more/one": lines[100:150], "hard": lines[150:]}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(part))
+    for name, part in {"data/train": lines[:100], "data/test": lines[100:]}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(part))
+    for name, part in {"validation": table[:1] + table[151:], "easy": table[:1] + table[101:151]}.items():
+        (folder / f"{name}.csv").write_text("\n".join(part))
+    (folder / "train.csv").write_text("\n".join(["question,Final Answer", *table[1:]]))
 
 
 def commands() -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def write_rows(num_rows: int) -> None:
 def test_a_run_keeps_a_fingerprint_of_its_data_and_is_not_finished_on_other_data():
     write_rows(100)
     data = json.loads((prepare_run_dir(warm_start(*ROWS)) / "data.json").read_text())
-    assert data[""]["num_tasks"] == 100
+    assert sum(split["num_tasks"] for split in data[""]["splits"].values()) == 100
     mark_finished(warm_start(*ROWS))
     assert is_finished(warm_start(*ROWS))
     write_rows(101)
@@ -89,8 +90,8 @@ def test_a_run_keeps_a_fingerprint_of_its_data_and_is_not_finished_on_other_data
 
 def test_a_drawn_source_is_known_by_its_first_tasks_and_streams_by_their_names():
     two, three = (fingerprints(warm_start(f"env.args.digits={digits}").env, 0) for digits in (2, 3))
-    assert two[""]["num_tasks"] is None
-    assert two[""]["digest"] != three[""]["digest"]
+    assert two[""]["splits"] != three[""]["splits"]
+    assert two[""]["splits"].keys() == {"drawn"}
     assert changes(two, three) == [], "another source is no change of one"
     mixed = fingerprints(warm_start("env=arithmetic_mixed").env, 0)
     assert set(mixed) == {"", "easy", "hard"}
@@ -110,5 +111,28 @@ def test_training_that_continues_from_a_policy_of_other_data_reports_it():
     assert warnings() == []
     write_rows(120)
     (warning,) = warnings()
-    assert "had 100 tasks" in warning
-    assert "now 120 tasks" in warning
+    found = re.search(r", train: other tasks, had (\d+) tasks \(\w+\), now (\d+) tasks", warning)
+    assert found, warning
+    assert int(found[1]) < int(found[2])
+
+
+def test_a_changed_seed_is_no_changed_data_and_an_order_is_told_from_other_rows():
+    write_rows(100)
+    for overrides in (ROWS, ["env.args.digits=3"]):
+        before, now = (fingerprints(warm_start(*overrides).env, seed) for seed in (0, 1))
+        assert (before[""]["seed"], now[""]["seed"]) == (0, 1)
+        assert changes(before, now, includes_order=True) == []
+    before = fingerprints(warm_start(*ROWS).env, 0)
+    lines = Path("rows.jsonl").read_text().splitlines()
+    Path("rows.jsonl").write_text("\n".join(reversed(lines)))
+    reordered = fingerprints(warm_start(*ROWS).env, 0)
+    assert changes(before, reordered) == [], "training on the same rows"
+    in_order = changes(before, reordered, includes_order=True)
+    assert [sentence.partition("}], ")[2] for sentence in in_order] == [
+        f"{name}: the same {before['']['splits'][name]['num_tasks']} tasks are in another order"
+        for name in ("train", "held_out")
+    ]
+    Path("rows.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("100", "101")]))
+    (other,) = changes(before, fingerprints(warm_start(*ROWS).env, 0))
+    assert "other tasks" in other
+    assert changes({"": {"source": before[""]["source"], "num_tasks": 100, "digest": "00"}}, before) == []

@@ -1,0 +1,472 @@
+"""Rows of files, `save_to_disk` folders and Hugging Face datasets, each read when it is asked for.
+
+No table is held in memory. Of a text file, the byte and the line where each row begins are kept, 16 bytes per row;
+Parquet files and datasets are memory-mapped by `datasets`. So every row can be reached in any order, and a training
+stream shuffles all rows, however many there are.
+
+| source | read by | where a row is, in messages |
+|---|---|---|
+| `.jsonl`, `.csv`, `.tsv`; `.json` (a list, or one object per line) | this module | file and line, from 1 |
+| `.parquet` | `datasets`, converted to Arrow in its cache | file and row, from 0 |
+| folder of `save_to_disk` or of data files, name on the hub | `datasets` | folder or name, split, and row, from 0 |
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from glob import glob, has_magic
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.import_path import nearest_hint
+
+Row = Mapping[str, Any]
+
+TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv")
+FORMATS = (*TEXT_FORMATS, ".parquet")
+EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+"""Names of splits that are never trained on unless the user says what is held out instead."""
+_OTHER_FORMATS = (".txt", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".xlsx", ".pkl", ".npy", ".yaml")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_UTF8_MARK = b"\xef\xbb\xbf"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+csv.field_size_limit(1 << 27)  # the default, 128 KiB, is below a long document
+
+
+class NotDownloadedError(ConfigError):
+    """A dataset of the hub is not in the local cache, so a dry run, which uses no network, cannot read it."""
+
+
+class RowTable(Protocol):
+    """Rows that are read by index. Reading raises ConfigError, with the place, for a row that is broken."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def where(self, index: int) -> str:
+        """The place of a row, for messages."""
+        ...
+
+    def state(self) -> Hashable:
+        """Equal for equal rows, by the states of their files; None if they are in no file."""
+        ...
+
+
+def open_rows(
+    path: str | Sequence[str],
+    key: str,
+    *,
+    subset: str | None = None,
+    split: str | None = None,
+    default_split: str | None = "train",
+) -> RowTable:
+    """Open the rows at `path`; text files are scanned once for the beginnings of their rows.
+
+    Args:
+        path: A file, a glob pattern, a folder, or the name of a dataset on the hub; or a list of them.
+        key: Configuration key of `path`, for messages.
+        subset: Configuration of a dataset of the hub.
+        split: Split of a dataset; files have none.
+        default_split: The split if `split` is None. None: the only one that the dataset has.
+
+    Raises:
+        NotDownloadedError: If a dataset of the hub is not in the cache, and cannot be downloaded.
+        ConfigError: If something is missing or cannot be read.
+    """
+    places: list[str] = [path] if isinstance(path, str) or not isinstance(path, Sequence) else list(path)
+    if not places or not all(isinstance(place, str) and place for place in places):
+        raise ConfigError(f"{key}={path!r}: expected a path, or a list of paths.")
+    parts: list[RowTable] = []
+    for place in places:
+        files = _files_at(place, key)
+        if files is None:
+            parts.append(_dataset(place, key, subset, split, default_split))
+            continue
+        for name, value in (("split", split), ("subset", subset)):
+            if value is not None:
+                raise ConfigError(
+                    f"{key}={place}: {name}={value} was asked for, but files have no {name}s: all rows would be used. "
+                    f"Leave it out; held_out names the rows for evaluation: held_out={value}.jsonl, or a share, 0.1."
+                )
+        parts += [_parquet(file, key) if file.suffix == ".parquet" else _text(file, key) for file in files]
+    if not any(map(len, parts)):
+        raise ConfigError(f"{key}={path} has no rows.")
+    return parts[0] if len(parts) == 1 else Concatenation(parts)
+
+
+def has_splits(path: str | Sequence[str] | None) -> bool:
+    """Whether `path` is a dataset, which may have splits, instead of files."""
+    if not isinstance(path, str):
+        return False
+    place = Path(path).expanduser()
+    return place.is_dir() or not (place.exists() or _is_local(path))
+
+
+class TextRows:
+    """Rows of a JSONL, CSV or TSV file. All values of CSV and TSV are text."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path = path
+        self._key = key
+        self._starts, self._lines = array("Q"), array("Q")
+        self._delimiter = _DELIMITERS.get(path.suffix)
+        self._header: list[str] = []
+        with self._opened() as file:
+            self._state = _state(file.fileno())
+            mark = file.read(len(_UTF8_MARK)) == _UTF8_MARK
+            file.seek(len(_UTF8_MARK) if mark else 0)
+            if self._delimiter is None:
+                self._scan_json(file)
+            else:
+                self._scan_csv(file, self._delimiter)
+            self._size = file.tell()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        with self._opened() as file:
+            if _state(file.fileno()) != self._state:
+                raise ConfigError(f"{self._key}={self._path} has changed while it was in use: start the run again.")
+            return self._read(file, index)
+
+    def __iter__(self) -> Iterator[Row]:
+        with self._opened() as file:
+            for index in range(len(self)):
+                yield self._read(file, index)
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._lines[index]}"
+
+    def state(self) -> Hashable:
+        return self._path, self._state
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            with self._path.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise ConfigError(f"{self._key}={self._path} cannot be read: {error.strerror}.") from error
+
+    def _scan_json(self, file: Any) -> None:
+        position = file.tell()
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                self._starts.append(position)
+                self._lines.append(number)
+            position += len(line)
+
+    def _scan_csv(self, file: Any, delimiter: str) -> None:
+        position = file.tell()
+
+        def lines() -> Iterator[str]:
+            nonlocal position
+            for number, line in enumerate(file, start=1):
+                position += len(line)
+                yield self._decoded(line, number)
+
+        reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+        number = 1
+        try:
+            self._header = next(reader, [])
+            begin, number = position, reader.line_num + 1
+            for values in reader:
+                if values:
+                    self._starts.append(begin)
+                    self._lines.append(number)
+                begin, number = position, reader.line_num + 1
+        except csv.Error as error:
+            raise ConfigError(f"{self._key}={self._path}: the row at line {number} is broken: {error}.") from error
+        wrong = [name for name in self._header if not name or self._header.count(name) > 1]
+        if wrong:
+            what = f"the column {wrong[0]!r} twice" if wrong[0] else "a column without a name"
+            raise ConfigError(f"{self._key}={self._path}, line 1: the header {self._header} has {what}.")
+
+    def _read(self, file: Any, index: int) -> Row:
+        end = self._starts[index + 1] if index + 1 < len(self) else self._size
+        file.seek(self._starts[index])
+        text = self._decoded(file.read(end - self._starts[index]), self._lines[index])
+        if self._delimiter is not None:
+            lines = io.StringIO(text, newline="\n")  # as the scan: a line ends at its line feed
+            values = next(filter(None, csv.reader(lines, delimiter=self._delimiter, strict=True)))
+            if len(values) != len(self._header):
+                raise ConfigError(
+                    f"{self._key}={self.where(index)} has {len(values)} values, and the header has "
+                    f"{len(self._header)} columns: {self._header}. Text with a comma or a line break has to be in "
+                    'quotes ("...").'
+                )
+            return dict(zip(self._header, values, strict=True))
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {error}") from error
+        return _checked(row, self, index)
+
+    def _decoded(self, line: bytes, number: int) -> str:
+        try:
+            return line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{self._key}={self._path}, line {number + line.count(10, 0, error.start)} is not UTF-8: byte "
+                f"0x{line[error.start]:02x} ({error.reason}). Save the file as UTF-8."
+            ) from error
+
+
+class TableRows:
+    """Rows of a list or of a memory-mapped dataset."""
+
+    def __init__(self, rows: Sequence[Row], name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return _checked(self._rows[index], self, index)
+
+    def __iter__(self) -> Iterator[Row]:
+        if hasattr(self._rows, "iter"):  # a dataset: rows one by one take five times as long
+            for batch in self._rows.iter(batch_size=1000):
+                yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        else:
+            yield from (_checked(row, self, index) for index, row in enumerate(self._rows))
+
+    def where(self, index: int) -> str:
+        return f"{self._name}, row {index}"
+
+    def state(self) -> Hashable:
+        files = [Path(file["filename"]) for file in getattr(self._rows, "cache_files", [])]
+        return (self._name, *((file, file.stat().st_mtime_ns) for file in files)) if files else None
+
+
+class Concatenation:
+    """The rows of several tables, one after the other."""
+
+    def __init__(self, parts: Sequence[RowTable]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        part, within = self._place(index)
+        return self._parts[part][within]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for part in self._parts for row in part)
+
+    def where(self, index: int) -> str:
+        part, within = self._place(index)
+        return self._parts[part].where(within)
+
+    def state(self) -> Hashable:
+        states = tuple(part.state() for part in self._parts)
+        return None if None in states else states
+
+    def _place(self, index: int) -> tuple[int, int]:
+        part = bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)
+
+
+def _checked(row: Any, table: RowTable, index: int) -> Row:
+    """Return `row` if it is a dict.
+
+    Raises:
+        ConfigError: Otherwise.
+    """
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f"env: {table.where(index)} is a {type(row).__name__}; expected a dict, a value for each column."
+        )
+    return row
+
+
+def _files_at(place: str, key: str) -> list[Path] | None:
+    """The files at a place; None if it is a folder or the name of a dataset.
+
+    Raises:
+        ConfigError: If there is no such file, or one of another format.
+    """
+    path = Path(place).expanduser()
+    if path.is_dir():
+        return None
+    files = [path]
+    if not path.exists():
+        if not _is_local(place):
+            return None
+        if not has_magic(place):
+            names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = nearest_hint(path.name, names)
+            raise ConfigError(f"{key}={place}: no such file or folder (looked in {Path.cwd()}).{hint}")
+        files = sorted(Path(one) for one in glob(str(path), recursive=True) if Path(one).is_file())  # noqa: PTH207 - also absolute
+        if not files:
+            raise ConfigError(f"{key}={place}: no file matches (looked in {Path.cwd()}).")
+    for file in files:
+        if file.suffix not in FORMATS:
+            raise ConfigError(f"{key}={file}: a file of rows is one of {', '.join(FORMATS)}. Convert or unpack it.")
+        if not file.is_file():
+            raise ConfigError(f"{key}={file} is not a regular file.")
+        if file.stat().st_size == 0:
+            raise ConfigError(f"{key}={file} is empty: it has no rows.")
+    return files
+
+
+def _is_local(place: str) -> bool:
+    """Whether something that does not exist was meant to be a file, and not a dataset of the hub."""
+    first = place.partition("/")[0]
+    return (
+        has_magic(place)
+        or _HUB_NAME.fullmatch(place) is None
+        or place.endswith((*FORMATS, *_OTHER_FORMATS))
+        or ("/" in place and Path(first).is_dir())
+    )
+
+
+def _text(file: Path, key: str) -> RowTable:
+    if file.suffix == ".json":
+        try:
+            with file.open("rb") as opened:
+                head = opened.read(4096).removeprefix(_UTF8_MARK)
+                is_list = head.lstrip().startswith(b"[")
+                opened.seek(0)
+                rows = json.loads(opened.read().decode("utf-8-sig")) if is_list else None
+        except OSError as error:
+            raise ConfigError(f"{key}={file} cannot be read: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{key}={file} is not JSON: {error}") from error
+        if rows is not None:
+            return TableRows(rows, str(file))
+    return TextRows(file, key)
+
+
+def _parquet(file: Path, key: str) -> RowTable:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(file)
+        with _quiet():
+            return TableRows(datasets.Dataset.from_parquet(str(file)), str(file))
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{key}={file} is no Parquet file: {error}") from error
+    except Exception as error:  # the library raises whatever its parts raise
+        raise ConfigError(f"{key}={file} cannot be read: {_cause(error)}") from error
+
+
+def _dataset(place: str, key: str, subset: str | None, split: str | None, default_split: str | None) -> RowTable:
+    """A folder, or a dataset of the hub."""
+    import datasets
+
+    folder = Path(place).expanduser()
+    name = place if subset is None else f"{place} ({subset})"
+    is_saved = any((folder / written).is_file() for written in ("dataset_dict.json", "state.json"))
+    if folder.is_dir() and not is_saved and not _has_row_files(folder):
+        raise ConfigError(
+            f"{key}={place} is a folder without rows: neither written by save_to_disk (dataset_dict.json, state.json), "
+            f"nor with a file of {', '.join(FORMATS)}."
+        )
+    if is_saved and subset is not None:
+        raise ConfigError(f"{key}={place}: subset={subset} was asked for, and folders of save_to_disk have no subsets.")
+    found: Any
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            found = datasets.DatasetDict.load_from_disk(str(folder))
+        elif (folder / "state.json").is_file():
+            found = datasets.Dataset.load_from_disk(str(folder))
+        else:
+            wanted = split or default_split
+            if folder.is_dir():
+                with _quiet():
+                    loaded = datasets.load_dataset(str(folder.resolve()), subset, split=wanted)
+            else:
+                loaded = datasets.load_dataset(place, subset, split=wanted)
+            found = loaded if wanted is None else {wanted: loaded}
+    except Exception as error:  # the library raises whatever its parts raise
+        raise _load_error(error, name, f"{key}={name}", split or default_split, is_local=folder.is_dir()) from error
+    if isinstance(found, datasets.Dataset):
+        return _saved_table(found, place, key, split, default_split)
+    chosen = split or default_split or (next(iter(found)) if len(found) == 1 else None)
+    if chosen not in found:
+        has = f"{name} has the splits {sorted(found)}"
+        if chosen is None:
+            raise ConfigError(f"{key}: {has}. Name one: {{path: {place}, split: {min(found)}}}.")
+        raise ConfigError(f"{key}={name} has no split {chosen!r}; {has}.{nearest_hint(chosen, found)}")
+    return TableRows(found[chosen], f"{name}, split {chosen}")
+
+
+def _has_row_files(folder: Path) -> bool:
+    """Whether there is one in the folder or in one of its folders, where `datasets` looks; deeper takes too long."""
+    return any(file.suffix in FORMATS for pattern in ("*", "*/*") for file in folder.glob(pattern))
+
+
+def _saved_table(table: Any, place: str, key: str, split: str | None, default_split: str | None) -> RowTable:
+    """A folder of `Dataset.save_to_disk`, which holds one split."""
+    own = None if table.split is None else str(table.split)
+    if split is not None and split != own:
+        holds = "no splits" if own is None else f"only the split {own!r}"
+        raise ConfigError(f"{key}={place}: split={split} was asked for, and the folder has {holds}.")
+    if split is None and default_split == "train" and own in EVALUATION_SPLITS:
+        raise ConfigError(
+            f"{key}={place} holds the split {own!r}, which is not trained on unless split={own} and held_out say so."
+        )
+    return TableRows(table, place)
+
+
+def _load_error(error: Exception, name: str, where: str, split: str | None, *, is_local: bool) -> ConfigError:
+    cause = _cause(error)
+    if is_local or (isinstance(error, ValueError) and "find cache" not in str(error)):
+        return ConfigError(f"{where} cannot be loaded: {cause}")
+    of_split = "it" if split is None else f"split {split!r} of {name}"
+    if os.environ.get("HF_DATASETS_OFFLINE") == "1":
+        return NotDownloadedError(
+            f"{where}: no such file or folder, and {of_split} is not in the local cache, and the network was not used "
+            "(HF_DATASETS_OFFLINE=1; a dry run never uses it)."
+        )
+    return NotDownloadedError(
+        f"{where}: no such file or folder, and {of_split} is not in the local cache and cannot be downloaded "
+        f"({cause}). Without a network, load it once elsewhere and copy HF_DATASETS_CACHE, or save it with "
+        "save_to_disk and give the path of that folder."
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The first cause: `datasets` wraps the error of a file in one that does not name it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _state(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars: the conversion of a local file is no download."""
+    import datasets
+
+    was_off = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_off:
+            datasets.enable_progress_bars()

@@ -1,0 +1,316 @@
+"""Own rows as a user has them: every format, own evaluation rows, and files that cannot work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.adapters.rows import RowTasks
+
+ROWS = [{"prompt": f'{n}+1=\nüber, "{n}"', "answer": str(n + 1)} for n in range(100)]
+FORMATS = ("a.jsonl", "lines.json", "list.json", "a.csv", "a.tsv", "a.parquet", "saved", "saved_splits", "folder")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> str:
+    """Write rows in the format that the end of `name` says; returns the path for the configuration."""
+    path = Path(name)
+    if name.endswith(("jsonl", "lines.json")):
+        path.write_text("\n\n".join(map(json.dumps, rows)))
+    elif name.endswith("list.json"):
+        path.write_text(json.dumps(rows, indent=1))
+    elif name.endswith(("csv", "tsv")):
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), delimiter="," if name.endswith("csv") else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith("saved"):
+        datasets.Dataset.from_list(rows).save_to_disk(name)
+    elif name.endswith("saved_splits"):
+        datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(name)
+    else:
+        path.mkdir()
+        write(f"{name}/rows.jsonl", rows)
+    return name
+
+
+def prompts(tasks: list[Task]) -> set[str]:
+    return {str(task.prompt) for task in tasks}
+
+
+def trained(source: RowTasks, num_tasks: int = 300) -> set[str]:
+    return prompts(list(islice(source.train(), num_tasks)))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_gives_the_same_tasks_in_the_same_order(kind: str) -> None:
+    source = RowTasks(5, write(kind, ROWS))
+    keys = [
+        int.from_bytes(blake2b(json.dumps({"prompt": row["prompt"]}).encode(), digest_size=8).digest(), "big")
+        for row in ROWS
+    ]
+    order = [index for index, key in enumerate(keys) if key % 100 >= 10]
+    held_out = [index for index, key in enumerate(keys) if key % 100 < 10]
+    assert 0 < len(held_out) < 30
+    rng, expected = random.Random("rows/train/5"), []
+    for _ in range(2):
+        rng.shuffle(order)
+        expected += order
+    assert [task.task_id for task in islice(source.train(), len(expected))] == [f"rows/{index}" for index in expected]
+    assert [task.prompt for task in islice(source.train(), 50)] == [ROWS[index]["prompt"] for index in expected[:50]]
+    assert [dict(task.fields) for task in islice(source.train(), 3)] == [
+        {"answer": ROWS[index]["answer"]} for index in expected[:3]
+    ]
+    random.Random("rows/held-out").shuffle(held_out)
+    assert [task.task_id for task in source.held_out(len(held_out))] == [f"rows/{index}" for index in held_out]
+
+
+def test_a_list_and_a_pattern_are_the_rows_of_their_files_in_order(tmp_path: Path) -> None:
+    write("b.jsonl", ROWS[:50])
+    write("a.csv", ROWS[50:])
+    both = RowTasks(0, ["b.jsonl", "a.csv"]).stored()
+    assert {task.prompt for part in both.values() for task in part} == {row["prompt"] for row in ROWS}
+    assert trained(RowTasks(0, f"{tmp_path}/[ab].*")) == trained(RowTasks(0, ["b.jsonl", "a.csv"]))
+    order = {task.task_id: task.prompt for part in RowTasks(0, "*.*").stored().values() for task in part}
+    assert order["rows/0"] == ROWS[50]["prompt"], "a pattern is sorted by name"
+
+
+def test_held_out_rows_come_from_a_share_a_split_or_a_path() -> None:
+    write("train.jsonl", ROWS)
+    shares = [len(trained(RowTasks(0, "train.jsonl", held_out=share))) for share in (0.1, 0.5, 0.9)]
+    assert shares[0] == len(trained(RowTasks(0, "train.jsonl"))), "a tenth is the default"
+    assert 35 <= shares[1] <= 65
+    assert 1 <= shares[2] <= 25
+    own = [{"prompt": "own", "answer": "?"}, ROWS[7]]
+    write("own.csv", own)
+    for location in ("own.csv", ["own.csv"], {"path": "own.csv"}):
+        source = RowTasks(0, "train.jsonl", held_out=location)
+        assert sorted(task.task_id for task in source.held_out(2)) == ["held_out/0", "held_out/1"]
+        assert trained(source) == {row["prompt"] for row in ROWS} - {ROWS[7]["prompt"]}
+    with pytest.raises(ValueError, match=r"has 2 tasks, 3 were asked for"):
+        source.held_out(3)
+    splits = {"train": ROWS[:60], "test": ROWS[60:]}
+    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk("both")
+    source = RowTasks(0, "both", held_out="test")
+    assert trained(source) == {row["prompt"] for row in ROWS[:60]}
+    assert prompts(source.held_out(40)) == {row["prompt"] for row in ROWS[60:]}
+    other = RowTasks(0, "train.jsonl", held_out={"path": "both", "split": "test"})
+    assert prompts(other.held_out(40)) == {row["prompt"] for row in ROWS[60:]}
+
+
+def test_several_evaluation_sets_take_turns_and_their_tasks_carry_their_names() -> None:
+    write("train.jsonl", ROWS)
+    write("easy.csv", [{"prompt": f"easy {n}"} for n in range(10)])
+    write("hard.jsonl", [{"prompt": f"hard {n}"} for n in range(3)])
+    source = RowTasks(0, "train.jsonl", held_out={"easy": "easy.csv", "hard": ["hard.jsonl"]})
+    assert [task.evaluation_set for task in source.held_out(8)] == ["easy", "hard"] * 3 + ["easy"] * 2
+    assert all(str(task.prompt).startswith(task.evaluation_set) for task in source.held_out(13))
+    assert len({task.task_id for task in source.held_out(13)}) == 13
+    assert list(source.stored()) == ["train", "held_out/easy", "held_out/hard"]
+    assert {next(source.train()).evaluation_set} == {""}
+
+
+def test_columns_are_renamed_and_ids_of_evaluation_rows_never_meet_those_of_training_rows() -> None:
+    rows = [{"No.": n, "Final Answer": f"{n}", "question": f"{n}?", "note": "x"} for n in range(40)]
+    write("rows.csv", rows)
+    write("own.csv", [row | {"question": f"own {row['question']}"} for row in rows])
+    source = RowTasks(
+        0, "rows.csv", held_out="own.csv", prompt_field="question", id_field="No.", columns={"answer": "Final Answer"}
+    )
+    task = next(source.train())
+    assert task.fields == {"answer": task.task_id, "note": "x"}, "a column that is no name is left out"
+    assert {one.task_id for one in source.held_out(40)} == {f"held_out/{n}" for n in range(40)}
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.csv", "a.parquet", "saved", "folder"])
+def test_rows_are_checked_once_and_again_when_their_file_or_the_arguments_have_changed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    as_task = RowTasks._as_task
+    monkeypatch.setattr(RowTasks, "_as_task", lambda *args: read.append(args[2]) or as_task(*args))
+    path = write(kind, ROWS)
+    for settings, num_read in (({}, 101), ({}, 1), ({"chat": True}, 101), ({"held_out": 0.5}, 1)):
+        read.clear()
+        next(RowTasks(0, path, **settings).train())
+        assert len(read) == num_read, settings
+    if kind == "saved":
+        shutil.rmtree(kind)
+    write(f"{kind}/rows.jsonl" if kind == "folder" else kind, ROWS[:50])
+    read.clear()
+    next(RowTasks(0, path).train())
+    assert len(read) == 51
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "saved"])
+def test_chat_messages_are_prompts_and_empty_columns_of_a_message_are_left_out(kind: str) -> None:
+    chat = [{"role": "system", "content": "Add.", "name": None}, {"role": "user", "content": "1+1", "name": "Ada"}]
+    source = RowTasks(0, write(kind, [{"prompt": chat}]), held_out=write("own.jsonl", [{"prompt": "own"}]))
+    assert next(source.train()).prompt == [{"role": "system", "content": "Add."}, chat[1]]
+
+
+def test_rows_are_read_from_the_file_when_they_are_asked_for() -> None:
+    source = RowTasks(0, write("rows.jsonl", ROWS))
+    tasks = source.train()
+    next(tasks)
+    write("rows.jsonl", ROWS[:99])
+    with pytest.raises(ConfigError, match=r"rows\.jsonl has changed while it was in use"):
+        next(tasks)
+
+
+def bad_bytes(name: str, content: bytes) -> Callable[[], str]:
+    def make() -> str:
+        Path(name).write_bytes(content)
+        return name
+
+    return make
+
+
+GOOD = b'{"prompt": "1", "answer": "1"}\n'
+BROKEN: dict[str, tuple[Callable[[], str], str]] = {
+    "missing": (
+        lambda: write("rows.jsonl", ROWS) and "rowz.jsonl",
+        "rowz.jsonl: no such file.*Did you mean 'rows.jsonl'",
+    ),
+    "missing folder": (lambda: "data/set/rows", "no such file or folder"),
+    "folder in a folder": (lambda: Path("data").mkdir() or "data/rows", "data/rows: no such file or folder"),
+    "home": (lambda: "~/no_such_rows.csv", "no such file"),
+    "pattern": (lambda: "part-*.jsonl", r"part-\*.jsonl: no file matches"),
+    "empty folder": (lambda: Path("none").mkdir() or "none", "none is a folder without rows"),
+    "empty": (bad_bytes("rows.csv", b""), "rows.csv is empty"),
+    "blank": (bad_bytes("rows.jsonl", b"\n \n"), "rows.jsonl has no rows"),
+    "header only": (bad_bytes("rows.csv", b"prompt,answer\n"), "rows.csv has no rows"),
+    "other format": (bad_bytes("rows.txt", b"1\n"), r"a file of rows is one of \.jsonl"),
+    "no json": (bad_bytes("rows.jsonl", GOOD + b"\n{oops\n"), r"rows.jsonl, line 3 is not JSON"),
+    "cut off": (bad_bytes("rows.jsonl", GOOD * 3 + GOOD[:17]), r"rows.jsonl, line 4 is not JSON"),
+    "no object": (bad_bytes("rows.jsonl", GOOD + b"[1]\n"), r"rows.jsonl, line 2 is a list; expected a dict"),
+    "no object in a list": (bad_bytes("rows.json", b"[1]"), r"rows.json, row 0 is a int"),
+    "deep": (bad_bytes("rows.jsonl", GOOD + b"[" * 100_000), r"rows.jsonl, line 2 is not JSON"),
+    "latin-1": (bad_bytes("rows.jsonl", GOOD + '{"prompt": "ü"}'.encode("latin-1")), "line 2 is not UTF-8: byte 0xfc"),
+    "latin-1 csv": (bad_bytes("rows.csv", "prompt\na\nü\n".encode("latin-1")), "rows.csv, line 3 is not UTF-8"),
+    "utf-16": (bad_bytes("rows.jsonl", GOOD.decode().encode("utf-16")), "line 1 is not UTF-8: byte 0xff"),
+    "zeros": (bad_bytes("rows.jsonl", b"\0" * 64), "line 1 is not JSON"),
+    "ragged": (bad_bytes("rows.csv", b"prompt,answer\n1,2\n\n3\n"), "rows.csv, line 4 has 1 values.* 2 columns"),
+    "open quote": (bad_bytes("rows.csv", b'prompt\n1\n"2\n3\n'), "the row at line 3 is broken: unexpected end of data"),
+    "twice": (bad_bytes("rows.csv", b"prompt,prompt\n1,2\n"), "has the column 'prompt' twice"),
+    "nameless": (bad_bytes("rows.csv", b"prompt,\n1,2\n"), "has a column without a name"),
+    "wrong column": (bad_bytes("rows.csv", b"promt\n1\n"), "line 2 has no column 'prompt'; .*Did you mean 'promt'"),
+    "empty prompt": (bad_bytes("rows.csv", b"prompt,answer\n1,1\n,2\n"), "rows.csv, line 3 has the prompt ''"),
+    "null prompt": (bad_bytes("rows.jsonl", GOOD + b'{"prompt": null}'), "line 2 has the prompt None"),
+    "number": (bad_bytes("rows.jsonl", b'{"prompt": 3}'), "line 1 has the prompt 3; expected valid text"),
+    "half a pair": (bad_bytes("rows.jsonl", b'{"prompt": "\\ud800"}'), "line 1 has the prompt .*expected valid text"),
+    "no role": (bad_bytes("rows.jsonl", b'{"prompt": [{"content": "1"}]}'), "line 1 has the prompt .*role and content"),
+    "no parquet": (bad_bytes("rows.parquet", GOOD), "rows.parquet is no Parquet file"),
+    "cut parquet": (lambda: cut(write("rows.parquet", ROWS)), "rows.parquet is no Parquet file"),
+    "damaged parquet": (lambda: damage(write("rows.parquet", ROWS)), "rows.parquet cannot be read"),
+    "damaged folder": (lambda: damage(write("saved", ROWS) + "/state.json") and "saved", "saved cannot be loaded"),
+    "link": (lambda: Path("rows.jsonl").symlink_to("gone") or "rows.jsonl", "rows.jsonl: no such file"),
+    "device": (lambda: "/dev/null", "a file of rows is one of"),
+}
+
+
+def cut(name: str) -> str:
+    content = Path(name).read_bytes()
+    Path(name).write_bytes(content[: len(content) // 2])
+    return name
+
+
+def damage(name: str) -> str:
+    content = bytearray(Path(name).read_bytes())
+    content[4:40] = b"\xff" * 36
+    Path(name).write_bytes(content)
+    return name
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
+    make, message = BROKEN[kind]
+    path = make()
+    write("good.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=message):
+        next(RowTasks(0, path).train())
+    with pytest.raises(ConfigError, match=message):
+        RowTasks(0, "good.jsonl", held_out={"path": path}).held_out(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "test"}, "split=test was asked for, but files have no splits.*held_out=test.jsonl"),
+        ({"split": "train"}, "files have no splits"),
+        ({"subset": "main"}, "files have no subsets"),
+        ({"path": "saved", "subset": "main"}, "folders of save_to_disk have no subsets"),
+        ({"held_out": "test"}, "held_out=test: rows.jsonl has no splits"),
+        ({"held_out": "tset.jsonl"}, "held_out=tset.jsonl: no such file"),
+        ({"held_out": 1}, "held_out=1: a share is above 0 and below 1"),
+        ({"held_out": 0.0}, "a share is above 0"),
+        ({"held_out": True}, "a share is above 0"),
+        ({"held_out": float("nan")}, "a share is above 0"),
+        ({"held_out": {}}, "it is empty"),
+        ({"held_out": {"a/b": "rows.jsonl"}}, "'a/b' is no name"),
+        ({"held_out": {"easy": 0.1}}, r"held_out\.easy=0\.1: expected a split, a path or a section"),
+        ({"held_out": {"easy": {"path": "rows.jsonl", "spilt": "x"}}}, r"held_out\.easy=.*Did you mean 'split'"),
+        ({"held_out": {"easy": "rowz.jsonl"}}, r"held_out\.easy=rowz\.jsonl: no such file"),
+        ({"held_out": "rows.jsonl"}, "all 100 rows of rows.jsonl are held out"),
+        ({"columns": {"answer": "anser"}}, r"columns\.answer=anser: .*line 1 has no column 'anser'.*'answer'"),
+        ({"columns": {"prompt": "answer"}}, "write prompt_field=answer"),
+        ({"columns": {"a b": "answer"}}, "'a b' is no name"),
+        ({"required_fields": ["anser"]}, "line 1 has no 'anser'.*Did you mean 'answer'"),
+        ({"path": []}, "expected a path"),
+        ({"path": 3}, "expected a path"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
+    write("rows.jsonl", ROWS)
+    write("saved", ROWS)
+    with pytest.raises(ConfigError, match=message):
+        next(RowTasks(0, **{"path": "rows.jsonl"} | settings).train())
+
+
+def test_no_test_split_is_trained_on_unless_the_user_says_what_is_held_out() -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(test=rows).save_to_disk("only_test")
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk("both")
+    datasets.Dataset.from_list(ROWS, split="test").save_to_disk("one_test")
+    Path("files").mkdir()
+    write("files/test.jsonl", ROWS)
+    refusals = {
+        "only_test": "has no split 'train'; only_test has the splits \\['test'\\]",
+        "one_test": "one_test holds the split 'test', which is not trained on",
+        "files": 'Unknown split "train"',
+    }
+    for path, message in refusals.items():
+        with pytest.raises(ConfigError, match=message):
+            next(RowTasks(0, path).train())
+        with pytest.raises(ConfigError, match="To evaluate on test, write held_out=test instead"):
+            next(RowTasks(0, path, split="test").train())
+        assert trained(RowTasks(0, path, split="test", held_out=0.1))
+    with pytest.raises(
+        ConfigError, match=re.escape("held_out=tset: path=both has no split 'tset'; both has the splits")
+    ):
+        next(RowTasks(0, "both", held_out="tset").train())
+    with pytest.raises(ConfigError, match="held_out=train is the split that is trained on"):
+        next(RowTasks(0, "both", held_out="train").train())
+    with pytest.raises(ConfigError, match=r"both has the splits \['test', 'train'\]. Name one"):
+        next(RowTasks(0, "files/test.jsonl", held_out={"path": "both"}).train())
