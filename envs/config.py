@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+
 STRICT, PROCESS = "strict", "process"
 
 
@@ -55,7 +57,7 @@ class StreamConfig(BaseModel):
         gate_groups: Number of groups in that mean.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     factory: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
@@ -81,14 +83,14 @@ class EpisodeConfig(BaseModel):
             section: also in a sandbox, with the permissions of the section.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_turns: int = Field(default=8, ge=1)
     max_tokens: int | None = Field(default=None, ge=2)
     max_threads: int = Field(default=8, ge=1)
-    timeout_s: float = Field(default=30.0, gt=0)
-    startup_timeout_s: float = Field(default=120.0, gt=0)
-    num_workers: int = Field(default=1, ge=1)
+    timeout_s: float = Field(default=30.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
+    startup_timeout_s: float = Field(default=120.0, ge=1, le=MAX_TIMEOUT_S)
+    num_workers: int = Field(default=1, ge=1, le=10_000)
     max_memory_gib: float | None = Field(default=8.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
     isolation: Isolation = None
@@ -181,7 +183,7 @@ class RewardPartConfig(BaseModel):
 
     fn: str
     args: dict[str, Any] = Field(default_factory=dict)
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     clip: tuple[float, float] | None = None
 
 
@@ -209,17 +211,17 @@ class RewardConfig(BaseModel):
             results of each pure part.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     fn: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     parts: dict[str, RewardPartConfig] = Field(default_factory=dict)
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: int = Field(default=1, ge=1, le=10_000)
     pool: str | None = None
     num_parameters: int | None = Field(default=None, gt=0)
-    startup_timeout_s: float = Field(default=120.0, gt=0)
-    timeout_s: float = Field(default=10.0, gt=0)
-    max_concurrency: int = Field(default=256, ge=1)
+    startup_timeout_s: float = Field(default=120.0, ge=1, le=MAX_TIMEOUT_S)
+    timeout_s: float = Field(default=10.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
+    max_concurrency: int = Field(default=256, ge=1, le=100_000)
     max_attempts: int = Field(default=2, ge=1)
     max_memory_gib: float | None = Field(default=4.0, gt=0)
     max_processes: int = Field(default=256, ge=1)

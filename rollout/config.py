@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.rollout.pool.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25
@@ -27,10 +28,10 @@ class VllmEngineConfig(BaseModel):
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     type: Literal["vllm"]
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=65_536)
     tensor_parallel_size: int = Field(default=1, ge=1)
     kv_cache_gib: float | None = Field(default=None, gt=0)
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -74,7 +75,7 @@ class TorchEngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["torch"]
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=65_536)
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
     deterministic: bool = False
 
@@ -95,7 +96,7 @@ class SamplingConfig(BaseModel):
         temperature: Applied by the engine and, identically, by the trainer's logprobs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(default=1.0, gt=0, le=10)
@@ -116,13 +117,13 @@ class RolloutConfig(BaseModel):
         start_timeout_s: Longest wait for all engines to start, seconds.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     engine: EngineConfig
-    num_engines: int = Field(default=1, ge=1)
+    num_engines: int = Field(default=1, ge=1, le=10_000)
     sampling: SamplingConfig
-    request_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, ge=1, le=MAX_TIMEOUT_S)
     max_resumes: int = Field(default=3, ge=0)
     max_engine_restarts_per_hour: int = Field(default=6, ge=0)
     routing: RoutingName = "prefix_aware"
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, ge=1, le=MAX_TIMEOUT_S)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.trainer.algorithms.catalog import find, known
 from penstock.trainer.algorithms.config import (
     AdvantageConfig,
@@ -30,10 +31,10 @@ class OptimizerConfig(BaseModel):
     """AdamW (torch), with linear warm-up to a learning rate that is constant or decays.
 
     Attributes:
-        lr: Learning rate.
+        lr: Learning rate. AdamW changes a weight by about this much per step.
         betas: Decay of the first and the second moment; each in [0, 1).
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Decoupled weight decay; a step multiplies weights by 1 - lr x weight_decay.
         warmup_steps: Optimizer steps of linear warm-up.
         decay_steps: Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
             `final_lr_ratio` of it, where it stays; 0 is constant.
@@ -41,12 +42,12 @@ class OptimizerConfig(BaseModel):
         gradient_clip_norm: The global gradient norm is clipped to this.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0, le=1)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
     decay_steps: int = Field(default=0, ge=0)
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -105,7 +106,7 @@ class TrainerConfig(BaseModel):
         step_timeout_s: Longest wait for one training step, seconds.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     backend: Literal["deepspeed", "torch"] = "deepspeed"
     num_ranks: int = Field(default=1, ge=1)
@@ -120,8 +121,8 @@ class TrainerConfig(BaseModel):
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    step_timeout_s: float = Field(default=1800.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, ge=1, le=MAX_TIMEOUT_S)
+    step_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
 
     @property
     def data_parallel_size(self) -> int:
@@ -154,7 +155,7 @@ class AlgorithmConfig(BaseModel):
         entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     advantage: AdvantageConfig = GrpoConfig()
     reward_weights: dict[str, float] = Field(default_factory=dict)
@@ -212,7 +213,7 @@ class CriticOptimizerConfig(OptimizerConfig):
         lr: Learning rate. It is ten times the policy's, because values are learned from scratch.
     """
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=1)
 
 
 class CriticConfig(BaseModel):
@@ -225,7 +226,7 @@ class CriticConfig(BaseModel):
         value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     path: str | None = None
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
@@ -276,7 +277,7 @@ class SftConfig(BaseModel):
         reuse: Do nothing where the run directory holds a finished run of the same configuration.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     batch_size: int = Field(gt=0)
     max_steps: int = Field(gt=0)
@@ -298,7 +299,7 @@ class PreferenceConfig(BaseModel):
         beta: β of DPO; a reward model always has 1.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     batch_size: int = Field(gt=0)
     num_steps: int = Field(gt=0)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+
 NUM_BUFFERS = 2
 """Versions kept in shared memory: one is written while another may still be read. With staging=bucket: 1."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
@@ -42,7 +44,7 @@ class WeightsConfig(BaseModel):
             `multi_version`; after it they are frozen for the swap as with `keep_kv`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group", "gather"] = "auto"
     codec: CodecName = "full"
@@ -51,8 +53,8 @@ class WeightsConfig(BaseModel):
     staging: Literal["shard", "bucket"] = "shard"
     update_mode: UpdateMode = "keep_kv"
     probe_every: int = Field(default=20, ge=0)
-    timeout_s: float = Field(default=120.0, gt=0)
-    drain_timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=120.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
+    drain_timeout_s: float = Field(default=300.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
 
     @property
     def num_buffers(self) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from types import BuiltinFunctionType
+from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.envs.import_path import nearest_hint
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
@@ -58,12 +62,54 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
     """Report combinations within the section that cannot work."""
     yield from map(error, algorithm_violations(config.algorithm))
-    for entry in (find("advantage", config.algorithm.advantage.name), find("loss", config.algorithm.loss.name)):
-        if entry.is_own:
-            try:
-                entry.load()
-            except ConfigError as problem:
-                yield from (error(violation, f"algorithm.{entry.kind}") for violation in problem.violations)
+    advantage, loss = find("advantage", config.algorithm.advantage.name), find("loss", config.algorithm.loss.name)
+    for entry, parameters in ((advantage, ("rewards", "config")), (loss, ("tokens", "config"))):
+        if not entry.is_own:
+            continue
+        key = f"algorithm.{entry.kind}.function"
+        try:
+            function = entry.load()
+        except ConfigError as problem:
+            yield from (error(violation, key) for violation in problem.violations)
+            continue
+        if wrong := misfit(function, parameters):
+            yield error(f"{key}={entry.name!r} {wrong}", key)
+
+
+def misfit(function: Callable[..., Any], parameters: Sequence[str]) -> str:
+    """Return why a user's function cannot be called with these positional arguments; empty if it can.
+
+    Args:
+        function: The function, or an object that can be called.
+        parameters: Names of the arguments, for the message.
+    """
+    call = f"({', '.join(parameters)})"
+    if isinstance(function, type | BuiltinFunctionType):
+        kind = "class" if isinstance(function, type) else "builtin function"
+        return f"is a {kind}, but would be called with {call}. Name a function of yours."
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of an extension module, without a signature
+        return ""
+    try:
+        signature.bind(*parameters)
+    except TypeError as problem:
+        return f"takes {signature}, but would be called with {call}: {problem}. Change its parameters."
+    return ""
+
+
+def check_reward_parts(config: RunConfig) -> Iterator[Finding]:
+    """Check that parts of the reward that settings name are among `reward.parts`. Parts of a function are not known."""
+    parts, named = config.reward.parts, [("algorithm.reward_weights", name) for name in config.algorithm.reward_weights]
+    if config.dataflow.filters.zero_variance_part is not None:
+        named.append(("dataflow.filters.zero_variance_part", config.dataflow.filters.zero_variance_part))
+    for key, name in named if parts else ():
+        if name.partition("/")[0] not in parts:
+            yield error(
+                f"{key} names {name}, which is none of reward.parts: every group would fail for lack of it. "
+                f"Parts: {', '.join(parts)}.{nearest_hint(name, parts)}",
+                "reward.parts",
+            )
 
 
 def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
@@ -294,5 +340,5 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
 
 ALGORITHM_CHECKS = (
     check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher, check_lora_reference,
-    check_algorithm_limits, check_algorithm_bias, check_partner,
+    check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
 )  # fmt: skip

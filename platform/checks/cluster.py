@@ -23,6 +23,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from too_few or check_memory(config, command)
     if command not in WITHOUT_ENGINES:
         yield from check_engine_device(config)
+        yield from check_cpu_engines(config)
         yield from check_kv_cache(config)
         yield from check_tensor_parallel(config)
     if command == "train":
@@ -120,6 +121,28 @@ def check_engine_device(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"model.attention=flash_attention_2 needs GPUs, but {name} is a CPU pool. Use model.attention=sdpa.",
             "cluster",
+        )
+
+
+def check_cpu_engines(config: RunConfig) -> Iterator[Finding]:
+    """Check that a CPU pool has a slot for each rank of an engine, and warn of engines that share slots."""
+    name, rollout = config.cluster.rollout_pool, config.rollout
+    pool, tp_size = config.cluster.pools[name], rollout.engine.tensor_parallel_size
+    if pool.device == "cpu" and tp_size > pool.count:
+        yield error(
+            f"rollout.engine.tensor_parallel_size={tp_size} is above cluster.pools.{name}.count={pool.count}: the "
+            "ranks of an engine compute at the same time and wait for the slowest, so each needs a CPU slot of its "
+            f"own. Use at most {pool.count}, or a larger pool.",
+            "rollout.engine",
+            "cluster.pools",
+        )
+    elif pool.device == "cpu" and rollout.num_engines * tp_size > pool.count:
+        yield warning(
+            f"rollout.num_engines={rollout.num_engines} with cluster.pools.{name}.count={pool.count}: "
+            f"{rollout.num_engines * tp_size} engine processes share {pool.count} CPU slots, so they slow one another "
+            "down. Use fewer engines, or a larger pool.",
+            "rollout.engine",
+            "cluster.pools",
         )
 
 

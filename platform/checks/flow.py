@@ -11,7 +11,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import stream_violations
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
-from penstock.platform.checks.algorithm import cannot_divide, unequal_work
+from penstock.platform.checks.algorithm import cannot_divide, misfit, unequal_work
 from penstock.platform.cluster.memory import (
     PAYLOAD_BYTES_PER_TOKEN,
     kv_cache_gib,
@@ -19,7 +19,7 @@ from penstock.platform.cluster.memory import (
     sequence_kv_gib,
 )
 from penstock.platform.config.findings import Finding, error, warning
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import EvaluationConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
@@ -114,6 +114,18 @@ def check_pace(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def check_evaluation(config: RunConfig) -> Iterator[Finding]:
+    """Check that an evaluation during training has no more tasks than there are held-out ones."""
+    evaluation = config.evaluation
+    default = EvaluationConfig().num_tasks_during_training
+    if default != evaluation.num_tasks_during_training > evaluation.num_tasks:
+        yield error(
+            f"evaluation.num_tasks_during_training={evaluation.num_tasks_during_training} is above evaluation.num_tasks"
+            f"={evaluation.num_tasks}: the tasks of an evaluation during training are the first of those. Use at most "
+            f"{evaluation.num_tasks}, or a larger num_tasks."
+        )
+
+
 def check_gang(config: RunConfig) -> Iterator[Finding]:
     """Check that all members of a gang fit on one engine at once and start at one version."""
     flow, engine, weights = config.dataflow, config.rollout.engine, config.weights
@@ -151,12 +163,12 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
     """Check that hooks named by import path resolve and have the method that is called."""
     flow, env = config.dataflow, config.env
     hooks = (
-        ("dataflow.group_sizing", flow.group_sizing, "group_size"),
-        ("dataflow.length_limiting", flow.length_limiting, "max_new_tokens"),
-        ("env.curriculum", env.curriculum, "weights"),
-        ("dataflow.filters.user", flow.filters.user, "__call__"),
+        ("dataflow.group_sizing", flow.group_sizing, "group_size", ("task", "stream")),
+        ("dataflow.length_limiting", flow.length_limiting, "max_new_tokens", ("task", "stream")),
+        ("env.curriculum", env.curriculum, "weights", ("version", "rewards")),
+        ("dataflow.filters.user", flow.filters.user, "__call__", ("trajectories",)),
     )
-    for key, path, method in hooks:
+    for key, path, method, parameters in hooks:
         if path is None or (path == BY_SUCCESS and key.startswith("dataflow.")):
             continue
         try:
@@ -167,6 +179,8 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
         if not callable(getattr(target, method, None)) or isinstance(target, type):
             what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
             yield error(f"{key}={path!r} is a {type(target).__name__} and {what}. Name an object that can be used.")
+        elif wrong := misfit(target if method == "__call__" else getattr(target, method), parameters):
+            yield error(f"{key}={path!r} {wrong}", key)
 
 
 def check_streams(config: RunConfig) -> Iterator[Finding]:
@@ -189,4 +203,4 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-FLOW_CHECKS = (check_dataflow, check_pace, check_gang, check_hooks, check_streams)
+FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_gang, check_hooks, check_streams)

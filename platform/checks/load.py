@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.imports import check_imports
 from penstock.platform.checks.machine import awaits_warm_start, check_machine
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import compose_all
@@ -48,6 +49,8 @@ def load_config(
     config = composition.config
     if config is None:
         raise ConfigError(composition.problems)
+    if harmful := composition.relevant(check_imports(config)):  # all further checks import the same modules
+        raise ConfigError([*composition.problems, *(finding.message for finding in harmful)])
     findings = check_config(config, command)
     if not list(check_pools(config)):  # these checks place roles on pools
         findings += check_machine(config, command)

@@ -43,6 +43,8 @@ _SHAPE_KEYS = {
     "moe_intermediate_size": "expert_size",
     "shared_expert_intermediate_size": "shared_expert_size",
 }
+_SYSTEM_FOLDERS = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys")
+_MAX_NAME_BYTES = 255
 _LOG_GIB = 0.5
 """Metrics, sampled trajectories, reports and Ray's logs of one run, GiB."""
 
@@ -61,6 +63,7 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
             yield from check_run_dir(config)
         yield from check_disk(config, command)
     if config.cluster.address == "local":
+        yield from check_threads(config)
         yield from check_driver(config, command)
         yield from check_free_memory(config, command)
         if command not in WITHOUT_ENGINES:
@@ -70,6 +73,9 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
     """Check that the run directory is new, empty or may be overwritten, and that it is writable."""
     path = Path(config.run_dir)
+    if reason := unusable_path(config.run_dir):
+        yield error(f"run_dir={config.run_dir!r:.100} {reason}", "name")
+        return
     if path.resolve() in (Path.cwd(), *Path.cwd().parents):
         yield error(
             f"run_dir={path} is the working directory or contains it: a run owns its directory, and overwrite=true "
@@ -85,6 +91,27 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
         return
     elif refusal := occupied(config):
         yield error(refusal, "run_dir", "name", "overwrite")
+
+
+def unusable_path(path: str) -> str:
+    """Return why no run can be written to a path, whatever the machine has there; empty if nothing speaks against it.
+
+    Files that exist are not looked at.
+    """
+    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if path.startswith("~"):
+        return (
+            "begins with ~, which only a shell replaces by your home directory: a folder of the name ~ would be made "
+            'here. Write run_dir="$HOME/...".'
+        )
+    if not path.isprintable():
+        return "has a control character, such as a line break. Use letters, digits and . _ - /."
+    if longest > _MAX_NAME_BYTES:
+        return f"has a folder whose name takes {longest} bytes, but file systems allow {_MAX_NAME_BYTES}. Shorten it."
+    folder = next((one for one in _SYSTEM_FOLDERS if Path(path).absolute().is_relative_to(one)), None)
+    if folder is not None and not Path(path).absolute().is_relative_to("/dev/shm"):  # noqa: S108 - a disk in memory
+        return f"is in {folder}, which belongs to the operating system. Use a folder of your own."
+    return ""
 
 
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
@@ -139,6 +166,17 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
                 f"({cache}), and all processes would download it at once. Download it first: `hf download {path}`.",
                 "seed",
             )
+
+
+def check_threads(config: RunConfig) -> Iterator[Finding]:
+    """Warn of more threads in one process on a CPU pool than this machine has CPUs."""
+    cluster, num_cpus = config.cluster, os.cpu_count() or 1
+    has_cpu_pool = any(cluster.pools[name].device == "cpu" for name in (cluster.trainer_pool, cluster.rollout_pool))
+    if has_cpu_pool and cluster.threads_per_process > num_cpus:
+        yield warning(
+            f"cluster.threads_per_process={cluster.threads_per_process}, but this machine has {num_cpus} CPUs: the "
+            f"threads of each process wait for one another. Use at most {num_cpus}."
+        )
 
 
 def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from penstock.dataflow.errors import PenstockError
 from penstock.envs.fingerprint import Fingerprint, fingerprints
@@ -24,6 +28,11 @@ _WRITTEN_BY_A_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
 def occupied(config: RunConfig) -> str | None:
     """Return why the run directory cannot be used for a new run; None if it can."""
     run_dir = Path(config.run_dir)
+    if outer := next((folder for folder in run_dir.absolute().parents if is_run_dir(folder)), None):
+        return (
+            f"run_dir={run_dir} is inside {outer}, the directory of another run, which may delete it. Use a directory "
+            "beside that one."
+        )
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return None
     if not config.overwrite:
@@ -36,7 +45,45 @@ def occupied(config: RunConfig) -> str | None:
             f"run_dir={run_dir} has files, but none that a run writes ({', '.join(_WRITTEN_BY_A_RUN)}): "
             "overwrite=true deletes only runs. Use another run_dir, or delete it yourself."
         )
-    return None
+    return next(_would_be_lost(config, run_dir), None)
+
+
+def _would_be_lost(config: RunConfig, run_dir: Path) -> Iterator[str]:
+    """Yield what overwrite=true would delete besides an earlier run of the same name."""
+    for key, value in _texts(config.model_dump(mode="json", exclude={"run_dir"})):
+        path = Path.home() / value[2:] if value.startswith("~/") else Path(value)
+        if value.isprintable() and path.absolute().is_relative_to(run_dir.absolute()) and path.exists():
+            yield (
+                f"run_dir={run_dir} with overwrite=true would delete {key}={value}, which this run reads. Use another "
+                "run_dir or name."
+            )
+    inner = [path.parent for path in (*run_dir.glob("*/*"), *run_dir.glob("*/*/*")) if path.name == ENVIRONMENT_FILE]
+    if inner:
+        yield (
+            f"run_dir={run_dir} with overwrite=true would delete {len(inner)} other runs inside it, such as "
+            f"{inner[0]}. Use another run_dir, or delete them yourself."
+        )
+    try:
+        earlier = yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return  # it was killed before it had written its configuration, or the file is broken
+    if earlier != config.name:
+        yield (
+            f"run_dir={run_dir} holds the run {earlier}, and this one is name={config.name}: overwrite=true replaces "
+            f"only a run of the same name. Use another run_dir, name={earlier}, or delete it yourself."
+        )
+
+
+def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key, and value, of every non-empty text."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _texts(value, key)
+    elif isinstance(tree, str) and tree:
+        yield key, tree
 
 
 def is_finished(config: RunConfig) -> bool:

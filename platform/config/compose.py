@@ -7,7 +7,7 @@ on the result, and findings that depend on a replaced key are omitted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,21 @@ from yaml import YAMLError
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.field_errors import describe_errors, locate, nearest_choice, nearest_key
 from penstock.platform.config.findings import Finding
-from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides
+from penstock.platform.config.overrides import (
+    CONF_DIR,
+    Overrides,
+    find_groups,
+    shadowed_files,
+    sort_overrides,
+    unreadable_files,
+)
 from penstock.platform.config.schema import RunConfig
 
 Raw = dict[str, Any]
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError)
+"""What Hydra and OmegaConf raise for files and overrides that they cannot use."""
+_LARGEST = 2**53
+"""Larger integers are not exact in metrics, and from 2^63 torch and vLLM refuse them."""
 
 
 @dataclass(slots=True)
@@ -62,6 +72,8 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the folder of your config groups."])
     if config_dir is not None:
+        if unreadable := unreadable_files(config_dir):
+            raise ConfigError(unreadable)
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
     overrides = sort_overrides(typed, groups)
@@ -128,12 +140,18 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
     """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
     for _ in range(3):
+        wrong = {
+            key: f"{key}={value} is out of range: whole numbers go up to 2^53 = {_LARGEST}, since larger ones are not "
+            "exact in metrics."
+            for key, value in _huge_integers(raw)
+        }
         try:
             # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
             result.config = RunConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
-            return
         except ValidationError as error:
-            wrong = describe_errors(error, overrides.typed)
+            wrong |= describe_errors(error, overrides.typed)
+        if not wrong:
+            return
         fresh = [path for path in wrong if path not in result.wrong_paths]
         result.problems += [wrong[path] for path in fresh]
         result.wrong_paths += fresh
@@ -141,6 +159,18 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
             base = _compose_base(overrides.choices, config_dir)
         for path in wrong:
             _replace(raw, base, path.split("."))
+
+
+def _huge_integers(raw: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """The keys whose values, or values in a list of theirs, are integers too large to be meant, with these."""
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            yield from _huge_integers(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(raw, list):
+        for value in raw:
+            yield from _huge_integers(value, path)
+    elif isinstance(raw, int) and abs(raw) > _LARGEST:
+        yield path, raw
 
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ _ACCEPTED_WITH = {
     "algorithm/correction=tis_seq": "algorithm/correction=tis_seq algorithm.aggregation=seq_mean_token_mean",
 }
 """Choices that are refused or have no effect in algorithm=grpo -> overrides that choose them with what they need."""
-_SECTION_GROUPS = ("algorithm.correction", "tracker")
+SECTION_GROUPS = ("algorithm.correction", "tracker")
 """Config groups of which several choices can be on; each is a section of its own name."""
 
 
@@ -188,6 +188,11 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:
         return _unknown_choice(place.path, where, details)
+    if kind == "finite_number":
+        return f"{where} is not finite: {place.path} must be a number{range_words(place.field) if place.field else ''}."
+    if kind == "string_too_long":
+        length, longest = len(details["input"]), details["ctx"]["max_length"]
+        return f"{where} has {length} characters: {place.path} may have {longest}, since it names folders and files."
     if kind == "string_pattern_mismatch" and details["ctx"]["pattern"].startswith("^https"):
         return f"{where} is not a URL: {place.path} must begin with http:// or https://."
     if kind == "string_pattern_mismatch":
@@ -216,11 +221,11 @@ def _as_group(path: str, value: Any) -> str:
 
 def _unknown_key(place: Place, origin: str) -> str:
     where, (parent, _, name) = f"{place.path}{origin}", place.path.rpartition(".")
-    if place.owners and parent in _SECTION_GROUPS:
+    if place.owners and parent in SECTION_GROUPS:
         return f"{where}: unknown key. Write {parent}.NAME.{name}; it is a key of {_listed(place.owners)}."
     if place.owners:
         section = parent.rpartition(".")[0]
-        group = (section if section in _SECTION_GROUPS else parent).replace(".", "/")
+        group = (section if section in SECTION_GROUPS else parent).replace(".", "/")
         how = f"it with {accepted_choice(group, place.owners[0])}" if len(place.owners) == 1 else "one of them"
         owners = f"{group}={_listed(place.owners)}"
         return f"{where}: key of {owners}; the chosen one is {place.chosen}. Choose {how}, or leave the key out."
@@ -309,7 +314,7 @@ def locate(loc: Sequence[str | int]) -> Place:
             continue
         if sections:
             fields = sections[0].model_fields
-            if ".".join(parts) in _SECTION_GROUPS:
+            if ".".join(parts) in SECTION_GROUPS:
                 variants = {name: sections_of(option.annotation) for name, option in fields.items()}
                 chosen, choices = key, {name: one[0] for name, one in variants.items() if one}
             owners = tuple(name for name, choice in choices.items() if key in choice.model_fields and key not in fields)

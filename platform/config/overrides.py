@@ -6,16 +6,18 @@ so that Hydra accepts every key and the schema reports all unknown keys at once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from penstock.envs.registry import MOVED
-from penstock.platform.config.field_errors import accepted_choice, nearest_choice
+from penstock.platform.config.field_errors import SECTION_GROUPS, accepted_choice, nearest_choice
 
 Groups = Mapping[str, Sequence[str]]
 """Config group -> its choices."""
@@ -64,6 +66,22 @@ def shadowed_files(config_dir: Path) -> list[str]:
     ]
 
 
+def unreadable_files(config_dir: Path) -> list[str]:
+    """Files of `config_dir` that are no YAML of keys and values, which Hydra would report without their name."""
+    found = []
+    for path in sorted(config_dir.rglob("*.yaml")):
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            found.append(f"{path} cannot be read: {error}. Write a text file in UTF-8, or remove it.")
+        except yaml.YAMLError as error:
+            found.append(f"{path} is no YAML: {' '.join(str(error).split())}. Mend it, or remove it.")
+        else:
+            if values is not None and not isinstance(values, dict):
+                found.append(f"{path} holds a {type(values).__name__}, but a file of a config group has `key: value`.")
+    return found
+
+
 def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
     """Parse overrides into choices and values, without composing."""
     result = Overrides()
@@ -77,6 +95,13 @@ def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
             result.problems.append(f"{text!r} is not an override: {detail}. {hint}")
             continue
         _sort_one(override, text, groups, result)
+    experiments = list(dict.fromkeys(choice for choice in result.choices if choice.startswith("experiment=")))
+    if len(experiments) > 1:
+        result.problems.append(
+            f"{' '.join(experiments)}: {len(experiments)} experiments are chosen, and a run has one, since the later "
+            "one would replace only some keys of the earlier one. Leave all but one out."
+        )
+        result.choices = [choice for choice in result.choices if choice not in experiments[:-1]]
     return result
 
 
@@ -123,9 +148,12 @@ def _choose(group: str, value: object, groups: Groups) -> str:
 def _sort_choice(override: Override, text: str, groups: Groups, result: Overrides) -> None:
     group, value = override.key_or_group, override.value()
     chosen = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and group.replace("/", ".") not in SECTION_GROUPS:
+        result.problems.append(f"{text}: a run has one choice of {group}, not {len(value)}. Write {group}=CHOICE.")
+        return
     for choice in chosen:
-        name = None if choice is None else str(choice).removesuffix(".yaml")
-        if not override.is_delete() and name is not None and name not in groups[group]:
+        name = str(choice).removesuffix(".yaml") if isinstance(choice, str) else json.dumps(choice, default=str)
+        if not override.is_delete() and name not in groups[group]:
             if group in ("env", "reward") and name in MOVED:
                 result.problems.append(f"{group}={name} was removed. {MOVED[name]}")
                 return

@@ -5,10 +5,12 @@ Sections are defined next to the component that they configure. A component rece
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
@@ -35,7 +37,7 @@ FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PoolConfig(Section):
@@ -49,9 +51,15 @@ class PoolConfig(Section):
     """
 
     device: Literal["cpu", "gpu"]
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, le=100_000)
     memory_gib: float = Field(gt=0)
     accelerator_type: str | None = None
+
+
+def _cluster_address(value: str) -> str:
+    if not re.fullmatch(r"local|auto|(ray://)?[\w.-]+:\d{1,5}|(ray://)?\[[\da-fA-F:]+\]:\d{1,5}", value):
+        raise ValueError("it is local, auto (the cluster of this node), HOST:PORT or ray://HOST:PORT")
+    return value
 
 
 class ClusterConfig(Section):
@@ -66,12 +74,12 @@ class ClusterConfig(Section):
         threads_per_process: CPU threads of each engine and trainer process.
     """
 
-    address: str = "local"
+    address: Annotated[str, AfterValidator(_cluster_address)] = "local"
     pools: dict[str, PoolConfig]
     trainer_pool: str
     rollout_pool: str
     colocated: bool = False
-    threads_per_process: int = Field(default=1, ge=1)
+    threads_per_process: int = Field(default=1, ge=1, le=256)
 
 
 class FilterConfig(Section):
@@ -124,8 +132,8 @@ class DataflowConfig(Section):
             stops and lists what it waits for.
     """
 
-    batch_groups: int = Field(ge=1)
-    group_size: int = Field(ge=2)
+    batch_groups: int = Field(ge=1, le=65_536)
+    group_size: int = Field(ge=2, le=1024)
     pass_reward: float = 1.0
     group_sizing: str | None = None
     length_limiting: str | None = None
@@ -140,7 +148,7 @@ class DataflowConfig(Section):
     min_group_size: int = Field(default=2, ge=2)
     max_live_gib: float | None = Field(default=None, gt=0)
     filters: FilterConfig = FilterConfig()
-    batch_timeout_s: float = Field(default=1800.0, gt=0)
+    batch_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
 
 
 class EvaluationConfig(Section):
@@ -168,7 +176,7 @@ class CheckpointConfig(Section):
 
     every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     every_steps: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=10_000)
 
 
 class SampleConfig(Section):
@@ -214,10 +222,10 @@ class RunConfig(Section):
             None: `model.path` must exist.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=128)
     run_dir: str
-    seed: int = Field(ge=0)
-    total_steps: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**32)
+    total_steps: int = Field(ge=1, le=100_000_000)
     overwrite: bool = False
     resume: Literal["never", "auto"] = "never"
     model: ModelConfig

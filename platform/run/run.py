@@ -17,7 +17,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
-from penstock.platform.metrics.run_files import POLICY_FOLDER
+from penstock.platform.metrics.run_files import CONFIG_FILE, POLICY_FOLDER
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -125,8 +125,15 @@ class Run:
         """Log the metrics of a step and write its sampled trajectories.
 
         Raises:
-            TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
+            TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
+        config_file = self._instruments.run_dir / CONFIG_FILE
+        if not config_file.exists():
+            raise TrainingError(
+                f"run_dir={self._instruments.run_dir}: {CONFIG_FILE} is gone at v{self.version}, so the directory was "
+                "deleted or moved while the run was using it. What it wrote before is lost, and it could not be "
+                "resumed. Start it again, and delete or move a run only after its end."
+            )
         now = asyncio.get_running_loop().time()
         wall_s = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now

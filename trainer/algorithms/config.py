@@ -25,7 +25,7 @@ ImportPath = Annotated[str, AfterValidator(_import_path)]
 class Variant(BaseModel):
     """Base of all sections here: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Named(Variant):
@@ -390,7 +390,7 @@ class KlConfig(Variant):
             no weight of `correction`, since it uses the behavior logprobs itself or needs no correction.
     """
 
-    coefficient: float = Field(default=0.0, ge=0)
+    coefficient: float = Field(default=0.0, ge=0, le=100)
     apply_to: Literal["loss", "reward"] = "loss"
     estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
     max_weight: float = Field(default=2.0, ge=1)
