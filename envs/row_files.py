@@ -213,7 +213,9 @@ class TextRows:
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {error}") from error
+            # The library's own message counts lines within the row.
+            cause = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {cause}") from error
         return _checked(row, self, index)
 
     def _decoded(self, line: bytes, number: int) -> str:

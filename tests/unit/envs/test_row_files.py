@@ -202,7 +202,7 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "blank": (bad_bytes("rows.jsonl", b"\n \n"), "rows.jsonl has no rows"),
     "header only": (bad_bytes("rows.csv", b"prompt,answer\n"), "rows.csv has no rows"),
     "other format": (bad_bytes("rows.txt", b"1\n"), r"a file of rows is one of \.jsonl"),
-    "no json": (bad_bytes("rows.jsonl", GOOD + b"\n{oops\n"), r"rows.jsonl, line 3 is not JSON"),
+    "no json": (bad_bytes("rows.jsonl", GOOD + b"\n{oops\n"), r"rows.jsonl, line 3 is not JSON: .* at character 2$"),
     "cut off": (bad_bytes("rows.jsonl", GOOD * 3 + GOOD[:17]), r"rows.jsonl, line 4 is not JSON"),
     "no object": (bad_bytes("rows.jsonl", GOOD + b"[1]\n"), r"rows.jsonl, line 2 is a list; expected a dict"),
     "no object in a list": (bad_bytes("rows.json", b"[1]"), r"rows.json, row 0 is a int"),
