@@ -44,7 +44,6 @@ _SHAPE_KEYS = {
     "shared_expert_intermediate_size": "shared_expert_size",
 }
 _SYSTEM_FOLDERS = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys")
-_MAX_NAME_BYTES = 255
 _LOG_GIB = 0.5
 """Metrics, sampled trajectories, reports and Ray's logs of one run, GiB."""
 
@@ -98,16 +97,11 @@ def unusable_path(path: str) -> str:
 
     Files that exist are not looked at.
     """
-    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if path.startswith("~"):
         return (
             "begins with ~, which only a shell replaces by your home directory: a folder of the name ~ would be made "
             'here. Write run_dir="$HOME/...".'
         )
-    if not path.isprintable():
-        return "has a control character, such as a line break. Use letters, digits and . _ - /."
-    if longest > _MAX_NAME_BYTES:
-        return f"has a folder whose name takes {longest} bytes, but file systems allow {_MAX_NAME_BYTES}. Shorten it."
     folder = next((one for one in _SYSTEM_FOLDERS if Path(path).absolute().is_relative_to(one)), None)
     if folder is not None and not Path(path).absolute().is_relative_to("/dev/shm"):  # noqa: S108 - a disk in memory
         return f"is in {folder}, which belongs to the operating system. Use a folder of your own."

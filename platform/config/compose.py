@@ -39,6 +39,7 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, V
 """What Hydra and OmegaConf raise for files and overrides that they cannot use."""
 _LARGEST = 2**53
 """Larger integers are not exact in metrics, and from 2^63 torch and vLLM refuse them."""
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 
 
 @dataclass(slots=True)
@@ -140,11 +141,7 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
     """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
     for _ in range(3):
-        wrong = {
-            key: f"{key}={value} is out of range: whole numbers go up to 2^53 = {_LARGEST}, since larger ones are not "
-            "exact in metrics."
-            for key, value in _huge_integers(raw)
-        }
+        wrong = dict(_unusable_values(raw))
         try:
             # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
             result.config = RunConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
@@ -161,16 +158,31 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
             _replace(raw, base, path.split("."))
 
 
-def _huge_integers(raw: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """The keys whose values, or values in a list of theirs, are integers too large to be meant, with these."""
+def _unusable_values(raw: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Key, and a sentence about its value, for values that no key takes, whatever its type. Arguments are not read."""
     if isinstance(raw, dict):
         for key, value in raw.items():
-            yield from _huge_integers(value, f"{path}.{key}" if path else str(key))
+            if key != "args":
+                yield from _unusable_values(value, f"{path}.{key}" if path else str(key))
     elif isinstance(raw, list):
         for value in raw:
-            yield from _huge_integers(value, path)
+            yield from _unusable_values(value, path)
     elif isinstance(raw, int) and abs(raw) > _LARGEST:
-        yield path, raw
+        yield (
+            path,
+            f"{path}={raw} is out of range: integers go up to 2^53 = {_LARGEST}, since larger ones are not exact in "
+            "metrics. Use a smaller one.",
+        )
+    elif isinstance(raw, str) and not path.startswith(("env.reasoning.", "warm_start")):  # the others name things
+        longest = max(len(part.encode()) for part in raw.split("/"))
+        if not raw.isprintable():
+            yield path, f"{path}={json.dumps(raw):.80} has a control character, such as a line break. Remove it."
+        elif longest > _MAX_NAME_BYTES or len(raw.encode()) > _MAX_PATH_BYTES:
+            yield (
+                path,
+                f"{path}={json.dumps(raw):.60}... has {len(raw)} characters, {longest} bytes between two slashes: file "
+                f"systems allow {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for one name. Shorten it.",
+            )
 
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:

@@ -114,6 +114,7 @@ def first_error(error: BaseException) -> BaseException:
 def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
     """Write the traceback and the newest ledger events to `error.txt`; the console shows only one sentence."""
     path = run_dir / "error.txt"
+    run_dir.mkdir(parents=True, exist_ok=True)  # that it is gone may be the failure
     lines = traceback.format_exception(error)
     if events:
         lines += ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]

@@ -92,6 +92,7 @@ class Run:
         self._consecutive_bad_steps = 0
         self._skipped_steps = 0
         self._failed_evaluations = 0
+        self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
         self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
         self._wall_s_before = 0.0
@@ -127,12 +128,11 @@ class Run:
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
-        config_file = self._instruments.run_dir / CONFIG_FILE
-        if not config_file.exists():
+        if self._has_directory and not (self._instruments.run_dir / CONFIG_FILE).exists():
             raise TrainingError(
                 f"run_dir={self._instruments.run_dir}: {CONFIG_FILE} is gone at v{self.version}, so the directory was "
-                "deleted or moved while the run was using it. What it wrote before is lost, and it could not be "
-                "resumed. Start it again, and delete or move a run only after its end."
+                "deleted or moved while the run was using it, and the run could not be resumed. Start "
+                "it again, and delete or move a run only after its end."
             )
         now = asyncio.get_running_loop().time()
         wall_s = max(now - self._last_step_at, 1e-9)

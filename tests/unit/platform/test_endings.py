@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.launch import train_to_end
-from penstock.platform.run.lifecycle import Stop
+from penstock.platform.run.lifecycle import Stop, write_failure
 from penstock.platform.run.run import Run
 from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
@@ -82,6 +83,19 @@ async def test_a_policy_that_cannot_be_saved_at_the_end_is_reported_and_hides_no
     await run.save_policy_at_end()
     assert run.policy_version is None
     assert "could not be saved: trainer: save_hf: a process died: rank 0" in notes[-1]
+
+
+async def test_a_run_whose_directory_is_deleted_ends_with_that_reason_in_the_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("name: run\n")
+    run = run_of(set(), run_dir, [])
+    fail_at(run, 2, lambda: shutil.rmtree(run_dir))
+    error = await fails_to_the_end(run)
+    assert "config.yaml is gone at v" in str(error)
+    assert run.version < STEPS
+    shutil.rmtree(run_dir, ignore_errors=True)
+    assert "config.yaml is gone" in write_failure(run_dir, error).read_text()
 
 
 async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path) -> None:
