@@ -24,6 +24,7 @@ from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
+from penstock.weights.hf_folder import model_folder
 
 Encode = Callable[[str | list[dict[str, str]]], Sequence[int]]
 
@@ -283,7 +284,8 @@ def _too_long(
     from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
-    if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
+    folder = None if path is None else model_folder(path)
+    if path is None or not (config.model.from_scratch or (folder and (folder / "config.json").exists())):
         return  # a missing policy has its own finding
     try:
         marks = config.env.reasoning
