@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from penstock.weights.model_config import ModelShape
 
 CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_MAX_HUB_NAME = 200
+"""Above the Hub's own limit, and below that of a file's name."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, a little-endian integer."""
 
@@ -28,11 +32,22 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", Path(home) / "hub")).expanduser()
 
 
+def local_path(path: str) -> Path | None:
+    """An existing file or directory, with `~` expanded; None if there is none, or there can be none of that name."""
+    try:
+        local = Path(path).expanduser()
+        return local if local.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a null character, no such user
+        return None
+
+
 def model_folder(path: str) -> Path | None:
     """The local folder of a model: `path` itself if it is a directory, or the snapshot of a hub name in the cache."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
+    local = local_path(path)
+    if local is not None:
+        return local if local.is_dir() else None
+    if not is_hub_name(path):
+        return None
     repository = hub_cache() / f"models--{path.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text().strip()
@@ -42,6 +57,11 @@ def model_folder(path: str) -> Path | None:
         return repository / "snapshots" / revision
     found = sorted(repository.glob(f"snapshots/*/{CONFIG_FILE}"), key=lambda one: one.stat().st_mtime)
     return found[-1].parent if found else None
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist looks like a name on the Hub: one slash, and no such parent directory."""
+    return len(path) <= _MAX_HUB_NAME and bool(_HUB_NAME.match(path)) and local_path(path.partition("/")[0]) is None
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.hf_folder import (
     CONFIG_FILE,
+    local_path,
     model_folder,
     read_json_object,
     shape_of,
@@ -67,7 +68,7 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
 def awaits_warm_start(config: RunConfig) -> bool:
     """Whether the policy still has to be created by the warm start."""
     path, is_named = config.model.path, config.warm_start is not None
-    return is_named and path is not None and not (Path(path).expanduser() / CONFIG_FILE).exists()
+    return is_named and path is not None and local_path(f"{path}/{CONFIG_FILE}") is None
 
 
 def check_policy(config: RunConfig, command: Command, key: str, path: str) -> Iterator[Finding]:
@@ -128,7 +129,7 @@ def _missing(key: str, path: str) -> Finding:
             "have.",
             "seed",
         )
-    if Path(path).expanduser().exists():
+    if local_path(path) is not None:
         return error(not_here(key, path))
     return absent(not_here(key, path), "seed")
 

@@ -13,10 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform.config.overrides import CONF_DIR
-from penstock.weights.hf_folder import CONFIG_FILE, model_folder, shape_of, transformers_config
+from penstock.weights.hf_folder import (
+    CONFIG_FILE,
+    hub_cache,
+    is_hub_name,
+    local_path,
+    model_folder,
+    shape_of,
+    transformers_config,
+)
 from penstock.weights.model_config import ModelShape
 
 SECTIONS = ("model", "partner.model")
+_OTHERS = ("reference", "teacher", "critic")
+"""Sections of models that are not trained from their own shape."""
+_MAX_SHOWN = 120
 _UNKNOWN = ModelShape(
     vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1
 )
@@ -39,7 +50,7 @@ def config_file(path: str) -> Path | None:
 
 
 def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str]) -> dict[str, str]:
-    """Set the shapes in composed values to those of the checkpoints.
+    """Set the shapes in composed values to those of the checkpoints, and replace `~` in the paths of models.
 
     Args:
         raw: Composed values, changed here.
@@ -49,11 +60,16 @@ def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str]) -> dict[str, str]
         Dotted key -> what is wrong with it.
     """
     wrong: dict[str, str] = {}
-    for name in SECTIONS:
+    for name in (*SECTIONS, *_OTHERS):
         section: Any = raw
         for key in name.split("."):
             section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict):
+        if not isinstance(section, dict):
+            continue
+        path = section.get("path")
+        if isinstance(path, str) and path.startswith("~") and (local := local_path(path)):
+            section["path"] = str(local)  # processes that load it do not expand it
+        if name in SECTIONS:
             wrong |= _fill(section, name, typed)
     return wrong
 
@@ -74,6 +90,8 @@ def _fill(section: dict[str, Any], name: str, typed: Mapping[str, str]) -> dict[
         section.setdefault("shape", _UNKNOWN.model_dump())
         return {f"{name}.path": f"{name}.path={path}: {problem}"}
     stated = section.get("shape")
+    if f"{name}.shape" in typed and not isinstance(stated, dict):
+        return {}  # the schema says what it must be
     wrong = {}
     for key, found in shape.items():
         full = f"{name}.shape.{key}"
@@ -91,28 +109,16 @@ def _fill(section: dict[str, Any], name: str, typed: Mapping[str, str]) -> dict[
 
 def not_here(key: str, path: str) -> str:
     """The sentence about a model that is not on this machine."""
-    folder = Path(path).expanduser()
-    if folder.exists():
-        what = "has no config.json: it is no Hugging Face model directory" if folder.is_dir() else "is a file"
+    local = local_path(path)
+    if local is not None:
+        what = "has no config.json: it is no Hugging Face model directory" if local.is_dir() else "is a file"
         return f"{key}={path} {what}. Give the directory that holds config.json, the weights and the tokenizer."
     if not is_hub_name(path):
-        return f"{key}={path} does not exist. Give a model directory or a hub name."
-    from penstock.weights.hf_folder import hub_cache
-
+        shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}… ({len(path)} characters)"
+        return f"{key}={shown} does not exist. Give a model directory or a hub name."
     return (
         f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache ({hub_cache()}), "
         f"and a run downloads nothing. Download it first: `hf download {path}`, or give a directory that has it."
-    )
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether a path that does not exist looks like a name on the Hub: one slash, and no such parent directory."""
-    parts = path.split("/")
-    is_name = len(parts) == 2 and all(part and part[0].isalnum() for part in parts)
-    return (
-        is_name
-        and all(char.isalnum() or char in "._-" for part in parts for char in part)
-        and not Path(parts[0]).is_dir()
     )
 
 

@@ -309,3 +309,25 @@ def test_public_models_are_planned_from_the_package_before_they_are_downloaded(e
     loaded = load_config("train", [f"experiment={experiment}"], dry_run=True)
     assert any("hf download Qwen/Qwen2.5-" in warned for warned in loaded.warnings)
     assert loaded.config.model.shape.num_layers in (24, 28)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, '"~nobody-here/x"', "'a\\0b'", "Qwen/../x"])
+def test_a_name_that_no_file_can_have_is_a_missing_model(overrides, path):
+    assert "does not exist. Give a model directory or a hub name." in problem([*overrides, f"model.path={path}"])
+
+
+def test_the_home_directory_is_expanded_for_the_processes_that_load_the_model(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("train", [*overrides, "model.path='~/policy'"]).config
+    assert config.model.path == str(tmp_path / "policy")
+
+
+def test_the_model_of_a_reward_is_checked_too(overrides, tmp_path):
+    judge = write_model(tmp_path / "judge")
+    (judge / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", [*overrides[:-1], "reward=reward_model", f"reward.args.path={judge}"], dry_run=True)
+    assert any(
+        found.startswith(f"reward.args.path={judge}: {judge}/model.safetensors has 0 bytes")
+        for found in raised.value.violations
+    )
