@@ -58,6 +58,9 @@ FAMILIES: dict[str, Mapping[str, object]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
+EXPERTS = ("qwen3_moe", "mixtral")
+"""vLLM's CPU build cannot update them, and a run is refused."""
+
 
 def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Path:
     """A random model of a family in a Hugging Face directory, float32."""
@@ -89,7 +92,7 @@ def _environment() -> Iterator[None]:
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
 async def test_engine_and_trainer_agree_on_a_model_that_was_published(model_type: str, tmp_path: Path) -> None:
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
