@@ -14,7 +14,8 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 class ModelShape(BaseModel):
     """Dimensions of a decoder-only transformer with grouped-query attention and gated MLPs, dense or with experts.
 
-    It is part of the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
+    That of a checkpoint is read from its config.json (platform/config/checkpoint_shapes.py). It is stated only for a
+    model that is made from scratch.
 
     Attributes:
         vocab_size: Tokens.
@@ -99,7 +100,7 @@ class ModelConfig(BaseModel):
     """The policy: its weights and tokenizer, and the precision in which it is served and trained.
 
     Attributes:
-        path: Hugging Face directory or hub name.
+        path: Hugging Face directory or hub name. Its config.json gives the shape.
         from_scratch: Build `shape` with random weights and a new tokenizer instead of loading `path`
             (the tiny policies of the warm start).
         tokenizer: Of a policy from scratch: characters of arithmetic, or bytes of any text, with a chat template.

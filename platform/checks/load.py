@@ -9,7 +9,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.imports import check_imports
-from penstock.platform.checks.machine import awaits_warm_start, check_machine
+from penstock.platform.checks.machine import check_machine
+from penstock.platform.checks.model_files import awaits_warm_start
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.findings import Command
@@ -55,7 +56,13 @@ def load_config(
     if not list(check_pools(config)):  # these checks place roles on pools
         findings += check_machine(config, command)
     findings = composition.relevant([*findings, *check_plugins(config, command)])
-    problems = composition.problems + [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]
+    # A model that the user names must be here, also for a dry run; that of a preset may still be made or downloaded.
+    named = tuple(f"{key}=" for key in composition.typed if key.endswith("path"))
+    problems = composition.problems + [
+        finding.message
+        for finding in findings
+        if finding.refuses(dry_run=dry_run) or (finding.severity == "absent" and finding.message.startswith(named))
+    ]
     loaded = LoadedConfig(config, [finding.message for finding in findings])
     if command == "train" and awaits_warm_start(config):
         try:

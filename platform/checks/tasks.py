@@ -25,6 +25,7 @@ from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
+from penstock.weights.hf_folder import local_path, model_folder
 
 Encode = Callable[[str | list[dict[str, str]]], Sequence[int]]
 
@@ -160,6 +161,8 @@ def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
 def _check_data(config: RunConfig) -> Iterator[Finding]:
     """Warn if the initial policy comes from a Penstock run whose data has changed since."""
     path = Path(config.model.path or "")
+    if local_path(str(path.parent)) is None:
+        return
     # The path is RUN/policy or RUN/checkpoints/step_N/policy.
     runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]
     if config.model.path is None or config.model.from_scratch or not runs:
@@ -294,7 +297,8 @@ def _too_long(
     from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
-    if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
+    folder = None if path is None else model_folder(path)
+    if path is None or not (config.model.from_scratch or (folder and (folder / "config.json").exists())):
         return  # a missing policy has its own finding
     try:
         marks = config.env.reasoning

@@ -174,7 +174,7 @@ def restart_command(config: RunConfig) -> int:
     Raises:
         PenstockError: If the warm start has not written the policy.
     """
-    from penstock.platform.checks.machine import awaits_warm_start
+    from penstock.platform.checks.model_files import awaits_warm_start
 
     if awaits_warm_start(config):
         raise PenstockError(f"warm_start: it succeeded, but model.path={config.model.path} still does not exist.")

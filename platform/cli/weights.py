@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections import Counter
@@ -17,9 +16,11 @@ from penstock.dataflow.ids import POLICY
 from penstock.platform.cluster.actor_factory import pool_device
 from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.cluster.weight_routes import weight_route
+from penstock.platform.config.checkpoint_shapes import config_file
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.backends.tensor_parallel import expected_splits
+from penstock.weights.hf_folder import transformers_config
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
@@ -27,8 +28,6 @@ from penstock.weights.model_config import DTYPE_BYTES
 from penstock.weights.planner.plan import lower_bound_bytes
 from penstock.weights.planner.relay import depth, relay_tree
 from penstock.weights.transport.shards import ShardTransfer
-
-logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -127,17 +126,9 @@ def plan_report(config: RunConfig) -> PlanReport:
 
 
 def _transformers_config(config: RunConfig) -> Any:
-    """The policy's transformers configuration: from the checkpoint if it is on this machine, else from the shape."""
-    from transformers import AutoConfig
-
-    if config.model.path is not None:
-        try:
-            return AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-        except OSError as error:
-            logger.info(
-                "%s is not on this machine, so the plan uses a model of model.shape: %s", config.model.path, error
-            )
-    return config_of_shape(config.model.shape)
+    """The policy's transformers configuration: its config.json, or one of the shape of a policy still to be made."""
+    file = None if config.model.path is None else config_file(config.model.path)
+    return config_of_shape(config.model.shape) if file is None else transformers_config(file)
 
 
 def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

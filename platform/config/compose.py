@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.checkpoint_shapes import fill_shapes
 from penstock.platform.config.field_errors import describe_errors, locate, nearest_choice, nearest_key
 from penstock.platform.config.findings import Finding
 from penstock.platform.config.overrides import (
@@ -50,12 +51,14 @@ class Composition:
         config: The configuration, with invalid keys replaced where possible; None if it could not be repaired.
         problems: One sentence per invalid override or key.
         wrong_paths: The dotted keys that `problems` are about.
+        typed: Dotted keys that the user has set on the command line.
         has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
     """
 
     config: RunConfig | None = None
     problems: list[str] = field(default_factory=list)
     wrong_paths: list[str] = field(default_factory=list)
+    typed: list[str] = field(default_factory=list)
     has_experiment: bool = True
 
     def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
@@ -83,6 +86,7 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
         choices = ", ".join(groups["experiment"])
         overrides.problems.append(f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}.")
     result.problems += overrides.problems
+    result.typed = list(overrides.typed)
     raw = _compose_values(overrides, config_dir, result)
     _validate(raw, overrides, config_dir, result)
     return result
@@ -140,6 +144,9 @@ def _compose(choices: Sequence[str], values: Sequence[str], config_dir: Path | N
 def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: Composition) -> None:
     """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
+    misread = fill_shapes(raw, overrides.typed)
+    result.problems += misread.values()
+    result.wrong_paths += misread
     for _ in range(3):
         wrong = dict(_unusable_values(raw))
         try:

@@ -36,6 +36,7 @@ from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.checkpoint import checkpoint_tensors
+from penstock.weights.hf_folder import model_folder
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
@@ -134,7 +135,8 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
 
 async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
     """Write the checkpoint as version 0, in the format in which training would publish it."""
-    tensors = checkpoint_tensors(Path(model_path(config)))
+    path = model_path(config)
+    tensors = checkpoint_tensors(model_folder(path) or Path(path))
     if config.weights.transport == "gather":
         return write_version(tensors, 0, config.model.dtype, Path(folder))
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None

@@ -6,7 +6,6 @@ two tokenizers, whose tokens are single characters of arithmetic, or single byte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import ReasoningConfig
 from penstock.envs.reasoning import TurnText, split_turn
 from penstock.rollout.tokenization.turn_template import TurnTemplate
+from penstock.weights.hf_folder import model_folder, read_json_object
 from penstock.weights.model_config import NewTokenizer
 
 if TYPE_CHECKING:
@@ -192,29 +192,45 @@ def _are_messages(prompt: object) -> bool:
 
 
 def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None) -> TokenCodec:
-    """Load the codec of a Hugging Face model directory (or hub name, which needs a network).
+    """Load the codec of a Hugging Face model: a directory, or a hub name in the local cache.
 
     Args:
         model_path: Where its tokenizer is.
         reasoning: Marks around the policy's reasoning.
 
     Raises:
-        ConfigError: If there is no tokenizer at `model_path`, or it hides the marks.
+        ConfigError: If there is no tokenizer at `model_path`, it has no end token, or it hides the marks.
     """
     from transformers import AutoTokenizer
 
+    folder = model_folder(str(model_path)) or Path(model_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
-    except (OSError, ValueError) as cause:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as cause:
         raise ConfigError([f"model.path={model_path}: no tokenizer can be loaded from it: {cause}"]) from cause
-    return TokenCodec(tokenizer, _generation_eos_ids(Path(model_path) / "generation_config.json"), reasoning)
+    try:
+        codec = TokenCodec(tokenizer, _configured_eos_ids(folder), reasoning)
+    except ValueError as problem:
+        raise ConfigError([f"model.path={model_path}: {problem}"]) from problem
+    if not codec.stop_token_ids:
+        raise ConfigError(
+            [
+                f"model.path={model_path}: neither its tokenizer nor generation_config.json nor config.json names an "
+                "end token (eos_token_id), so every answer would run to its length limit. Set eos_token in "
+                "tokenizer_config.json."
+            ]
+        )
+    return codec
 
 
-def _generation_eos_ids(path: Path) -> list[int]:
-    """`eos_token_id` of a generation config: an int, a list or absent."""
-    if not path.exists():
-        return []
-    eos = json.loads(path.read_text()).get("eos_token_id")
-    if eos is None:
-        return []
-    return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
+def _configured_eos_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json or else of config.json: an int, a list or absent.
+
+    Raises:
+        ValueError: If a file cannot be read.
+    """
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        eos = read_json_object(file).get("eos_token_id") if file.exists() else None
+        if eos is not None:
+            return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]
+    return []

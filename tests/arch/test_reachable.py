@@ -52,7 +52,6 @@ ALLOWED = {
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/engines/vllm/engine.py:log_engine_initialized": "vLLM calls it",
     "rollout/engines/vllm/layout.py:static_all_moe_layers": "vLLM reads it",
-    "rollout/engines/vllm/layout.py:static_forward_context": "vLLM reads it",
     "rollout/engines/vllm/worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
     "trainer/backends/deepspeed.py:_hf_config": "kept, since transformers has a weak reference to it",
     "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",

@@ -16,21 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.checksum import tensor_checksum
+from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec, volume, whole
 from penstock.weights.layout.checkpoint import (
     checkpoint_tensors,
-    config_of_shape,
     model_without_memory,
     module_tensors,
 )
 from penstock.weights.layout.training import training_layout
-from penstock.weights.model_config import ModelShape
 from penstock.weights.planner.plan import make_plan
 from tests import layouts
 from tests.unit.weights.models import PADDING, buffers_of, numbered
@@ -265,18 +263,19 @@ def test_whole_tensors_that_the_model_does_not_have_are_refused_by_name() -> Non
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        ("qwen2_5_0_5b_instruct", 1),
-        ("qwen2_5_0_5b_instruct", 2),
-        ("qwen2_5_7b", 1),
-        ("qwen2_5_7b", 4),
-        ("qwen3_30b_a3b", 4),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 1),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 2),
+        ("Qwen/Qwen2.5-7B", 1),
+        ("Qwen/Qwen2.5-7B", 4),
+        ("Qwen/Qwen3-30B-A3B-Base", 4),
     ],
 )
 def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_engine_rank(name: str, tp: int) -> None:
     from penstock.rollout.engines.vllm.layout import plain_layout
 
-    shape = ModelShape.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text())["shape"])
-    config = config_of_shape(shape)
+    file = CONF / "public" / f"{name}.json"
+    config = transformers_config(file)
+    shape = shape_of(config, file)
     tensors = module_tensors(config)
     assert sum(volume(whole(tensor.shape)) for tensor in tensors) == pytest.approx(shape.num_parameters, rel=0.001)
     layout = plain_layout(config, tensors, "bfloat16", tp)

@@ -74,8 +74,30 @@ def hidden_at(
     body: Any, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, target_index: Tensor
 ) -> Tensor:
     """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted."""
-    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
+    mask = None if attention_mask is None else layer_masks(body.config, attention_mask, position_ids)
+    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
     return output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+
+
+def layer_masks(hf_config: Any, attention_mask: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
+    """Restrict the mask of layers with a sliding window to it: transformers uses a four-dimensional mask as it is.
+
+    Args:
+        hf_config: Configuration of the body.
+        attention_mask: `[R, 1, L, L] bool`, True where full attention attends.
+        position_ids: `[R, L] int64`, within each sequence.
+
+    Returns:
+        One mask if all layers attend alike, else one per type of layer.
+    """
+    window = getattr(hf_config, "sliding_window", None)
+    if window is None:
+        return attention_mask
+    distance = position_ids[:, :, None] - position_ids[:, None, :]
+    sliding = attention_mask & (distance < window)[:, None]
+    kinds = set(getattr(hf_config, "layer_types", None) or ["sliding_attention"])
+    masks = {"full_attention": attention_mask, "sliding_attention": sliding}
+    return masks[kinds.pop()] if len(kinds) == 1 else masks
 
 
 def compile_body(model: Any, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -24,6 +24,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -191,6 +192,16 @@ def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int 
             raise WeightSyncError(
                 f"weights: vLLM refuses {hf_config.model_type} over {tp_size} tensor-parallel ranks: {error}"
             ) from error
+
+
+def expert_refusal(model: torch.nn.Module) -> str:
+    """Why the experts of a vLLM model cannot be updated on this device; empty if they can, or if it has none."""
+    if current_platform.is_cpu() and any(".routed_experts." in name for name, _ in model.named_parameters()):
+        return (
+            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not change: the engine "
+            "would keep serving the old experts. Use rollout/engine=torch, or a GPU."
+        )
+    return ""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
-from penstock.rollout.engines.vllm.layout import check_live, form_of, trace_rank
+from penstock.rollout.engines.vllm.layout import check_live, expert_refusal, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
@@ -151,11 +151,8 @@ WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
     """Why a version cannot be applied to the live parameters; empty if it can."""
     live = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
-    if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
-        return (
-            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not change: the engine "
-            "would keep serving the old experts. Use rollout/engine=torch, or a GPU."
-        )
+    if refusal := expert_refusal(model):
+        return refusal
     if not manifest.num_shards:
         return LiveTensors(model, manifest).refusal()
     mine = [entry for entry in manifest.entries if entry.rank == rank]

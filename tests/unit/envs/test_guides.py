@@ -25,7 +25,9 @@ from penstock.envs.environment import Action
 from penstock.envs.loading import load_task_source
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.answers import answered
+from tests.model_folder import write_model
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
@@ -46,8 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's, of that name
             written += 1
     assert written == 12
-    (tmp_path / "judge").mkdir()
-    (tmp_path / "judge" / "config.json").write_text("{}")
+    character_tokenizer().save_pretrained(write_model(tmp_path / "judge"))
+    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: [])
     rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
     pairs = [{"prompt": f"{n}+{n}=", "chosen": f";{2 * n}", "rejected": f";{n}"} for n in range(4096)]
     for name, lines in (("rows", rows), ("pairs", pairs)):
@@ -111,6 +113,8 @@ def tiered(line: str) -> Any:
 def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
     from penstock.platform.cli.main import app
 
+    for model in ("exported", "runs/arithmetic-seed0/policy"):
+        character_tokenizer().save_pretrained(write_model(folder / model))
     words = HERE[line]
     if words[0] in TRAINING | {"sweep"} and "--dry-run" not in words:
         words = [*words, "--dry-run"]  # training itself has its own tests
@@ -133,7 +137,6 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     from penstock.platform.run.checkpoint import CheckpointFolder
     from penstock.platform.run.flow import FlowSnapshot
     from penstock.platform.run.run_dir import prepare_run_dir
-    from penstock.rollout.tokenization.tokenizers import character_tokenizer
     from penstock.trainer.models.tiny_policy import create_policy
 
     config = compose_config(["experiment=arithmetic", "name=long", "run_dir=runs/long", "model.path=policy"])

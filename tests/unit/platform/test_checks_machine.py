@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import load_config
 from penstock.platform.cluster import hardware
+from tests.model_folder import write_model
 
 PLUGIN = """
 from penstock.dataflow.trajectory import Task
@@ -56,10 +54,8 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_plugin.py").write_text(PLUGIN)
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    shape = {"vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": True}
-    (policy / "config.json").write_text(json.dumps(shape))
+    policy = write_model(tmp_path / "policy")
+    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: [])
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr(
         "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec()
@@ -89,119 +85,6 @@ def absent(overrides: list[str]) -> str:
 def test_a_good_configuration_has_no_warning(overrides):
     assert load_config("train", overrides).warnings == []
     assert load_config("eval", overrides).warnings == []
-
-
-def test_a_missing_warm_start_says_how_to_create_it(overrides):
-    found = absent([*overrides, "model.path=runs/arithmetic_sft-seed7/policy", "seed=7"])
-    assert "runs/arithmetic_sft-seed7/policy does not exist" in found
-    assert "penstock sft experiment=arithmetic_sft seed=7" in found
-
-
-def test_the_warm_start_of_another_experiment_is_named_too_and_none_that_does_not_exist(overrides):
-    found = absent([*overrides, "model.path=runs/text_sft-seed3/policy"])
-    assert "Create it with `penstock sft experiment=text_sft seed=3`" in found
-    assert "Give a model directory" in absent([*overrides, "model.path=runs/no_such_sft-seed0/policy"])
-
-
-def test_a_missing_model_is_named(overrides):
-    assert "model.path=/no/such/model does not exist" in absent([*overrides, "model.path=/no/such/model"])
-
-
-def test_a_hub_name_must_be_in_the_cache(overrides, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert "hf download Org/Model" in absent([*overrides, "model.path=Org/Model"])
-    snapshot = tmp_path / "hub" / "models--Org--Model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    load_config("train", [*overrides, "model.path=Org/Model"])
-
-
-def test_a_folder_that_is_no_model_is_refused(overrides, tmp_path):
-    assert "has no config.json" in problem([*overrides, f"model.path={tmp_path}"])
-
-
-def test_a_file_is_no_model_directory(overrides, tmp_path):
-    (tmp_path / "model.bin").touch()
-    assert "model.bin is a file" in problem([*overrides, f"model.path={tmp_path / 'model.bin'}"])
-
-
-def auxiliary_model(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int]) -> Path:
-    """A model that is not the policy; both have a tokenizer."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "hidden_size": 999}))
-    ours = {"0": 2, "1": 3, "+": 4}
-    for folder, ids in ((tmp_path / "policy", ours), (other, vocabulary)):
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}, "added_tokens": []}))
-    return other
-
-
-AUXILIARY = {
-    "critic.path": "algorithm=ppo",
-    "teacher.path": "algorithm=distill",
-    "reference.path": "algorithm=online_dpo",
-}
-
-
-@pytest.mark.parametrize("key", AUXILIARY)
-def test_an_auxiliary_model_with_the_policys_tokenizer_is_accepted(overrides, tmp_path, key):
-    other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
-    load_config("train", [*overrides, AUXILIARY[key], f"{key}={other}"])
-
-
-@pytest.mark.parametrize("key", AUXILIARY)
-def test_an_auxiliary_model_with_another_vocabulary_or_tokenizer_is_refused(overrides, tmp_path, key):
-    other = auxiliary_model(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
-    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
-    assert "vocab_size=32 differs from the checkpoint's vocab_size=33" in found
-    assert f"({key}, " in found
-    (other / "config.json").write_text(json.dumps({"vocab_size": 32}))
-    swapped = {"model": {"vocab": {"0": 3, "1": 2, "+": 4}}}
-    (other / "tokenizer.json").write_text(json.dumps(swapped))
-    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
-    assert "2 of 3 tokens have a different id" in found
-    assert "'0' 3 instead of 2" in found
-
-
-def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
-    found = problem([*overrides, "model.shape.num_layers=5"])
-    assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
-
-
-def partner(overrides: list[str], folder: Path, letters: str, num_layers: int = 3) -> list[str]:
-    """The overrides of a run of two policies, each with its tokenizer."""
-    ours = Path(overrides[1].partition("=")[2])
-    theirs = folder / "partner"
-    theirs.mkdir()
-    shape = json.loads((ours / "config.json").read_text())
-    (theirs / "config.json").write_text(json.dumps({**shape, "hidden_size": 96, "num_hidden_layers": num_layers}))
-    for path, vocabulary in ((ours, "abc"), (theirs, letters)):
-        words = {letter: number for number, letter in enumerate(vocabulary)}
-        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
-    return ["experiment=arithmetic_two_policies", *overrides[1:], f"partner.model.path={theirs}"]
-
-
-def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
-    assert load_config("train", partner(overrides, tmp_path, "abc")).warnings == []
-
-
-def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
-    assert "2 of 3 tokens have a different id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
-
-
-def test_a_partner_of_another_shape_than_stated_is_refused(overrides, tmp_path):
-    found = problem(partner(overrides, tmp_path, "abc", num_layers=5))
-    assert "partner.model.shape.num_layers=3 differs from the checkpoint's num_hidden_layers=5" in found
-
-
-def test_targets_of_adapters_that_the_checkpoint_has_not_are_refused_with_the_nearest(overrides, tmp_path):
-    tensors = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in ("q_proj", "qkv")}
-    save_file(tensors | {"model.norm.weight": np.zeros(2, np.float32)}, tmp_path / "policy" / "model.safetensors")
-    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,qvk]"]
-    assert "trainer.lora.targets: qvk names no linear layer" in problem(lora)
-    assert "Nearest: qkv" in problem(lora)
-    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[qkv,norm]"])
-    load_config("train", [*overrides, "trainer=lora", "trainer.lora.targets=[self_attn.q_proj]"])
 
 
 def test_a_run_directory_in_use_is_refused(overrides):

@@ -219,11 +219,12 @@ def test_a_dry_run_prints_what_would_run_and_runs_nothing(tmp_path: Path, monkey
 
 def test_what_this_machine_lacks_is_a_warning_of_a_dry_run_and_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "load_config", load_config)
-    grid = parse_grid([*TWO, f"model.path={tmp_path / 'none'}"])
+    monkeypatch.chdir(tmp_path)  # where no warm start was made
+    grid = parse_grid([*TWO])
     configs, warnings = check_trials(grid, tmp_path, dry_run=True)
     assert len(configs) == 2
-    assert sum("none does not exist" in warning for warning in warnings) == 1, "said once"
-    with pytest.raises(ConfigError, match=r"none does not exist"):
+    assert sum("seed0/policy does not exist" in warning for warning in warnings) == 1, "said once"
+    with pytest.raises(ConfigError, match=r"seed0/policy does not exist"):
         check_trials(grid, tmp_path)
 
 

@@ -1,0 +1,259 @@
+"""Checks of the models that a run starts from: their files, and whether the trainer and the engines support them.
+
+Missing models are `absent` findings: errors in a run, but warnings in a dry run if the path is that of a preset, since
+its policy is made by another command, or downloaded later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from penstock.platform.checks.model_probe import Question, ask
+from penstock.platform.cluster import hardware
+from penstock.platform.config.checkpoint_shapes import not_here
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
+from penstock.rollout.config import VllmEngineConfig
+from penstock.trainer.validation import unmatched_targets
+from penstock.weights.hf_folder import (
+    CONFIG_FILE,
+    local_path,
+    model_folder,
+    read_json_object,
+    shape_of,
+    transformers_config,
+    weight_files,
+)
+
+_WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
+"""Path that conf/model/ uses for the policy trained by a configuration of conf/experiment/."""
+_REWARD_MODEL = "penstock.envs.rewards.reward_model:RewardModelReward"
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Check every model that `command` loads."""
+    if command == "train" and awaits_warm_start(config):
+        yield warning(
+            f"model.path={config.model.path} does not exist yet: `penstock sft {' '.join(config.warm_start or ())}` "
+            "creates it first (warm_start).",
+            "warm_start",
+        )
+    elif config.model.path is not None and not config.model.from_scratch:
+        yield from check_policy(config, command, "model.path", config.model.path)
+    if command == "train" and config.partner is not None and config.partner.model.path is not None:
+        theirs = config.partner.model.path
+        yield from check_policy(config.partner_view, command, "partner.model.path", theirs)
+        yield from check_tokenizer(config, "partner.model.path", theirs)
+    auxiliary = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
+    if config.algorithm.needs_critic:
+        auxiliary.append(("critic.path", config.critic.path))
+    for key, path in auxiliary if command == "train" else ():
+        if path is not None:
+            yield from check_auxiliary(config, key, path)
+    if command not in WITHOUT_ENGINES:
+        rewards = [("reward", config.reward.fn, config.reward.args)]
+        rewards += [(f"reward.parts.{name}", part.fn, part.args) for name, part in config.reward.parts.items()]
+        for section, function, arguments in rewards:
+            if function == _REWARD_MODEL and isinstance(of_reward := arguments.get("path"), str):
+                yield from _check_files(f"{section}.args.path", of_reward)
+
+
+def awaits_warm_start(config: RunConfig) -> bool:
+    """Whether the policy still has to be created by the warm start."""
+    path, is_named = config.model.path, config.warm_start is not None
+    return is_named and path is not None and local_path(f"{path}/{CONFIG_FILE}") is None
+
+
+def check_policy(config: RunConfig, command: Command, key: str, path: str) -> Iterator[Finding]:
+    """Check a policy that is trained or served: its files, context, tokenizer, and support by trainer and engines."""
+    problems = list(_check_files(key, path))
+    folder = model_folder(path)
+    if problems or folder is None:
+        yield from problems
+        return
+    if key == "model.path":
+        yield from check_lora_targets(config, folder)
+    problems += _check_context(config, key, folder)
+    problems += _check_vocabulary(config, key, folder)
+    if not problems and command != "rm":  # a reward model is another class of the same body
+        problems += _check_support(config, command, key, folder)
+    yield from problems
+
+
+def check_auxiliary(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
+    """Check a model that reads the policy's tokens: its files, vocabulary and tokenizer."""
+    problems = list(_check_files(key, path))
+    folder = model_folder(path)
+    if problems or folder is None:
+        yield from problems
+        return
+    file, ours = folder / CONFIG_FILE, config.model.shape.vocab_size
+    found = shape_of(transformers_config(file), file).vocab_size
+    if found != ours:
+        yield error(
+            f"model.shape.vocab_size={ours} differs from the checkpoint's vocab_size={found} ({key}, {file}): it would "
+            "misread the policy's tokens. Use a model with the policy's tokenizer.",
+            key,
+            "model.path",
+        )
+    yield from check_tokenizer(config, key, path)
+
+
+def _check_files(key: str, path: str) -> Iterator[Finding]:
+    """Check that a model is on this machine, that its config.json is read, and that its weights are complete."""
+    folder = model_folder(path)
+    if folder is None or not (folder / CONFIG_FILE).exists():
+        yield _missing(key, path)
+        return
+    try:
+        file = folder / CONFIG_FILE
+        shape_of(transformers_config(file), file)
+        weight_files(folder)
+    except ValueError as problem:
+        yield error(f"{key}={path}: {problem}")
+
+
+def _missing(key: str, path: str) -> Finding:
+    """Say what would bring a model to this machine."""
+    if (maker := _WARM_START.match(path)) and (CONF_DIR / "experiment" / f"{maker['experiment']}.yaml").is_file():
+        return absent(
+            f"{key}={path} does not exist: there is no policy to start from. Create it with "
+            f"`penstock sft experiment={maker['experiment']} seed={maker['seed']}`, or give {key}=DIR of one that you "
+            "have.",
+            "seed",
+        )
+    if local_path(path) is not None:
+        return error(not_here(key, path))
+    return absent(not_here(key, path), "seed")
+
+
+def _check_context(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
+    """Check that the model has a position for every token of the context."""
+    text = transformers_config(folder / CONFIG_FILE).get_text_config(decoder=True)
+    positions, context = getattr(text, "max_position_embeddings", None), config.model.max_context_tokens
+    rope = getattr(text, "rope_parameters", None) or {}
+    is_scaled = "default" not in str(rope.get("rope_type", "default")) if isinstance(rope, dict) else True
+    section = key.removesuffix(".path")
+    if isinstance(positions, int) and not is_scaled and context > positions:
+        yield error(
+            f"{section}.max_context_tokens={context} is above max_position_embeddings={positions} of the checkpoint "
+            f"({key}, {folder / CONFIG_FILE}): it was not trained on such positions, and vLLM refuses them. Use at "
+            f"most {positions}.",
+            key,
+        )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and config.rollout.engine.type == "torch" and context > window:
+        yield error(
+            f"rollout.engine.type=torch with {section}.max_context_tokens={context} and the checkpoint's "
+            f"sliding_window={window} ({key}): this engine attends to the whole context. Use rollout/engine=vllm, or a "
+            f"context of at most {window}.",
+            key,
+        )
+
+
+def _check_vocabulary(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
+    """Check that every id of the tokenizer has an embedding."""
+    try:
+        ids = _token_ids(str(folder))
+    except ValueError as problem:
+        yield error(f"{key}={config.model.path}: {problem}")
+        return
+    largest = max(ids, key=ids.__getitem__, default=None)
+    if largest is not None and ids[largest] >= config.model.shape.vocab_size:
+        yield error(
+            f"{key}={config.model.path}: token {largest!r} has the id {ids[largest]} in {folder / _TOKENIZER_FILE}, "
+            f"but config.json has vocab_size={config.model.shape.vocab_size}: it has no embedding. Use the tokenizer "
+            "of this model, or resize its embeddings.",
+            key,
+        )
+
+
+def _check_support(config: RunConfig, command: Command, key: str, folder: Path) -> Iterator[Finding]:
+    """Ask transformers whether the trainer can train the model, and vLLM whether an engine can serve it."""
+    has_engines, engine = command not in WITHOUT_ENGINES, config.rollout.engine
+    is_gpu = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    is_vllm = has_engines and isinstance(engine, VllmEngineConfig)
+    question = Question(
+        folder=str(folder),
+        attention=config.model.attention if command in ("train", *WITHOUT_ENGINES) else None,
+        engine_dtype=config.model.dtype if is_vllm else None,
+        tp_size=engine.tensor_parallel_size,
+        context=config.model.max_context_tokens,
+        is_traced=config.weights.transport != "gather",
+        device="cuda" if is_gpu and hardware.has_nvidia_driver() else "cpu",
+        device_is_here=is_gpu == (hardware.has_nvidia_driver() and not hardware.is_cpu_build()),
+    )
+    if question.attention is None and question.engine_dtype is None:
+        return
+    try:
+        problems: Sequence[str] = ask(question)
+    except RuntimeError as failure:
+        yield warning(f"{key}={config.model.path}: whether it is supported could not be checked: {failure}.", "rollout")
+        return
+    for problem in problems:
+        yield error(f"{key}={config.model.path}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
+
+
+def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
+    """Check that every token has the same id in both tokenizers, if both models are here and have one."""
+    try:
+        ours, theirs = _token_ids(config.model.path), _token_ids(path)
+    except ValueError as problem:
+        yield error(f"{key}={path}: {problem}", "model.path")
+        return
+    if not ours or not theirs:
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if differing:
+        example = differing[0]
+        yield error(
+            f"{key}={path}: {len(differing)} of {len(ours | theirs)} tokens have a different id than in the policy's "
+            f"tokenizer, e.g. {example!r} {theirs.get(example, 'none')} instead of {ours.get(example, 'none')}: it "
+            "would misread the policy's tokens. Use a model with the policy's tokenizer.",
+            "model.path",
+        )
+
+
+def _token_ids(path: str | None) -> dict[str, int]:
+    """Token -> id from the `tokenizer.json` of a model; empty if it is missing or has another form.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    folder = None if path is None else model_folder(path)
+    file = Path() if folder is None else folder / _TOKENIZER_FILE
+    if folder is None or not file.exists():
+        return {}
+    tokenizer = read_json_object(file)
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    words: Any = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(words, list):  # Unigram: pairs of token and score
+        words = {str(pair[0]): index for index, pair in enumerate(words) if isinstance(pair, list) and pair}
+    ids = {token: index for token, index in (words or {}).items() if isinstance(index, int)}
+    for one in added if isinstance(added, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("id"), int):
+            ids[str(one.get("content"))] = one["id"]
+    return ids
+
+
+def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Check that LoRA targets are linear layers of the checkpoint, by names and shapes of its tensors."""
+    if config.trainer.lora is None:
+        return
+    layers = []
+    for path in weight_files(folder):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                layer = name.removesuffix(".weight")
+                is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
+                if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
+                    layers.append(layer)
+    for message in unmatched_targets(layers, config.trainer.lora.targets) if layers else ():
+        yield error(message, "model.path")

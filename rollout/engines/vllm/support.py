@@ -1,0 +1,82 @@
+"""Whether this vLLM serves a checkpoint on this device, asked of its own registry, validators and loader.
+
+Nothing is loaded: the model is built on the meta device. It must run in a process of its own, in the environment of an
+engine (environment.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.rollout.engines.vllm.layout import expert_refusal, joined, plain_config, stand_in_groups, trace_rank
+from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
+from penstock.weights.layout.checkpoint import module_tensors
+from penstock.weights.model_config import DType
+
+
+def unsupported(
+    folder: Path, dtype: DType, tp_size: int, context: int, *, is_traced: bool, device_is_here: bool
+) -> list[str]:
+    """Why vLLM cannot serve this model; empty if it can.
+
+    Args:
+        folder: Hugging Face directory.
+        dtype: Dtype of the engine.
+        tp_size: Tensor-parallel ranks.
+        context: `model.max_context_tokens`.
+        is_traced: Whether weights are published by a plan, for which the layout must be known.
+        device_is_here: Whether engines run on the kind of device that this machine has.
+    """
+    hf_config = transformers_config(folder / CONFIG_FILE)
+    where = f"vLLM {vllm.__version__} on {torch.device(vllm.platforms.current_platform.device_type).type}"
+    try:
+        config = plain_config(hf_config, dtype, tp_size, context)
+    except WeightSyncError as error:
+        return [f"{where}: {_line(error)}"]
+    except Exception as error:  # noqa: BLE001 - validators raise what they like
+        return [f"{where} refuses it: {_line(error)}"]
+    try:
+        with stand_in_groups(0, tp_size), set_current_vllm_config(config), torch.device("meta"):
+            model = initialize_model(config)
+    except Exception as error:  # noqa: BLE001
+        return [f"{where} cannot build it: {_line(error)}"]
+    if device_is_here and (problem := _of_attention(config) or expert_refusal(model)):
+        return [f"{where}: {problem}"]
+    if not is_traced:
+        return []
+    tensors = module_tensors(hf_config)
+    try:
+        ranks = []
+        for rank in range(tp_size):
+            with stand_in_groups(rank, tp_size):
+                ranks.append(trace_rank(plain_config(hf_config, dtype, tp_size, context), tensors, dtype, rank))
+        joined(ranks)
+    except WeightSyncError as error:
+        return [f"{where}: {_line(error)}"]
+    return []
+
+
+def _of_attention(config: Any) -> str:
+    """Whether the attention backend of each layer supports its heads and dtype."""
+    for name, layer in config.compilation_config.static_forward_context.items():
+        head_size, backend = getattr(layer, "head_size", None), getattr(layer, "attn_backend", None)
+        if head_size is None or backend is None:
+            continue
+        if not backend.supports_head_size(head_size):
+            sizes = ", ".join(map(str, backend.get_supported_head_sizes()))
+            return (
+                f"head_dim={head_size} of {name} is not supported by its attention backend {backend.get_name()}, which "
+                f"has {sizes}. Use rollout/engine=torch, another device, or a model with such heads"
+            )
+    return ""
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]

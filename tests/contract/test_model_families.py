@@ -1,0 +1,264 @@
+"""Families of models as transformers makes them: a tiny random one of each is served by vLLM and scored by the trainer.
+
+The engine starts with other weights than it is sent, so equal logprobs prove the layout and the names of every tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.environment import vllm_environment
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer
+from penstock.trainer.models.policy_model import hf_parameters, load_policy
+from penstock.weights.hf_folder import shape_of, transformers_config
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.model_config import ModelConfig
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
+
+VOCAB_SIZE, CONTEXT, NUM_PROMPT, NUM_NEW = 259, 128, 20, 60
+SIZES: Mapping[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "initializer_range": 0.15,
+}
+FAMILIES: dict[str, Mapping[str, object]] = {
+    "qwen2": {"hidden_size": 128, "tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"hidden_size": 128},
+    "mistral": {"sliding_window": 16},
+    "olmo2": {"hidden_size": 128},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "smollm3": {"hidden_size": 128, "num_hidden_layers": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+EXPERTS = ("qwen3_moe", "mixtral")
+"""vLLM's CPU build cannot update them, and a run is refused."""
+
+
+def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Path:
+    """A random model of a family in a Hugging Face directory, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES[model_type] | fields))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """As it is composed from `model.path` alone."""
+    file = folder / "config.json"
+    return ModelConfig(path=str(folder), max_context_tokens=CONTEXT, shape=shape_of(transformers_config(file), file))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """That of an engine actor, set before vLLM is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_environment("cpu", threads=1).items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
+async def test_engine_and_trainer_agree_on_a_model_that_was_published(model_type: str, tmp_path: Path) -> None:
+    from penstock.rollout.engines.vllm.engine import VllmEngine
+
+    served, trained = (make_model(model_type, tmp_path / str(seed), seed) for seed in (1, 2))
+    model = model_config(served)
+    policy = load_policy(str(trained), model, gradient_checkpointing=False).eval()
+    tensors = {name: parameter.detach() for name, parameter in hf_parameters(policy)}
+    training = TrainingSharding(tuple(TensorSpec(name, tuple(one.shape)) for name, one in tensors.items()))
+    spec = EngineSpec(
+        EngineId("e"),
+        str(served),
+        model,
+        VllmEngineConfig(type="vllm", max_num_seqs=8, kv_cache_gib=0.1),
+        "cpu",
+        "keep_kv",
+        seed=0,
+        threads=1,
+    )
+    engine = VllmEngine(spec)
+    await asyncio.wait_for(engine.start(), 240)
+    try:
+        receiving = EngineLayout("vllm", await engine.layout(training.tensors))
+        transfer = ShardTransfer.between(training, receiving, "float32", str(tmp_path))
+        writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+        flat = {name: tensor.flatten() for name, tensor in tensors.items()}
+        writer.write(1, flat)
+        await asyncio.wait_for(engine.update_weights(transfer.manifest(1, writer.sums(flat))), 60)
+        prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 40)]
+        answers = await asyncio.gather(*(answer(engine, str(index), prompt) for index, prompt in enumerate(prompts)))
+    finally:
+        await engine.shutdown()
+    for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
+        assert len(tokens) == NUM_NEW
+        ids = torch.tensor([*prompt, *tokens])
+        index = torch.arange(len(prompt) - 1, len(ids) - 1)
+        with torch.no_grad():
+            ours, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], 1.0)
+        assert np.std(logprobs) > 0.05, "the model tells tokens apart"
+        np.testing.assert_allclose(logprobs, ours.numpy(), atol=1e-4)
+
+
+async def answer(engine: Any, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    sampling = SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, stop_token_ids=(), seed=None)
+    request = GenerateRequest(RequestId(request_id), prompt, sampling)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    async for delta in engine.generate(request):
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+    return tokens, logprobs
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write a model and a tokenizer."""
+    model.float().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_trainer_takes_every_family_and_masks_rows_of_several_sequences(model_type: str, tmp_path: Path) -> None:
+    from penstock.trainer.support import unsupported
+
+    folder = make_model(model_type, tmp_path, 0)
+    assert unsupported(folder, "sdpa") == []
+    policy = load_policy(str(folder), model_config(folder), gradient_checkpointing=False).eval()
+    before, ids = torch.arange(90, 120), torch.arange(2, 82)
+    positions = torch.cat([torch.arange(len(before)), torch.arange(len(ids))])
+    segments = torch.cat([torch.zeros(len(before)), torch.ones(len(ids))])
+    mask = (segments[:, None] == segments[None]).tril()[None, None]
+    index = torch.arange(len(ids) - 1)
+    with torch.no_grad():
+        alone, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[1:], 1.0)
+        packed, _ = policy(torch.cat([before, ids])[None], positions[None], mask, index + len(before), ids[1:], 1.0)
+    np.testing.assert_allclose(packed.numpy(), alone.numpy(), atol=1e-5)
+
+
+def refused_by_the_trainer(kind: str, folder: Path) -> str:
+    """Make a model of some kind; returns what the trainer says about it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from penstock.trainer.support import unsupported
+
+    if kind == "classifier":
+        config = AutoConfig.for_model("qwen3", **SIZES, num_labels=1)
+        save(AutoModelForSequenceClassification.from_config(config), folder)
+    elif kind == "other_layers":
+        make_model("qwen3", folder, 0)
+        config = AutoConfig.for_model("qwen3", **(SIZES | {"num_hidden_layers": 3}))
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(folder)
+    elif kind == "other_width":
+        make_model("qwen3", folder, 0)
+        config = AutoConfig.for_model("qwen3", **(SIZES | {"intermediate_size": 64}))
+        config.save_pretrained(folder)
+    else:
+        fields = {name: value for name, value in SIZES.items() if "head" not in name}
+        bart = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "decoder_attention_heads": 2}
+        sizes = {"mamba": fields | {"state_size": 8}, "bart": bart | {"vocab_size": VOCAB_SIZE}}
+        config = AutoConfig.for_model(kind, **sizes.get(kind, SIZES))
+        save(AutoModelForCausalLM.from_config(config), folder)
+    (said,) = unsupported(folder, "sdpa")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("classifier", "tensors of Qwen3ForCausalLM are not in the checkpoint, e.g. "),
+        ("other_layers", "12 tensors of Qwen3ForCausalLM are not in the checkpoint"),
+        ("other_width", "transformers cannot load its weights"),
+        ("gemma2", "attn_logit_softcapping=50"),
+        ("granite", "GraniteForCausalLM changes the logits of its head"),
+        ("cohere", "CohereForCausalLM changes the logits of its head"),
+        ("mamba", "it has layers of linear_attention"),
+        ("bart", "BartDecoderWrapper takes no position_ids"),
+        ("gpt_oss", "transformers cannot build a language model of it with model.attention=sdpa"),
+    ],
+)
+def test_what_the_trainer_would_get_wrong_is_refused_with_the_cause(kind: str, words: str, tmp_path: Path) -> None:
+    assert words in refused_by_the_trainer(kind, tmp_path)
+
+
+def refused_by_vllm(folder: Path, **changed: Any) -> list[str]:
+    from penstock.rollout.engines.vllm.support import unsupported
+
+    settings = {"tp_size": 1, "context": CONTEXT, "is_traced": True, "device_is_here": True}
+    return unsupported(folder, "float32", **(settings | changed))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+def test_what_vllm_cannot_serve_here_is_refused_with_its_own_words(tmp_path: Path) -> None:
+    good = make_model("llama", tmp_path / "good", 0)
+    assert refused_by_vllm(good) == []
+    assert refused_by_vllm(good, tp_size=2) == []
+    (said,) = refused_by_vllm(good, tp_size=3)
+    assert "not divisible by tensor parallel size (3)" in said or "must be divisible" in said
+    (said,) = refused_by_vllm(good, context=CONTEXT + 1)
+    assert f"({CONTEXT + 1})" in said
+    narrow = make_model("qwen3", tmp_path / "narrow", 0, head_dim=16)
+    (said,) = refused_by_vllm(narrow)
+    assert "head_dim=16 of model.layers.0.self_attn.attn is not supported by its attention backend CPU_ATTN" in said
+    assert refused_by_vllm(narrow, device_is_here=False) == []
+    (said,) = refused_by_vllm(make_model("mixtral", tmp_path / "experts", 0))
+    assert "keeps a packed copy of expert weights" in said
+    foreign = make_model("qwen3", tmp_path / "foreign", 0)
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen99ForCausalLM"]}))
+    (said,) = refused_by_vllm(foreign)
+    assert "Qwen99ForCausalLM" in said
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+def test_the_question_is_asked_in_a_child_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.platform.checks import model_probe
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = make_model("qwen3", tmp_path / "narrow", 0, head_dim=16)
+    question = model_probe.Question(str(folder), "sdpa", "float32", 1, CONTEXT, True, "cpu", True)
+    (said,) = model_probe.ask(question)
+    assert "head_dim=16" in said
+    monkeypatch.setattr(model_probe, "_ask_child", lambda _question: ["asked again"])
+    assert model_probe.ask(question) == [said]
+    assert model_probe.ask(question._replace(context=64)) == ["asked again"]
+    make_model("qwen3", folder, 0, head_dim=32)
+    assert model_probe.ask(question) == ["asked again"]

@@ -1,0 +1,333 @@
+"""Checks of the models that a run starts from: by `model.path` alone, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks import model_files
+from penstock.platform.checks.load import load_config
+from tests.model_folder import CONFIG, write_model
+
+PLUGIN = """
+from penstock.dataflow.trajectory import Task
+
+def reward(trajectory, **fields):
+    return 1.0
+
+class Source:
+    def __init__(self, seed):
+        pass
+
+    def train(self):
+        return (Task(f"t{index}", f"{index}=", {"answer": "1"}) for index in range(4096))
+
+    def held_out(self, num_tasks):
+        return [Task(f"h{index}", f"{index}+", {"answer": "1"}) for index in range(num_tasks)]
+"""
+
+
+class CharacterCodec:
+    def encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        return tuple(map(ord, prompt))
+
+
+@pytest.fixture
+def overrides(tmp_path, monkeypatch):
+    """The demo with tasks of the user's, on a machine whose vLLM and transformers support every model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_tasks.py").write_text(PLUGIN)
+    policy = write_model(tmp_path / "policy")
+    monkeypatch.setattr(model_files, "ask", lambda _question: [])
+    monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
+    monkeypatch.setattr(
+        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec()
+    )
+    return [
+        "experiment=arithmetic",
+        f"model.path={policy}",
+        "env.factory=my_tasks:Source",
+        "env.args={}",
+        "reward.fn=my_tasks:reward",
+    ]
+
+
+def problem(overrides: list[str], *, dry_run: bool = True) -> str:
+    """The only problem; a dry run exits with it, as a run does."""
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", overrides, dry_run=dry_run)
+    (violation,) = raised.value.violations
+    return violation
+
+
+def absent(overrides: list[str]) -> str:
+    """The problem of a run that is only a warning in a dry run."""
+    found = problem(overrides, dry_run=False)
+    assert load_config("train", overrides, dry_run=True).warnings == [found]
+    return found
+
+
+def test_a_missing_warm_start_says_how_to_create_it(overrides):
+    found = absent([overrides[0], *overrides[2:], "seed=7"])
+    assert "runs/arithmetic_sft-seed7/policy does not exist" in found
+    assert "penstock sft experiment=arithmetic_sft seed=7" in found
+
+
+def test_the_warm_start_of_another_experiment_is_named_too_and_none_that_does_not_exist(overrides):
+    found = problem([*overrides, "model.path=runs/text_sft-seed3/policy"])
+    assert "Create it with `penstock sft experiment=text_sft seed=3`" in found
+    assert "Give a model directory" in problem([*overrides, "model.path=runs/no_such_sft-seed0/policy"])
+
+
+def test_a_missing_model_is_refused_in_a_dry_run_too(overrides):
+    assert "model.path=/no/such/model does not exist" in problem([*overrides, "model.path=/no/such/model"])
+
+
+def test_a_hub_name_must_be_in_the_cache(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "hf download Org/Model" in problem([*overrides, "model.path=Org/Model"])
+    write_model(tmp_path / "hub" / "models--Org--Model" / "snapshots" / "old", num_hidden_layers=2)
+    write_model(tmp_path / "hub" / "models--Org--Model" / "snapshots" / "abc", num_hidden_layers=3)
+    (tmp_path / "hub" / "models--Org--Model" / "refs").mkdir()
+    (tmp_path / "hub" / "models--Org--Model" / "refs" / "main").write_text("abc")
+    assert load_config("train", [*overrides, "model.path=Org/Model"]).config.model.shape.num_layers == 3
+
+
+def test_a_folder_that_is_no_model_is_refused(overrides, tmp_path):
+    assert "has no config.json" in problem([*overrides, f"model.path={tmp_path}"])
+
+
+def test_a_file_is_no_model_directory(overrides, tmp_path):
+    (tmp_path / "model.bin").touch()
+    assert "model.bin is a file" in problem([*overrides, f"model.path={tmp_path / 'model.bin'}"])
+
+
+def auxiliary_model(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int]) -> Path:
+    """A model that is not the policy; both have a tokenizer."""
+    other = write_model(tmp_path / "other", vocab_size=vocab_size, hidden_size=96)
+    ours = {"0": 2, "1": 3, "+": 4}
+    for folder, ids in ((tmp_path / "policy", ours), (other, vocabulary)):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}, "added_tokens": []}))
+    return other
+
+
+AUXILIARY = {
+    "critic.path": "algorithm=ppo",
+    "teacher.path": "algorithm=distill",
+    "reference.path": "algorithm=online_dpo",
+}
+
+
+@pytest.mark.parametrize("key", AUXILIARY)
+def test_an_auxiliary_model_with_the_policys_tokenizer_is_accepted(overrides, tmp_path, key):
+    other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
+    load_config("train", [*overrides, AUXILIARY[key], f"{key}={other}"])
+
+
+@pytest.mark.parametrize("key", AUXILIARY)
+def test_an_auxiliary_model_with_another_vocabulary_or_tokenizer_is_refused(overrides, tmp_path, key):
+    other = auxiliary_model(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
+    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
+    assert "vocab_size=32 differs from the checkpoint's vocab_size=33" in found
+    assert f"({key}, " in found
+    write_model(other)
+    swapped = {"model": {"vocab": {"0": 3, "1": 2, "+": 4}}}
+    (other / "tokenizer.json").write_text(json.dumps(swapped))
+    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
+    assert "2 of 3 tokens have a different id" in found
+    assert "'0' 3 instead of 2" in found
+
+
+def test_the_shape_is_that_of_the_checkpoint_and_not_of_the_preset(overrides, tmp_path):
+    write_model(tmp_path / "policy", num_hidden_layers=7, num_key_value_heads=1, tie_word_embeddings=False)
+    shape = load_config("train", overrides).config.model.shape
+    assert (shape.num_layers, shape.num_kv_heads, shape.tie_word_embeddings, shape.vocab_size) == (7, 1, False, 32)
+
+
+def test_a_typed_shape_that_is_not_the_checkpoints_is_refused_with_both_numbers(overrides, tmp_path):
+    found = problem([*overrides, "model.shape.num_layers=5"])
+    assert f"model.shape.num_layers=5 differs from the checkpoint's 4 (model.path, {tmp_path / 'policy'}" in found
+    assert "model.from_scratch=true" in found
+    load_config("train", [*overrides, "model.shape.num_layers=4"])
+
+
+def partner(overrides: list[str], folder: Path, letters: str, num_layers: int = 3) -> list[str]:
+    """The overrides of a run of two policies, each with its tokenizer."""
+    ours = Path(overrides[1].partition("=")[2])
+    theirs = write_model(folder / "partner", hidden_size=96, num_hidden_layers=num_layers)
+    for path, vocabulary in ((ours, "abc"), (theirs, letters)):
+        words = {letter: number for number, letter in enumerate(vocabulary)}
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    return ["experiment=arithmetic_two_policies", *overrides[1:], f"partner.model.path={theirs}"]
+
+
+def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
+    assert load_config("train", partner(overrides, tmp_path, "abc")).warnings == []
+
+
+def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
+    assert "2 of 3 tokens have a different id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
+
+
+def test_a_partner_has_the_shape_of_its_own_checkpoint(overrides, tmp_path):
+    typed = partner(overrides, tmp_path, "abc", num_layers=5)
+    config = load_config("train", typed).config
+    assert (config.model.shape.num_layers, config.partner.model.shape.num_layers) == (4, 5)
+    found = problem([*typed, "partner.model.shape.num_layers=3"])
+    assert "partner.model.shape.num_layers=3 differs from the checkpoint's 5" in found
+
+
+def test_targets_of_adapters_that_the_checkpoint_has_not_are_refused_with_the_nearest(overrides, tmp_path):
+    tensors = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in ("q_proj", "qkv")}
+    save_file(tensors | {"model.norm.weight": np.zeros(2, np.float32)}, tmp_path / "policy" / "model.safetensors")
+    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,qvk]"]
+    assert "trainer.lora.targets: qvk names no linear layer" in problem(lora)
+    assert "Nearest: qkv" in problem(lora)
+    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[qkv,norm]"])
+    load_config("train", [*overrides, "trainer=lora", "trainer.lora.targets=[self_attn.q_proj]"])
+
+
+BROKEN_CONFIGS = {
+    "empty": (b"", "is empty (0 bytes)"),
+    "list": (b"[1, 2]", "holds a list where a JSON object is expected"),
+    "text": (b"{model_type: qwen3}", "is not JSON: Expecting property name"),
+    "not_utf8": (b'{"model_type": "\xff"}', "is not UTF-8: byte 0xff at position 16"),
+    "bom": (b"\xef\xbb\xbf{}", "begins with a byte order mark (EF BB BF)"),
+    "no_type": (b"{}", "has no model_type"),
+    "unknown_type": (b'{"model_type": "qwen99"}', "model_type='qwen99' is not among the"),
+    "code": (b'{"model_type": "own", "auto_map": {}}', "Code from a model's repository (trust_remote_code) is not run"),
+    "text_size": (json.dumps(CONFIG | {"hidden_size": "wide"}).encode(), "transformers' qwen3 refuses it"),
+    "zero": (json.dumps(CONFIG | {"vocab_size": 0}).encode(), "vocab_size=0: Input should be greater than 0"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_CONFIGS)
+@pytest.mark.parametrize("key", ["model.path", "critic.path"])
+def test_a_config_json_that_cannot_be_read_is_named_with_what_it_holds(overrides, tmp_path, kind, key):
+    data, words = BROKEN_CONFIGS[kind]
+    broken = write_model(tmp_path / "broken")
+    (broken / "config.json").write_bytes(data)
+    found = problem([*overrides, "algorithm=ppo", f"{key}={broken}"])
+    assert found.startswith(f"{key}={broken}: {broken / 'config.json'}")
+    assert words in found
+
+
+def test_a_config_json_that_is_a_directory_is_refused(overrides, tmp_path):
+    (tmp_path / "policy" / "config.json").unlink()
+    (tmp_path / "policy" / "config.json").mkdir()
+    assert "config.json is a directory" in problem(overrides)
+
+
+@pytest.mark.parametrize("lora", [[], ["trainer=lora"]])
+def test_weights_that_are_not_complete_are_refused_with_both_sizes(overrides, tmp_path, lora):
+    file = tmp_path / "policy" / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-3])
+    assert f"has {len(data) - 3} bytes, but its header describes {len(data)}: it is truncated" in problem(
+        [*overrides, *lora]
+    )
+    file.write_bytes(data[:20])
+    assert f"has 20 bytes, but needs {len(data) - 8} for its header alone" in problem([*overrides, *lora])
+    file.write_bytes(b"")
+    assert "has 0 bytes, but needs 8" in problem([*overrides, *lora])
+    file.write_bytes((4).to_bytes(8, "little") + b"oops")
+    assert "has no safetensors header" in problem([*overrides, *lora])
+    file.unlink()
+    assert "has no *.safetensors" in problem([*overrides, *lora])
+    (tmp_path / "policy" / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin, a pickle: convert it" in problem([*overrides, *lora])
+
+
+def test_a_shard_that_the_index_names_must_be_there(overrides, tmp_path):
+    index = tmp_path / "policy" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    found = problem(overrides)
+    assert "model-2.safetensors does not exist: 1 of the 2 weight files" in found
+    index.write_text("[]")
+    assert "index.json holds a list" in problem(overrides)
+
+
+def test_a_context_longer_than_the_models_positions_is_refused_with_both_numbers(overrides, tmp_path):
+    write_model(tmp_path / "policy", max_position_embeddings=100)
+    found = problem(overrides)
+    assert "model.max_context_tokens=128 is above max_position_embeddings=100" in found
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100, "rope_theta": 1e4}
+    write_model(tmp_path / "policy", max_position_embeddings=100, rope_parameters=scaled)
+    load_config("train", overrides)  # how far it reaches is for vLLM to say
+
+
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused_with_both_numbers(overrides, tmp_path):
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 31}}, "added_tokens": [{"content": "<end>", "id": 32}]}
+    (tmp_path / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = problem(overrides)
+    assert "token '<end>' has the id 32" in found
+    assert "vocab_size=32" in found
+    (tmp_path / "policy" / "tokenizer.json").write_text("{")
+    assert "tokenizer.json is not JSON" in problem(overrides)
+
+
+def test_the_torch_engine_refuses_a_window_below_the_context(overrides, tmp_path):
+    write_model(tmp_path / "policy", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+    load_config("train", overrides)
+    found = problem([*overrides, "rollout/engine=torch"])
+    assert "max_context_tokens=128 and the checkpoint's sliding_window=64" in found
+
+
+def test_what_trainer_and_engine_refuse_is_refused_before_anything_starts(overrides, monkeypatch):
+    asked = []
+
+    def ask(question: model_files.Question) -> list[str]:
+        asked.append(question)
+        return ["vLLM on cpu: head_dim=16"]
+
+    monkeypatch.setattr(model_files, "ask", ask)
+    found = problem(overrides)
+    assert found.startswith("model.path=")
+    assert "vLLM on cpu: head_dim=16" in found
+    assert (asked[0].attention, asked[0].engine_dtype, asked[0].context) == ("sdpa", "float32", 128)
+
+
+def test_without_an_answer_there_is_a_warning(overrides, monkeypatch):
+    def ask(_question: model_files.Question) -> list[str]:
+        raise RuntimeError("no answer within 120 s")
+
+    monkeypatch.setattr(model_files, "ask", ask)
+    (warned,) = load_config("train", overrides).warnings
+    assert "could not be checked: no answer within 120 s" in warned
+
+
+@pytest.mark.parametrize("experiment", ["gsm8k_qwen_1gpu", "math_qwen_8gpu"])
+def test_public_models_are_planned_from_the_package_before_they_are_downloaded(experiment, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    loaded = load_config("train", [f"experiment={experiment}"], dry_run=True)
+    assert any("hf download Qwen/Qwen2.5-" in warned for warned in loaded.warnings)
+    assert loaded.config.model.shape.num_layers in (24, 28)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000, '"~nobody-here/x"', "'a\\0b'", "Qwen/../x"])
+def test_a_name_that_no_file_can_have_is_a_missing_model(overrides, path):
+    assert "does not exist. Give a model directory or a hub name." in problem([*overrides, f"model.path={path}"])
+
+
+def test_the_home_directory_is_expanded_for_the_processes_that_load_the_model(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("train", [*overrides, "model.path='~/policy'"]).config
+    assert config.model.path == str(tmp_path / "policy")
+
+
+def test_the_model_of_a_reward_is_checked_too(overrides, tmp_path):
+    judge = write_model(tmp_path / "judge")
+    (judge / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", [*overrides[:-1], "reward=reward_model", f"reward.args.path={judge}"], dry_run=True)
+    assert any(
+        found.startswith(f"reward.args.path={judge}: {judge}/model.safetensors has 0 bytes")
+        for found in raised.value.violations
+    )

@@ -1,0 +1,136 @@
+"""Whether the trainer can train a checkpoint, asked of transformers without memory for weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
+
+_PACKED = {"full_attention", "sliding_attention"}
+"""Layers for which rows of several sequences are masked (trainer/models/policy_model.py)."""
+
+
+def unsupported(folder: Path, attention: str) -> list[str]:
+    """Why the trainer cannot train this model; empty if it can.
+
+    The model is loaded on the meta device by transformers itself, so missing tensors and wrong shapes are those that it
+    would find in a run.
+
+    Args:
+        folder: Hugging Face directory.
+        attention: `model.attention`.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    hf_config = transformers_config(folder / CONFIG_FILE)
+    if problem := _of_config(hf_config):
+        return [problem]
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention)
+    except Exception as error:  # noqa: BLE001 - each model refuses in its own way, which is the answer
+        return [f"transformers cannot build a language model of it with model.attention={attention}: {_line(error)}"]
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, device_map="meta", output_loading_info=True, local_files_only=True
+        )
+    except Exception as error:  # noqa: BLE001
+        return [f"transformers cannot load its weights: {_line(error)}"]
+    problems = []
+    if missing := sorted(loading["missing_keys"]):
+        problems.append(
+            f"{len(missing)} tensors of {type(model).__name__} are not in the checkpoint, e.g. {missing[0]}; they "
+            f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. Use "
+            "a complete checkpoint of a language model"
+        )
+    return [*problems, *_of_model(model)]
+
+
+def _of_config(hf_config: Any) -> str | None:
+    text = hf_config.get_text_config(decoder=True)
+    if getattr(hf_config, "quantization_config", None) is not None:
+        return (
+            "its weights are quantised (quantization_config), and training needs floating-point weights. Use the "
+            "original model"
+        )
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED)
+    if kinds:
+        return (
+            f"it has layers of {', '.join(kinds)}. The trainer packs several sequences in a row and can separate them "
+            "only in full and sliding-window attention. Use a model with attention layers only"
+        )
+    if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
+        return (
+            f"it caps attention scores (attn_logit_softcapping={cap:g}), which model.attention=sdpa leaves out, so its "
+            "logprobs would differ from the engine's. Use a model without it"
+        )
+    return None
+
+
+def _of_model(model: Any) -> list[str]:
+    import inspect
+
+    body = model.base_model
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        return [
+            f"{type(body).__name__} takes no position_ids, so several sequences cannot be packed in a row. Use a model "
+            "with rotary position embeddings"
+        ]
+    if model.get_output_embeddings() is None:
+        return [f"{type(model).__name__} has no output embeddings from which logprobs are computed"]
+    if changed := _changes_logits(model):
+        return [
+            f"{type(model).__name__} {changed} (as with final_logit_softcapping or logits_scaling), and logprobs are "
+            "computed from the head's weight alone. Use a model whose logits are those of its head"
+        ]
+    return []
+
+
+class _Output:
+    """The output of a body: its last hidden state, and None for everything else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+def _changes_logits(model: Any) -> str:
+    """What a model does to hidden states before its head, or to logits after it; empty if nothing.
+
+    Its body is replaced, so only the few operations around the head run, on the meta device.
+    """
+    head, seen = model.get_output_embeddings(), []
+    hidden = torch.empty(1, 2, head.weight.shape[1], dtype=head.weight.dtype, device="meta")
+    hook = head.register_forward_hook(lambda _module, given, logits: seen.append((given[0], logits)))
+    model.base_model.forward = lambda *_args, **_kwargs: _Output(hidden)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta")).logits
+    except Exception as error:  # noqa: BLE001 - its forward pass needs more of its body than is replaced here
+        return f"has a forward pass around its head that cannot be followed ({_line(error)})"
+    finally:
+        hook.remove()
+    if len(seen) != 1:
+        return f"calls its head {len(seen)} times"
+    given, of_head = seen[0]
+    if _storage(given) != _storage(hidden):
+        return "changes hidden states before its head"
+    return "" if _storage(logits) == _storage(of_head) else "changes the logits of its head"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - storages without memory have no data_ptr
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
