@@ -21,6 +21,7 @@ from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
 from penstock.envs.tasks.preferences import preferred_pair
+from penstock.platform.checks.first_calls import check_first_calls
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
@@ -63,7 +64,8 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from _check_overlap(tasks)
     yield from _check_data(config)
     if reward is not None:
-        yield from check_reward(reward, tasks)
+        misfits = list(check_reward(reward, tasks))
+        yield from misfits or check_first_calls(config, source, reward, tasks.train)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
@@ -163,7 +165,7 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
-    """Check that each reward can be called with the fields of the tasks. Its results are checked at run time."""
+    """Check that each reward can be called with the fields of the tasks."""
     refused: set[str] = set()
     for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
         for key, function, arguments in calls_of(reward, task.fields):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -98,7 +99,7 @@ def run_env_check(
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
     scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s, isolation=wanted)
-    findings: list[Finding] = asyncio.run(check_environment(config, scored_by))
+    findings: list[Finding] = asyncio.run(check_environment(config, scored_by, partial(console.print, markup=False)))
     table = Table("check", "verdict", "what was found")
     for finding in findings:
         table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))
