@@ -125,6 +125,7 @@ class Trajectory:
         retried_after: Summary of the previous attempt's failure; empty for a first attempt.
         reasoning: Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is
             set.
+        messages: The task's prompt as chat messages; empty if it is plain text.
         num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
@@ -144,6 +145,7 @@ class Trajectory:
     threads: tuple[Thread, ...] = ()
     retried_after: str = ""
     reasoning: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
     num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -211,9 +211,8 @@ def scripted_trajectory(task: Task, turns: Sequence[Turn], episode: Episode | No
         response="".join(turn.response for turn in turns),
         finish_reason="stop" if episode is None or episode.end == "done" else "length",
         episode=episode,
-        threads=()
-        if has_main_only
-        else tuple(Thread(name, 1 + num, prompt) for name, num in zip(names, sampled, strict=True)),
+        threads=() if has_main_only else tuple(map(Thread, names, [1 + num for num in sampled])),
+        messages=() if isinstance(task.prompt, str) else task.prompt,
     )
 
 

@@ -262,4 +262,5 @@ def build_trajectory(
         finish_reason="stop" if is_complete else "length",
         episode=episode,
         threads=() if has_main_only else tuple(one.thread() for one in conversations),
+        messages=() if isinstance(task.prompt, str) else task.prompt,
     )

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (tmp_path / name).write_text(code)
             monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's, of that name
             written += 1
-    assert written == 12
+    assert written == 14
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge" / "config.json").write_text("{}")
     rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
