@@ -116,7 +116,8 @@ class Trajectory:
         spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
         response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
             answers alone.
-        finish_reason: `length` marks a truncated answer, or an episode that a limit ended before the environment did.
+        finish_reason: `length` marks a truncated answer, an episode that a limit ended before the environment did, and
+            one whose last turn was truncated.
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Value of each named reward.
         episode: The turns; None for a single-turn trajectory.

@@ -188,6 +188,17 @@ class _Scored:
         return rewards
 
 
+def scripted_turns(source: TaskSource, task: Task) -> list[str]:
+    """The source's gold answer, or the gold actions of its environment; empty if there are none."""
+    gold = getattr(source, "gold_response" if task.environment is None else "gold_actions", None)
+    try:
+        given = [] if gold is None else gold(task)
+        turns = [given] if isinstance(given, str) else list(given)
+    except Exception:  # noqa: BLE001  user code; `penstock env check` reports it
+        return []
+    return turns if all(isinstance(turn, str) for turn in turns) else []
+
+
 def scripted_answer(task: Task, text: str) -> Trajectory:
     """A finished answer as a reward function gets it; only the number of its tokens is real."""
     return scripted_trajectory(task, [Turn(text, "stop", 1 + len(text))])

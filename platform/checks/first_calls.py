@@ -18,7 +18,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardFunction, TaskSource
 from penstock.envs.rewards.composition import calls_of
-from penstock.envs.scripted_check import play_script, scripted_answer
+from penstock.envs.scripted_check import play_script, scripted_answer, scripted_turns
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.config.findings import Finding, absent, error, note, warning
@@ -51,7 +51,7 @@ async def _call(config: RunConfig, source: TaskSource, reward: RewardFunction, c
     answered: list[tuple[Task, Trajectory]] = []
     try:
         for index, task in enumerate(chosen):
-            gold = _gold(config, source, task) if index == 0 else None
+            gold = scripted_turns(source, task) if index == 0 and not config.env.streams else []  # of another factory
             if task.environment is None:
                 answered.append((task, scripted_answer(task, gold[0] if gold else TEXT)))
                 continue
@@ -68,21 +68,8 @@ async def _call(config: RunConfig, source: TaskSource, reward: RewardFunction, c
     return findings
 
 
-def _gold(config: RunConfig, source: TaskSource, task: Task) -> list[str] | None:
-    """The source's own answer, or its actions; None if it has none."""
-    name = "gold_response" if task.environment is None else "gold_actions"
-    if config.env.streams or not hasattr(source, name):  # a stream may have another factory
-        return None
-    try:
-        gold = getattr(source, name)(task)
-    except Exception:  # noqa: BLE001  user code; `penstock env check` reports it
-        return None
-    gold = [gold] if isinstance(gold, str) else list(gold)
-    return gold if gold and all(isinstance(one, str) for one in gold) else None
-
-
 async def _play(
-    config: RunConfig, env: EnvConfig, host: EpisodeHost, task: Task, gold: list[str] | None
+    config: RunConfig, env: EnvConfig, host: EpisodeHost, task: Task, gold: list[str]
 ) -> tuple[Finding, Trajectory | None]:
     """Play one episode; the trajectory is None if there is none to score."""
     where, calls = f"env.factory={env.factory}", "reset"
