@@ -10,7 +10,6 @@ yet. Agent programs are not run: they may need longer than this check may take.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
@@ -84,7 +83,7 @@ async def _play(
     except ConfigError as problem:
         return absent(" ".join(problem.violations), "env"), None
     except TrajectoryError as failure:
-        what = f"{where}, called before the start on task {task.task_id}: {last_error(failure)}"
+        what = f"{where}, called before the start on task {task.task_id}: {failure.cause}"
         if "timed out after" in failure.detail and config.env.episode.timeout_s > LIMIT_S:
             allowed = f"env.episode.timeout_s={config.env.episode.timeout_s:g} allows more, so the run starts"
             return warning(f"{what}. {allowed}, but it will wait at least that long.", "env"), None
@@ -127,7 +126,7 @@ async def _score(
                 return
             except TrajectoryError as failure:
                 what = f"{where}, called before the start on task {task.task_id} with the answer {shown}"
-                yield _failed_call(f"{what}: {last_error(failure)}", failure, config.reward.timeout_s)
+                yield _failed_call(f"{what}: {failure.cause}", failure, config.reward.timeout_s)
                 return
             parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
             yield note(f"{where}: {task.task_id} answered with {shown}: reward {score.reward:g}{parts}", "reward")
@@ -148,15 +147,3 @@ def _failed_call(what: str, failure: TrajectoryError, timeout_s: float) -> Findi
         "reward",
         "env",
     )
-
-
-def last_error(failure: TrajectoryError) -> str:
-    """What failed, in one line: of a traceback the exception, and the line of code that raised it."""
-    _, _, of_call = failure.detail.partition(": ")
-    lines = of_call.strip().splitlines() or [failure.detail]
-    frames = [index for index, line in enumerate(lines) if re.match(r'\s+File "', line)]
-    if not frames:
-        return lines[-1].rstrip(".")
-    place = re.match(r'\s+File "(?:.*/)?(?P<file>[^"]+)", line (?P<line>\d+)', lines[frames[-1]])
-    raised = next((line for line in lines[frames[-1] :] if not line.startswith(" ")), lines[-1])
-    return f"it raised {raised.rstrip('.')}" + (f" ({place['file']}, line {place['line']})" if place else "")

@@ -249,8 +249,8 @@ def check_scripted_turns(config: RunConfig, source: TaskSource, tasks: Sequence[
         longest = max(cut, key=cut.__getitem__)
         yield warning(
             f"rollout.sampling.max_new_tokens={limit} cannot hold the scripted answers of {len(cut)} of {len(needed)} "
-            f"tasks: that of {longest} needs {cut[longest]} tokens in a turn. A policy that answers likewise is cut off. "
-            f"Use at least {cut[longest]}, or a tokenizer with longer tokens.",
+            f"tasks: that of {longest} needs {cut[longest]} tokens in a turn. A policy that answers likewise is cut "
+            f"off. Use at least {cut[longest]}, or a tokenizer with longer tokens.",
             "env",
             "model",
         )

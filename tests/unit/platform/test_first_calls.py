@@ -11,7 +11,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.platform.checks import first_calls
-from penstock.platform.checks.first_calls import TEXT, check_first_calls, last_error
+from penstock.platform.checks.first_calls import TEXT, check_first_calls
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.findings import Finding
 
@@ -162,5 +162,5 @@ def test_an_environment_that_fails_is_named_with_its_task(call: Call, factory: s
 
 
 def test_a_failure_without_a_traceback_is_its_last_line() -> None:
-    assert last_error(TrajectoryError("reward", "fn on 0/0 (t/0): timed out after 1 s.")) == "timed out after 1 s"
-    assert last_error(TrajectoryError("env", "it is gone")) == "it is gone"
+    assert TrajectoryError("reward", "fn on 0/0 (t/0): timed out after 1 s.").cause == "timed out after 1 s"
+    assert TrajectoryError("env", "it is gone").cause == "it is gone"

@@ -132,12 +132,14 @@ def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() ->
 def test_the_closing_block_shows_the_gain_the_ledger_and_the_files(tmp_path: Path) -> None:
     stream = io.StringIO()
     (tmp_path / "report.html").write_text("")
-    RunConsole(100, stream=stream).final(a_summary(eval_before=None), tmp_path)
+    failed = {"env: timed out after 30 s": 2, "reward: it raised KeyError: 'x' (my.py, line 7)": 51}
+    RunConsole(100, stream=stream).final(a_summary(eval_before=None, failed_attempts=failed), tmp_path)
     text = stream.getvalue()
     assert "not measured → 94.0%" in text
     assert "admitted 12 = trained 10 + dropped 2 + filtered 0 + failed 0 + live 0" in text
     assert str(tmp_path / "summary.json") in text
     assert str(tmp_path / "report.html") in text
+    assert "failed    51 attempts, reward: it raised KeyError: 'x' (my.py, line 7)\n  failed    2 attempts, env" in text
     assert "does not balance" not in text
 
 
