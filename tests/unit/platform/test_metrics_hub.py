@@ -129,6 +129,32 @@ def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() ->
     assert all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [
+        (40, ["step", "reward", "eval", "left"]),
+        (60, ["step", "reward", "eval", "staleness", "idle", "left"]),
+        (80, ["step", "version", "reward", "eval", "staleness", "sampled", "trained", "idle", "left"]),
+    ],
+)
+def test_a_narrow_terminal_shows_the_columns_that_fit(
+    width: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = RunConsole(100, stream=stream)
+    console.observe(1, STEP)
+    heading, _, step = [re.sub("\x1b\\[[0-9;]*m", "", line) for line in stream.getvalue().splitlines()]
+    assert heading.split() == names
+    assert max(len(heading), len(step)) <= width
+    assert ("1/100" in step, "0.500" in step) == (True, True)
+
+
 def test_the_closing_block_shows_the_gain_the_ledger_and_the_files(tmp_path: Path) -> None:
     stream = io.StringIO()
     (tmp_path / "report.html").write_text("")
