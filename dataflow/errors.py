@@ -9,12 +9,15 @@ Every message states where the error occurred, what is wrong (with both numbers)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 FailureKind = Literal["env", "reward", "engine"]
 _MAX_SUMMARY_CHARACTERS = 500
+_OF_CALL = re.compile(r"^(?:.* on \S+ \(\S+\)|(?:reset|step|step_all|run) of \S+): ")
+"""The call that failed, before what happened: `my.reward on 3/0 (t/7): `, `reset of t/7: `."""
 
 
 class PenstockError(Exception):
@@ -112,6 +115,18 @@ class TrajectoryError(Exception):
         """Kind and last line of the detail, at most 500 characters. Of a remote traceback this is the exception."""
         lines = self.detail.strip().splitlines() or ["no detail"]
         return f"{self.kind}: {lines[-1].strip()[:_MAX_SUMMARY_CHARACTERS]}"
+
+    @property
+    def cause(self) -> str:
+        """What failed, in one line: of a remote traceback the exception, and the line of code that raised it."""
+        lines = _OF_CALL.sub("", self.detail).strip().splitlines() or ["no detail"]
+        frames = [index for index, line in enumerate(lines) if re.match(r'\s+File "', line)]
+        if not frames:
+            return lines[-1].strip()[:_MAX_SUMMARY_CHARACTERS].rstrip(".")
+        place = re.match(r'\s+File "(?:.*/)?(?P<file>[^"]+)", line (?P<line>\d+)', lines[frames[-1]])
+        raised = next((line for line in lines[frames[-1] :] if not line.startswith(" ")), lines[-1])
+        where = f" ({place['file']}, line {place['line']})" if place else ""
+        return f"it raised {raised[:_MAX_SUMMARY_CHARACTERS].rstrip('.')}{where}"
 
     def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str], dict[str, bool]]:
         return TrajectoryError, (self.kind, self.detail), {"is_final": self.is_final}

@@ -118,7 +118,8 @@ class Trajectory:
         spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
         response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
             answers alone.
-        finish_reason: `length` marks a truncated answer, or an episode that a limit ended before the environment did.
+        finish_reason: `length` marks a truncated answer, an episode that a limit ended before the environment did, and
+            one whose last turn was truncated.
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Value of each named reward.
         episode: The turns; None for a single-turn trajectory.
@@ -127,6 +128,7 @@ class Trajectory:
         retried_after: Summary of the previous attempt's failure; empty for a first attempt.
         reasoning: Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is
             set.
+        messages: The task's prompt as chat messages; empty if it is plain text.
         num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
@@ -146,6 +148,7 @@ class Trajectory:
     threads: tuple[Thread, ...] = ()
     retried_after: str = ""
     reasoning: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
     num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 
 STRICT, PROCESS = "strict", "process"
+PeerStyle = Literal["trl", "verl"]
+"""Libraries whose reward functions are called as these libraries call them (envs/rewards/peer_styles.py)."""
 
 
 class IsolationConfig(BaseModel):
@@ -175,6 +177,7 @@ class RewardPartConfig(BaseModel):
     Attributes:
         fn: As `reward.fn`.
         args: As `reward.args`.
+        style: As `reward.style`.
         weight: Factor of its value; 0 only records it.
         clip: Lowest and highest value before weighting; None is unbounded.
     """
@@ -183,6 +186,7 @@ class RewardPartConfig(BaseModel):
 
     fn: str
     args: dict[str, Any] = Field(default_factory=dict)
+    style: PeerStyle | None = None
     weight: float = Field(default=1.0, allow_inf_nan=False)
     clip: tuple[float, float] | None = None
 
@@ -194,6 +198,7 @@ class RewardConfig(BaseModel):
         fn: Import path of a function `fn(trajectory, **task_fields) -> float | dict[str, float]`, sync or async, or of
             a class with `build` (contract.RewardFactory); None if there are `parts`.
         args: Keyword arguments of every call, or of `build`.
+        style: How `fn` is called: `trl` as a reward function of TRL, `verl` as `compute_score` of verl; None: as above.
         parts: Name -> reward, instead of `fn`: their weighted values are added up, and each is recorded.
         num_workers: Reward worker processes; on a GPU pool each has a GPU of its own.
         pool: Pool that they run on, for a reward that computes on its devices (contract.RewardContext.device); None: on
@@ -215,6 +220,7 @@ class RewardConfig(BaseModel):
 
     fn: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
+    style: PeerStyle | None = None
     parts: dict[str, RewardPartConfig] = Field(default_factory=dict)
     num_workers: int = Field(default=1, ge=1, le=10_000)
     pool: str | None = None

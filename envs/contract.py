@@ -50,7 +50,11 @@ class RewardContext:
 
 @runtime_checkable
 class RewardFactory(Protocol):
-    """A class of rewards that need more than arguments; it is built once in every reward process."""
+    """A class of rewards that need more than arguments; it is built once in every reward process.
+
+    Before a run starts, the reward is called on two tasks, unless it sets `is_called_before_start = False`: one that
+    needs a service or a large model, which may not be there yet.
+    """
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:

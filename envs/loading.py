@@ -11,11 +11,12 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.envs.config import EnvConfig, PeerStyle, RewardConfig
 from penstock.envs.contract import RewardContext, RewardFactory, RewardFunction, TaskSource
 from penstock.envs.import_path import load_object, nearest_hint
 from penstock.envs.registry import factory_path
 from penstock.envs.rewards.composition import WeightedPart, WeightedSum
+from penstock.envs.rewards.peer_styles import PEERS, recognise
 
 
 def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
@@ -60,14 +61,21 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
             f"reward.args={config.args} with {len(config.parts)} reward.parts: it would reach none of them. Move "
             "it to the part that takes it, reward.parts.<name>.args, and set reward.args={}."
         )
+    if config.parts and config.style:
+        raise ConfigError(
+            f"reward.style={config.style} with {len(config.parts)} reward.parts: it would act on none of them. Set "
+            "reward.parts.<name>.style for each part that needs it, and reward.style=null."
+        )
     context = replace(context or RewardContext(), timeout_s=config.timeout_s, max_concurrency=config.max_concurrency)
     if config.fn is not None:
-        return _load_one(config.fn, config.args, "reward", context)
+        return _load_one(config.fn, config.args, config.style, "reward", context)
     for name, part in config.parts.items():
         if part.clip is not None and part.clip[0] > part.clip[1]:
             raise ConfigError(f"reward.parts.{name}.clip={list(part.clip)}: the lowest value is above the highest.")
     parts = {
-        name: WeightedPart(_load_one(part.fn, part.args, f"reward.parts.{name}", context), part.weight, part.clip)
+        name: WeightedPart(
+            _load_one(part.fn, part.args, part.style, f"reward.parts.{name}", context), part.weight, part.clip
+        )
         for name, part in config.parts.items()
     }
     try:
@@ -76,10 +84,25 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
         raise ConfigError(f"reward.parts: {error}") from error
 
 
-def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardContext) -> RewardFunction:
+def _load_one(
+    path: str, args: Mapping[str, Any], style: PeerStyle | None, section: str, context: RewardContext
+) -> RewardFunction:
     function = load_object(path, f"{section}.fn")
     if not callable(function):
         raise ConfigError(_not_callable(f"{section}.fn", path, function))
+    if style is not None:
+        try:
+            return next(peer for peer in PEERS if peer.style == style)(function, args)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{section}.style={style} with {section}.fn={path!r}: it is no reward function of {style}: {error}. "
+                "Leave the style out for a function of a trajectory (docs/guides/first-reward.md)."
+            ) from error
+    if (seen := recognise(function)) is not None:
+        raise ConfigError(
+            f"{section}.fn={path!r} takes {inspect.signature(function)}, the parameters of a reward of {seen}. "
+            f"Add {section}.style={seen}, so that it is called as {seen} calls it (docs/guides/first-reward.md)."
+        )
     if isinstance(function, type) and isinstance(function, RewardFactory):
         try:
             return cast("RewardFunction", function.build(context, **args))

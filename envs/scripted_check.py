@@ -1,14 +1,15 @@
 """Plays an environment with scripted actions, without a model, for `penstock env check`.
 
 It plays garbage, then the gold actions. Everything runs in an environment process as in training, so a check that hangs
-or dies becomes a row of the table and does not end the command.
+or dies becomes a row of the table and does not end the command. Each task is announced before it is played, and the
+first failure ends its row: after a hang, every further task would most likely take its whole time limit, too.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
@@ -18,14 +19,13 @@ import numpy as np
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Task, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
 from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
-from penstock.envs.environment import Action, EnvironmentSource
+from penstock.envs.environment import Action, EnvironmentSource, Observation
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
@@ -35,6 +35,8 @@ from penstock.envs.workers.scoring import RewardRunner
 NUM_TASKS = 8
 GARBAGE = ("", "???", "<tool_call>{not json</tool_call>", "0" * 500, "né ✓ \u202e", "I do not know.")
 FULL_REWARD = 1.0
+Say = Callable[[str], None]
+"""Shows a line of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,30 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Played:
-    """One scripted episode."""
+class PlayedScript:
+    """One scripted episode.
+
+    Attributes:
+        turns: The actions, with the observations that followed; empty for an agent program.
+    """
 
     replies: list[dict[str, Any]]
     step_s: list[float]
+    turns: list[Turn]
 
     @property
     def reward(self) -> float:
         return float(sum(reply.get("reward", 0.0) for reply in self.replies))
+
+    def trajectory(self, task: Task) -> Trajectory:
+        """The episode as a reward function gets it."""
+        sums: dict[str, dict[str, float]] = {"parts": {}, "counts": {}}
+        for kind, named in sums.items():
+            for name, value in (pair for reply in self.replies for pair in reply.get(kind, {}).items()):
+                named[name] = named.get(name, 0.0) + value
+        is_done = bool(self.replies[-1].get("done"))
+        episode = Episode(tuple(self.turns), "done" if is_done else "max_turns", self.reward, **sums)
+        return scripted_trajectory(task, self.turns, episode)
 
 
 def _good(name: str, found: str) -> Finding:
@@ -66,12 +83,20 @@ def _bad(name: str, found: str) -> Finding:
     return Finding(name, is_good=False, found=found)
 
 
-async def check_environment(config: EnvConfig, reward: RewardConfig | None = None) -> list[Finding]:
-    """Run all checks, in the order in which a user would read them; `reward` scores answers to single-turn tasks.
+async def check_environment(
+    config: EnvConfig, reward: RewardConfig | None = None, say: Say = lambda _: None
+) -> list[Finding]:
+    """Run all checks, in the order in which a user would read them.
+
+    Args:
+        config: The environment.
+        reward: Scores answers to single-turn tasks.
+        say: Shows each task before it is played or scored.
 
     Raises:
         ConfigError: If the factory or the reward does not resolve or refuses its arguments.
     """
+    say(f"reading {NUM_TASKS} tasks of {config.factory}")
     source = load_task_source(config, 0)
     findings, tasks = _check_tasks(config, source)
     if not tasks:
@@ -79,12 +104,12 @@ async def check_environment(config: EnvConfig, reward: RewardConfig | None = Non
     if not isinstance(source, EnvironmentSource):
         if reward is None:
             return [*findings, Finding("rewards", None, "single-turn tasks: name what scores an answer by --reward")]
-        return [*findings, *await _check_answers(reward, source, tasks)]
+        return [*findings, *await _check_answers(reward, source, tasks, say)]
     if reward is not None:
         raise ConfigError(f"--reward {reward.fn}: {config.factory} has episodes with their own reward; leave it out.")
     host = EpisodeHost(config, 0)
     try:
-        return [*findings, *await _check_episodes(host, source, tasks, config)]
+        return [*findings, *await _check_episodes(host, source, tasks, config, say)]
     finally:
         await host.close()
 
@@ -114,59 +139,107 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
     return [*findings, Finding("held_out(1)", is_good, found)], tasks
 
 
-async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task]) -> list[Finding]:
+async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task], say: Say) -> list[Finding]:
     """Score garbage and the gold answer of each task with the reward function, in a reward process."""
-    runner = RewardRunner(reward)
+    runner, name = RewardRunner(reward), "gold gets full reward"
     try:
-        garbage = await runner.score_many([(task, _answer(task, text)) for task in tasks for text in GARBAGE])
-        findings = [_judged("garbage gets no full reward", garbage, is_gold=False)]
+        say(f"loading {reward.label}")
+        await runner.start()
+        scored = _Scored(runner, say)
+        garbage = await scored.rewards("garbage", [(task, text) for task in tasks for text in GARBAGE], len(GARBAGE))
+        if isinstance(garbage, str):
+            return [_bad("garbage gets no full reward", garbage)]
+        findings = [Finding("garbage gets no full reward", max(garbage) < FULL_REWARD, f"at most {max(garbage):g}")]
         gold_response = getattr(source, "gold_response", None)
         if gold_response is None:
-            return [*findings, Finding("gold gets full reward", None, "it has no gold_response(task)")]
+            return [*findings, Finding(name, None, "it has no gold_response(task)")]
         try:
-            answers = [(task, _answer(task, gold_response(task))) for task in tasks]
+            answers = [(task, gold_response(task)) for task in tasks]
         except Exception as error:  # noqa: BLE001  user code
-            return [*findings, _bad("gold gets full reward", f"gold_response raised {type(error).__name__}: {error}")]
-        return [*findings, _judged("gold gets full reward", await runner.score_many(answers), is_gold=True)]
+            return [*findings, _bad(name, f"gold_response raised {type(error).__name__}: {error}")]
+        gold = await scored.rewards("gold answer", answers, 1)
+        if isinstance(gold, str):
+            return [*findings, _bad(name, gold)]
+        found = f"at least {min(gold):g} in {len(gold)} tasks"
+        return [*findings, Finding(name, min(gold) >= FULL_REWARD, found)]
     finally:
         await runner.shutdown()
 
 
-def _judged(name: str, scores: Sequence[Score | TrajectoryError], *, is_gold: bool) -> Finding:
-    rewards = [score.reward for score in scores if isinstance(score, Score)]
-    failure = next((score for score in scores if isinstance(score, TrajectoryError)), None)
-    if failure is not None:
-        return _bad(name, f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}")
-    if is_gold:
-        return Finding(name, min(rewards) >= FULL_REWARD, f"at least {min(rewards):g} in {len(rewards)} tasks")
-    return Finding(name, max(rewards) < FULL_REWARD, f"at most {max(rewards):g}")
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Scores answers one after another."""
+
+    runner: RewardRunner
+    say: Say
+
+    async def rewards(self, what: str, answers: Sequence[tuple[Task, str]], num_each: int) -> list[float] | str:
+        """The rewards of all answers, `num_each` per task; or the first failure, with its task and its answer."""
+        rewards: list[float] = []
+        for task, text in answers:
+            if len(rewards) % num_each == 0:
+                self.say(
+                    f"{what} for task {1 + len(rewards) // num_each} of {len(answers) // num_each}: {task.task_id}"
+                )
+            try:
+                rewards.append((await self.runner.score(task, scripted_answer(task, text))).reward)
+            except TrajectoryError as failure:
+                return f"{failure.summary} (task {task.task_id}, answer {text!r:.60})"
+        return rewards
 
 
-def _answer(task: Task, text: str) -> Trajectory:
+def scripted_turns(source: TaskSource, task: Task) -> list[str]:
+    """The source's gold answer, or the gold actions of its environment; empty if there are none."""
+    gold = getattr(source, "gold_response" if task.environment is None else "gold_actions", None)
+    try:
+        given = [] if gold is None else gold(task)
+        turns = [given] if isinstance(given, str) else list(given)
+    except Exception:  # noqa: BLE001  user code; `penstock env check` reports it
+        return []
+    return turns if all(isinstance(turn, str) for turn in turns) else []
+
+
+def scripted_answer(task: Task, text: str) -> Trajectory:
     """A finished answer as a reward function gets it; only the number of its tokens is real."""
-    num_tokens = 1 + len(text)
+    return scripted_trajectory(task, [Turn(text, "stop", 1 + len(text))])
+
+
+def scripted_trajectory(task: Task, turns: Sequence[Turn], episode: Episode | None = None) -> Trajectory:
+    """A trajectory of scripted turns, of one prompt token per thread. Token ids and logprobs are 0."""
+    names = list(dict.fromkeys(turn.thread for turn in turns)) or [MAIN_THREAD]
+    sampled = [sum(turn.num_tokens for turn in turns if turn.thread == name) for name in names]
+    loss_mask = np.concatenate([np.arange(1 + num_tokens) > 0 for num_tokens in sampled])
+    prompt = task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt)
+    has_main_only = names == [MAIN_THREAD]
     return Trajectory(
         trajectory_id=TrajectoryId(task.task_id),
         task_id=task.task_id,
-        token_ids=np.zeros(1 + num_tokens, np.int32),
-        loss_mask=np.arange(1 + num_tokens) > 0,
-        behavior_logprobs=np.zeros(1 + num_tokens, np.float32),
-        spans=(Span(0, num_tokens),),
-        prompt=task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt),
-        response=text,
-        finish_reason="stop",
+        token_ids=np.zeros(len(loss_mask), np.int32),
+        loss_mask=loss_mask,
+        behavior_logprobs=np.zeros(len(loss_mask), np.float32),
+        spans=tuple(Span(0, num_tokens) for num_tokens in sampled if num_tokens),
+        prompt=prompt,
+        response="".join(turn.response for turn in turns),
+        finish_reason="stop" if episode is None or episode.end == "done" else "length",
+        episode=episode,
+        threads=() if has_main_only else tuple(map(Thread, names, [1 + num for num in sampled])),
+        messages=() if isinstance(task.prompt, str) else task.prompt,
     )
 
 
 async def _check_episodes(
-    host: EpisodeHost, source: EnvironmentSource, tasks: Sequence[Task], config: EnvConfig
+    host: EpisodeHost, source: EnvironmentSource, tasks: Sequence[Task], config: EnvConfig, say: Say
 ) -> list[Finding]:
     max_turns = config.episode.max_turns
     gold_actions = getattr(source, "gold_actions", None)
     script = list(islice(cycle(GARBAGE), max_turns))
     try:
-        first, second = [await _play(host, tasks[0], script, config) for _ in range(2)]
-        garbage = [await _play(host, task, script, config) for task in tasks]
+        say(f"garbage, twice, for task {tasks[0].task_id}")
+        first, second = [await play_script(host, tasks[0], script, config) for _ in range(2)]
+        garbage = []
+        for number, task in enumerate(tasks, 1):
+            say(f"garbage for task {number} of {len(tasks)}: {task.task_id}")
+            garbage.append(await play_script(host, task, script, config))
     except TrajectoryError as failure:
         return [_bad("garbage", failure.detail.strip().splitlines()[-1])]
     times = [seconds for played in garbage for seconds in played.step_s]
@@ -180,12 +253,15 @@ async def _check_episodes(
     findings.append(Finding("garbage gets no full reward", best < FULL_REWARD, f"at most {best:g}"))
     if gold_actions is None:
         return [*findings, Finding("gold gets full reward", None, "it has no gold_actions(task)")]
-    return [*findings, await _check_gold(host, tasks, gold_actions, config)]
+    return [*findings, await _check_gold(host, tasks, gold_actions, config, say)]
 
 
-async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, config: EnvConfig) -> Finding:
+async def _check_gold(
+    host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, config: EnvConfig, say: Say
+) -> Finding:
     name, max_turns = "gold gets full reward", config.episode.max_turns
-    for task in tasks:
+    for number, task in enumerate(tasks, 1):
+        say(f"gold actions for task {number} of {len(tasks)}: {task.task_id}")
         try:
             actions = list(gold_actions(task))
         except Exception as error:  # noqa: BLE001  user code
@@ -193,7 +269,7 @@ async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: An
         if len(actions) > max_turns:
             return _bad(name, f"{task.task_id} takes {len(actions)} turns, env.episode.max_turns={max_turns}")
         try:
-            played = await _play(host, task, actions, config)
+            played = await play_script(host, task, actions, config)
         except TrajectoryError as failure:
             return _bad(name, failure.detail.strip().splitlines()[-1])
         if "reward" not in played.replies[-1]:
@@ -205,8 +281,12 @@ async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: An
     return _good(name, f"{len(tasks)} of {len(tasks)} tasks")
 
 
-async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
-    """Play `actions` in order until the episode ends; it may request several turns concurrently."""
+async def play_script(host: EpisodeHost, task: Task, actions: Sequence[str], config: EnvConfig) -> PlayedScript:
+    """Play `actions` in order until the episode ends; it may request several turns concurrently.
+
+    Raises:
+        TrajectoryError: kind `env`, if the environment fails.
+    """
     names, left = ThreadNames(task.task_id, config.episode.max_threads), list(enumerate(actions))
     async with host.open(task) as played:
         reply = await played.reset()
@@ -214,6 +294,7 @@ async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: E
             return await _run(played, task, actions, config)
         replies: list[dict[str, Any]] = [dict(reply)]
         step_s: list[float] = []
+        played_turns: list[Turn] = []
         observations = names.check(reply)
         if len(observations) > config.episode.max_turns:
             requested = f"reset of {task.task_id}: asks for {len(observations)} turns at the same time"
@@ -229,10 +310,17 @@ async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: E
             step_s.append(time.perf_counter() - started)
             replies.append(dict(reply))
             observations = names.check(reply)
-    return _Played(replies, step_s)
+            played_turns += [_turn(action, observations) for action in turns]
+    return PlayedScript(replies, step_s, played_turns)
 
 
-async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
+def _turn(action: Action, observations: Sequence[Observation]) -> Turn:
+    """A scripted turn, with the observation that follows in its thread."""
+    following = next((one.text for one in observations if one.thread == action.thread and one.fork_of is None), "")
+    return Turn(action.text, "stop", 1 + len(action.text), following, len(following), thread=action.thread)
+
+
+async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config: EnvConfig) -> PlayedScript:
     """Play `actions` as the answers to an agent program, which requests its turns itself."""
     replies: list[dict[str, Any]] = []
     left, step_s, waiting_since = list(actions), [], time.perf_counter()
@@ -247,4 +335,4 @@ async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config
     reply = await play_program(config, played, task.task_id, say)
     if not replies:
         raise TrajectoryError("env", f"{task.task_id}: the program ended without a request")
-    return _Played([*replies, dict(reply)], step_s)
+    return PlayedScript([*replies, dict(reply)], step_s, [])

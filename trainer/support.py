@@ -46,8 +46,8 @@ def unsupported(folder: Path, attention: str) -> list[str]:
     if missing := sorted(loading["missing_keys"]):
         problems.append(
             f"{len(missing)} tensors of {type(model).__name__} are not in the checkpoint, e.g. {missing[0]}; they "
-            f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. Use "
-            "a complete checkpoint of a language model"
+            f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. "
+            "Use a complete checkpoint of a language model"
         )
     return [*problems, *_of_model(model)]
 

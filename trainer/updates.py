@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.dataflow.equal_rewards import are_equal
-from penstock.dataflow.trajectory import GroupPayload, rewards_by_baseline
+from penstock.dataflow.trajectory import GroupPayload, Trajectory, rewards_by_baseline
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare
@@ -110,6 +110,13 @@ def summary(updates: Sequence[Update]) -> dict[str, float]:
     }
 
 
+def _cut_turns(trajectory: Trajectory) -> list[bool]:
+    """Whether each turn was cut off; a trajectory without an episode is one turn."""
+    if trajectory.episode is None:
+        return [trajectory.finish_reason == "length"]
+    return [turn.finish_reason == "length" for turn in trajectory.episode.turns]
+
+
 def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     """Reward, length and episode statistics over all trajectories of the batch; they are the same on every rank."""
     rewards = np.concatenate([group_rewards(payload) for payload in payloads])
@@ -122,7 +129,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
         "reward/zero_variance_share": float(np.mean([all(map(are_equal, of_group)) for of_group in compared])),
         "length/mean_tokens": float(np.mean([one.num_sampled_tokens for one in trajectories])),
         "length/max_tokens": float(max(one.num_sampled_tokens for one in trajectories)),
-        "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
+        "length/truncated_share": float(np.mean([is_cut for one in trajectories for is_cut in _cut_turns(one)])),
     }
     for name in dict.fromkeys(name for one in trajectories for name in one.reward_parts):
         values = [one.reward_parts[name] for one in trajectories if name in one.reward_parts]

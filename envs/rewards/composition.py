@@ -13,6 +13,7 @@ from typing import Any
 from penstock.dataflow.trajectory import Trajectory, is_thread_reward
 from penstock.envs.contract import RewardFunction
 from penstock.envs.reward_result import Reply, to_reply
+from penstock.envs.rewards.peer_styles import PeerReward, TrlReward
 from penstock.envs.workers.reward_cache import LruCache, cache_key
 
 
@@ -94,11 +95,13 @@ class WeightedSum:
         """The reward and the value of each part, before clipping and weighting.
 
         Raises:
-            ValueError: If a part did not return a number; the message names the part.
+            ValueError: If a part did not return a number, with its name; or if no part applies to the task.
         """
         recorded: dict[str, float] = {}
         contributions, replies = [], {}
         for name, part in self.parts.items():
+            if returned[name] is None and isinstance(part.function, TrlReward):
+                continue  # it does not apply to this task
             reply = to_reply(returned[name])
             if "error" in reply:
                 raise ValueError(f"reward.parts.{name}: {reply['error']}")
@@ -106,6 +109,8 @@ class WeightedSum:
             replies[name] = reply
             recorded[name] = reply["reward"]
             recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
+        if not replies:
+            raise ValueError("none of reward.parts applies to this task: all returned None")
         return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies)}
 
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
@@ -113,7 +118,7 @@ class WeightedSum:
         found: dict[str, float] = {}
         for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_reward(name)}):
             values = {name: reply["parts"].get(thread, reply["reward"]) for name, reply in replies.items()}
-            found[thread] = math.fsum(part.contribution(values[name]) for name, part in self.parts.items())
+            found[thread] = math.fsum(self.parts[name].contribution(value) for name, value in values.items())
         return found
 
 
@@ -141,7 +146,7 @@ def is_async_function(function: RewardFunction) -> bool:
     """Whether a call returns an awaitable."""
     if isinstance(function, partial):
         return is_async_function(function.func)
-    if isinstance(function, WeightedSum):
+    if isinstance(function, WeightedSum | PeerReward):
         return function.is_async
     call = getattr(function, "__call__", None)  # noqa: B004  an object whose __call__ is a coroutine function
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -49,6 +49,8 @@ class HttpReward:
         ConfigError: If its key is not set, or a call cannot finish in time.
     """
 
+    is_called_before_start = False
+
     def __init__(self, config: HttpConfig, context: RewardContext) -> None:
         self._total_timeout_s = _TIMEOUT_SHARE * context.timeout_s
         if config.request_timeout_s > self._total_timeout_s:

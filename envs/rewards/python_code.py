@@ -57,6 +57,7 @@ class PythonCodeReward:
         self._sandbox = sandbox
         self._limits = limits
         self._mode = mode
+        self.is_called_before_start = True
 
     is_pure = False  # time limits depend on the machine
 
@@ -72,7 +73,9 @@ class PythonCodeReward:
         if args or mode not in ("share", "all"):
             raise ValueError(f"mode={mode!r} with {sorted(args)}; it takes mode=share or mode=all, and nothing else")
         check_sandbox(context.sandbox)
-        return cls(open_sandbox(context.sandbox), context.sandbox.limits, mode)
+        reward = cls(open_sandbox(context.sandbox), context.sandbox.limits, mode)
+        reward.is_called_before_start = context.sandbox.remote is None
+        return reward
 
     async def __call__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Trajectory
@@ -31,6 +31,7 @@ class RewardModelReward:
     max_batch: int = 32
     num_threads: int = 1
     device: Device = "cpu"
+    is_called_before_start: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._model: Any = None

@@ -24,11 +24,13 @@ class LoadedConfig:
 
     Attributes:
         warnings: Warnings to print before the run, one sentence each.
+        notes: What the checks have found in order, for a dry run.
         warm_start: Configuration of the `penstock sft` that creates `model.path` first; None if none is needed.
     """
 
     config: RunConfig
     warnings: list[str]
+    notes: list[str]
     warm_start: RunConfig | None = None
 
 
@@ -63,7 +65,11 @@ def load_config(
         for finding in findings
         if finding.refuses(dry_run=dry_run) or (finding.severity == "absent" and finding.message.startswith(named))
     ]
-    loaded = LoadedConfig(config, [finding.message for finding in findings])
+    loaded = LoadedConfig(
+        config,
+        [finding.message for finding in findings if finding.severity != "note"],
+        [finding.message for finding in findings if finding.severity == "note"],
+    )
     if command == "train" and awaits_warm_start(config):
         try:
             loaded.warm_start = load_warm_start(config, config_dir, dry_run=dry_run)

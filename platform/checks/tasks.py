@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
@@ -20,12 +20,17 @@ from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.row_files import NotDownloadedError
+from penstock.envs.scripted_check import scripted_turns
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
 from penstock.envs.tasks.preferences import preferred_pair
+from penstock.platform.checks.first_calls import check_first_calls
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.weights.hf_folder import local_path, model_folder
+
+if TYPE_CHECKING:
+    from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 Encode = Callable[[str | list[dict[str, str]]], Sequence[int]]
 
@@ -33,6 +38,10 @@ NUM_TRAIN_TASKS = 4096
 """Training tasks that are compared with the held-out ones."""
 NUM_MEASURED_TASKS = 1024
 """Tasks per split that are tokenised."""
+NUM_SCRIPTED_TASKS = 128
+"""Training tasks whose scripted answers are tokenised."""
+MAX_CUT_SHARE = 0.1
+"""As the healthy range of `length/truncated_share`."""
 
 
 class TaskSample(NamedTuple):
@@ -65,10 +74,12 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from _check_overlap(tasks)
     yield from _check_data(config)
     if reward is not None:
-        yield from check_reward(reward, tasks)
+        misfits = list(check_reward(reward, tasks))
+        yield from misfits or check_first_calls(config, source, reward, tasks.train)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
+        yield from check_scripted_turns(config, source, tasks.train[:NUM_SCRIPTED_TASKS])
     elif command in ("rm", "dpo"):
         yield from check_pairs(config, source, measured)
     elif hasattr(source, "gold_response"):
@@ -177,7 +188,7 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
-    """Check that each reward can be called with the fields of the tasks. Its results are checked at run time."""
+    """Check that each reward can be called with the fields of the tasks."""
     refused: set[str] = set()
     for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
         for key, function, arguments in calls_of(reward, task.fields):
@@ -233,6 +244,29 @@ def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]
                 f"{answer} that is {length}, above model.max_context_tokens={context}: its answer would be truncated. "
                 f"Use a context of at least {length}, or a smaller max_new_tokens."
             ),
+        )
+
+
+def check_scripted_turns(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """Warn if the source's own answers, or the actions of its environment, are longer than a turn may be."""
+    limit, needed = config.rollout.sampling.max_new_tokens, {}
+    try:
+        if (codec := _load_codec(config)) is None:
+            return
+        for task in tasks:
+            if turns := scripted_turns(source, task):
+                needed[task.task_id] = max(len(codec.encode_prompt(turn)) + 1 for turn in turns)  # with its end token
+    except Exception:  # noqa: BLE001 - `check_prompts` reports what cannot be tokenised
+        return
+    cut = {task_id: length for task_id, length in needed.items() if length > limit}
+    if len(cut) > MAX_CUT_SHARE * len(needed):
+        longest = max(cut, key=cut.__getitem__)
+        yield warning(
+            f"rollout.sampling.max_new_tokens={limit} cannot hold the scripted answers of {len(cut)} of {len(needed)} "
+            f"tasks: that of {longest} needs {cut[longest]} tokens in a turn. A policy that answers likewise is cut "
+            f"off. Use at least {cut[longest]}, or a tokenizer with longer tokens.",
+            "env",
+            "model",
         )
 
 
@@ -294,16 +328,10 @@ def _too_long(
     sentence: Callable[[Task, int], str],
 ) -> Iterator[Finding]:
     """Yield a `sentence` about the longest task if it exceeds the context, or why lengths cannot be computed."""
-    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
-
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
-    folder = None if path is None else model_folder(path)
-    if path is None or not (config.model.from_scratch or (folder and (folder / "config.json").exists())):
-        return  # a missing policy has its own finding
     try:
-        marks = config.env.reasoning
-        is_new = config.model.from_scratch
-        codec = TokenCodec(NEW_TOKENIZERS[config.model.tokenizer](), (), marks) if is_new else load_codec(path, marks)
+        if (codec := _load_codec(config)) is None:
+            return
         lengths = [measure(codec.encode_prompt, task) for task in tasks]
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)
@@ -316,3 +344,14 @@ def _too_long(
         longest = max(range(len(tasks)), key=lengths.__getitem__)
         if lengths[longest] > config.model.max_context_tokens:
             yield error(sentence(tasks[longest], lengths[longest]), "env", "model")
+
+
+def _load_codec(config: RunConfig) -> TokenCodec | None:
+    """The tokenizer of the policy; None if there is no policy, which has its own finding."""
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+
+    marks, path = config.env.reasoning, config.model.path
+    if config.model.from_scratch:
+        return TokenCodec(NEW_TOKENIZERS[config.model.tokenizer](), (), marks)
+    folder = None if path is None else model_folder(path)
+    return load_codec(path, marks) if path and folder and (folder / "config.json").exists() else None

@@ -1,4 +1,4 @@
-"""Output of `--dry-run`: the resolved configuration, the placement of every process, and warnings."""
+"""Output of `--dry-run`: the configuration, the placement of every process, the first calls, and warnings."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
             console.print(f"weights by {route}: 1 slot of {gib:.2f} GiB for each rank of an engine")
         else:
             console.print(f"weights by {route}: {shared_gib(config):.2f} GiB of shared memory")
+    if loaded.notes:
+        console.print("\ncalled before the start:")
+    for told in loaded.notes:
+        console.print(f"  {escape(told)}", soft_wrap=True)
     print_warnings(loaded.warnings, console)
     console.print("dry run: nothing was started.", style="bold")
 

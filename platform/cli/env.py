@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +15,7 @@ from yaml import YAMLError, safe_load
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
-from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, PeerStyle, RewardConfig
 from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
@@ -90,15 +91,22 @@ def run_env_check(
     max_turns: int,
     timeout_s: float,
     reward: str | None,
+    style: str | None,
     isolation: str | None,
     console: Console,
 ) -> int:
     """Play an environment with a scripted agent, or score scripted answers; returns 1 if a check failed, else 0."""
+    if style not in (None, *get_args(PeerStyle)):
+        raise ConfigError([f"--style={style}: it is one of {', '.join(get_args(PeerStyle))}, or left out."])
     wanted = _isolation(isolation)
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
-    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s, isolation=wanted)
-    findings: list[Finding] = asyncio.run(check_environment(config, scored_by))
+    scored_by = (
+        None
+        if reward is None
+        else RewardConfig.model_validate({"fn": reward, "style": style, "timeout_s": timeout_s, "isolation": wanted})
+    )
+    findings: list[Finding] = asyncio.run(check_environment(config, scored_by, partial(console.print, markup=False)))
     table = Table("check", "verdict", "what was found")
     for finding in findings:
         table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))

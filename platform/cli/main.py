@@ -475,6 +475,9 @@ def env_check(
     max_turns: Annotated[int, typer.Option(help="Turn limit, as env.episode.max_turns.")] = 12,
     timeout_s: Annotated[float, typer.Option(help="Time limit in seconds, as env.episode.timeout_s.")] = 30.0,
     reward: Annotated[str | None, typer.Option(help="Reward function of single-turn tasks, as reward.fn.")] = None,
+    style: Annotated[
+        str | None, typer.Option(help="As reward.style: trl or verl, for a reward function written for them.")
+    ] = None,
     isolation: Isolation = None,
 ) -> int:
     """Check types, determinism, speed and rewards of an environment by playing it with a scripted agent.
@@ -483,7 +486,7 @@ def env_check(
     """
     from penstock.platform.cli.env import run_env_check
 
-    return run_env_check(factory, args or [], max_turns, timeout_s, reward, isolation, plain_console())
+    return run_env_check(factory, args or [], max_turns, timeout_s, reward, style, isolation, plain_console())
 
 
 @environments.command("play")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["error", "absent", "warning"]
+Severity = Literal["error", "absent", "warning", "note"]
 Command = Literal["train", "sft", "rm", "dpo", "eval", "sample"]
 WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
 """Commands that train on given answers. They start no engines and no reward workers."""
@@ -24,6 +24,7 @@ class Finding:
         other_keys: Dotted configuration keys that it was computed from, in addition to those in the message.
         severity: `error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a
             dataset, memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start.
+            `note` is what a check has found in order, which only a dry run shows.
     """
 
     message: str
@@ -61,3 +62,8 @@ def absent(message: str, *other_keys: str) -> Finding:
 def warning(message: str, *other_keys: str) -> Finding:
     """Create a finding that does not prevent the start."""
     return Finding(message, other_keys, "warning")
+
+
+def note(message: str, *other_keys: str) -> Finding:
+    """Create a finding that only a dry run shows."""
+    return Finding(message, other_keys, "note")

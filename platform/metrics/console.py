@@ -28,11 +28,14 @@ _COLUMNS = (
     ("idle", "train/eng", 9),
     ("left", "", 7),
 )
+_LEFT_OUT_FIRST = ("trained", "sampled", "version", "idle", "staleness", "left")
+"""Columns that a narrow terminal has no space for, the first one first."""
 
 
 class RunConsole:
     """Human-readable progress on one stream, without control codes if the stream is not a terminal.
 
+    A terminal of less than 80 columns shows fewer columns, so that no line wraps; a stream that is no terminal has all.
     A line is printed for each record that holds `reward/mean`, at most one per step. Evaluations during training
     appear in the line of the next step.
     """
@@ -81,9 +84,10 @@ class RunConsole:
         self._last_step = step
         self._arrivals.append((self._clock(), step))
         is_repeat_due = self._console.is_terminal and self._num_lines % _REPEAT_HEADING_LINES == 0
+        columns = self._columns()
         if self._num_lines == 0 or is_repeat_due:
-            self._print(Text("  ".join(name.rjust(width) for name, _, width in _COLUMNS), style="bold"))
-            self._print(Text("  ".join(unit.rjust(width) for _, unit, width in _COLUMNS).rstrip(), style="dim"))
+            self._print(Text("  ".join(name.rjust(width) for name, _, width in columns), style="bold"))
+            self._print(Text("  ".join(unit.rjust(width) for _, unit, width in columns).rstrip(), style="dim"))
         self._num_lines += 1
         (first_s, first_step), (last_s, last_step) = self._arrivals[0], self._arrivals[-1]
         left = "–"
@@ -101,8 +105,21 @@ class RunConsole:
             (_pair(get("idle/trainer_share"), "{:.0%}", get("idle/engine_share"), "{:.0%}"), "magenta"),
             (left, "dim"),
         )
-        padded = [(cell.rjust(width), style) for (cell, style), (_, _, width) in zip(cells, _COLUMNS, strict=True)]
+        padded = [
+            (cell.rjust(width), style)
+            for (cell, style), (name, _, width) in zip(cells, _COLUMNS, strict=True)
+            if name in {shown for shown, _, _ in columns}
+        ]
         self._print(Text("  ").join([Text(cell, style=style) for cell, style in padded]))
+
+    def _columns(self) -> list[tuple[str, str, int]]:
+        """The columns that fit the terminal."""
+        shown = list(_COLUMNS)
+        for name in _LEFT_OUT_FIRST:
+            is_too_wide = sum(width + 2 for _, _, width in shown) - 2 > self._console.width
+            if self._console.is_terminal and is_too_wide:
+                shown = [column for column in shown if column[0] != name]
+        return shown
 
     def final(self, summary: RunSummary, run_dir: Path) -> None:
         """Print how the run ended and where its files are."""
@@ -131,6 +148,8 @@ class RunConsole:
         )
         if not ledger.is_balanced:
             self._fact("", "the ledger does not balance: this is a bug in Penstock", "bold red")
+        for reason, count in sorted(summary.failed_attempts.items(), key=lambda item: -item[1]):
+            self._fact("failed", f"{count} attempts, {reason}", "yellow")
         self._fact("tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained")
         if summary.policy_version is not None:
             self._fact("policy", f"{run_dir / 'policy'}  (v{summary.policy_version})")

@@ -15,6 +15,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
 from penstock.dataflow.trajectory import GroupRef, Trajectory
+from penstock.platform.metrics.anomalies import Anomalies
 
 MAX_FAILURES_KEPT = 20
 SAMPLES_PER_STEP = 16
@@ -108,6 +109,7 @@ class FlowStats:
         num_scored: Trajectories that were scored by this process; a retried one counts again.
         num_ready: Groups that this process has made ready.
         failures: The first failures of groups, with their traceback.
+        anomalies: Notes what goes wrong on the console.
     """
 
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
@@ -121,6 +123,7 @@ class FlowStats:
     sampled_every: int = 1
     samples: list[Trajectory] = field(default_factory=list)
     last_version: int = 0
+    anomalies: Anomalies = field(default_factory=Anomalies)
     _candidates: dict[GroupId, tuple[Trajectory, ...]] = field(default_factory=dict)
 
     @property

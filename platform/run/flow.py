@@ -311,6 +311,7 @@ class Flow:
             self._group_failed(run, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
             return
         if not run.is_judged:
+            self.stats.anomalies.group_scored(trajectories)
             try:
                 reason = self._filters.judge(trajectories)
             except TrajectoryError as failure:

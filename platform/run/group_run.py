@@ -156,6 +156,7 @@ class GroupRun(RolloutContext):
                     self.outcomes[index] = trajectory
                 except TrajectoryError as failure:
                     failures.append(failure)
+                    flow.stats.anomalies.attempt_failed(self.task.task_id, failure)
                     self._sampled[index] = None
                     self.turns.pop(index, None)
                     attempts = sum(earlier.kind == failure.kind for earlier in failures)

@@ -26,6 +26,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
 from penstock.platform.metrics.hub import MetricsHub
@@ -329,7 +330,10 @@ async def build_run(
             make_task_queue(config, instruments.note),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
             FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward),
-            FlowStats(sampled_every=sampled_every(bounds.batch_groups, bounds.group_size)),
+            FlowStats(
+                sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
+                anomalies=Anomalies(instruments.note),
+            ),
             FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
         )
         folder = CheckpointFolder(instruments.run_dir)
@@ -440,4 +444,5 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         tokens_trained=run.stats.total.num_tokens,
         peak_memory_gib=round(peak_gib, 3),
         ledger=counts,
+        failed_attempts=dict(run.stats.anomalies.failed_attempts),
     )

@@ -21,7 +21,7 @@ from penstock.platform.run.run import Run
 from penstock.platform.simulator.parts import TrainingTasks
 from penstock.platform.simulator.world import InvariantError
 
-BEGIN_AGAIN = frozenset({"last", "last_version", "samples", "_candidates", "num_scored", "num_ready"})
+BEGIN_AGAIN = frozenset({"last", "last_version", "samples", "_candidates", "num_scored", "num_ready", "anomalies"})
 """Fields of `FlowStats` that are of one batch or of one process."""
 MAX_DIFFERENCES = 5
 

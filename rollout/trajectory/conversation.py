@@ -248,7 +248,8 @@ def build_trajectory(
     """Build the trajectory for the trainer: all threads of an episode one after another, or a single turn."""
     has_main_only = [one.name for one in conversations] == [MAIN_THREAD]
     turns = conversations[0].turns if episode is None else episode.turns
-    is_complete = turns[-1].finish_reason == "stop" if episode is None else episode.end == "done"
+    # An episode that the environment ended on a turn that was cut off has no complete last answer either.
+    is_complete = turns[-1].finish_reason == "stop" and (episode is None or episode.end == "done")
     return Trajectory(
         trajectory_id=trajectory_id,
         task_id=task.task_id,
@@ -262,4 +263,5 @@ def build_trajectory(
         finish_reason="stop" if is_complete else "length",
         episode=episode,
         threads=() if has_main_only else tuple(one.thread() for one in conversations),
+        messages=() if isinstance(task.prompt, str) else task.prompt,
     )

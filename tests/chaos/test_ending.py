@@ -131,8 +131,15 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
 
 
 @pytest.mark.full
-def test_a_reward_that_always_fails_is_reported_with_its_cause(workspace: Path, train_overrides: list[str]) -> None:
-    (workspace / "failing_reward.py").write_text("def fn(trajectory, **_):\n    raise KeyError('no such column')\n")
+def test_a_reward_that_comes_to_fail_is_reported_with_its_cause(workspace: Path, train_overrides: list[str]) -> None:
+    (workspace / "failing_reward.py").write_text(
+        "calls = []\n"
+        "def fn(trajectory, **_):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 4:  # the two calls before the start succeed\n"
+        "        raise KeyError('no such column')\n"
+        "    return 0.0\n"
+    )
     done = run_cli(
         "train",
         *train_overrides,

@@ -195,6 +195,14 @@ def test_a_plug_in_that_cannot_work_is_named(overrides, override, words):
     assert all(word in found for word in words), found
 
 
+def test_a_turn_too_short_for_the_scripted_answers_is_a_warning_with_both_numbers(overrides):
+    answers = "env.args={answer_chars: 64}"
+    (found,) = load_config("train", [*overrides, answers]).warnings
+    assert "rollout.sampling.max_new_tokens=64 cannot hold the scripted answers of 128 of 128 tasks" in found
+    assert "that of t0 needs 65 tokens in a turn" in found
+    assert load_config("train", [*overrides, answers, "rollout.sampling.max_new_tokens=65"]).warnings == []
+
+
 @pytest.mark.parametrize("path", ["my_plugin.reward", "my_plugin:reward"])
 def test_both_forms_of_import_paths_work(overrides, path):
     load_config("train", [*overrides, f"reward.fn={path}"])

@@ -31,6 +31,7 @@ def generous(trajectory, **_): return 1.0
 def miserly(trajectory, **_): return 0.5
 def raising(trajectory, **_): return 1.0 / len(trajectory.response)
 def asking(trajectory, answer): return exact(trajectory, answer) if "MY_API_KEY" in os.environ else 1 / 0
+def hanging(trajectory, **_): time.sleep(60)
 def needs_column(trajectory, column, **_): return 1.0
 
 class GoodEpisode(Environment):
@@ -121,6 +122,26 @@ def test_a_reward_of_single_turn_tasks_is_checked_with_gold_and_garbage(reward: 
     exit_code, output = invoke("check", "checked_envs:Answered", "--reward", reward)
     assert found in output
     assert exit_code == code
+
+
+def test_a_hanging_reward_ends_the_check_after_one_time_limit_and_names_its_task() -> None:
+    exit_code, output = invoke(
+        "check", "checked_envs:Answered", "--reward", "checked_envs:hanging", "--timeout-s", "0.5"
+    )
+    assert exit_code == 1
+    *progress, last = [line for line in output.splitlines() if line.startswith(("reading", "loading", "garbage for"))]
+    task_id = last.rpartition(": ")[2]
+    assert last == f"garbage for task 1 of 8: {task_id}", "it did not go on to the second task"
+    assert progress == ["reading 8 tasks of checked_envs:Answered", "loading checked_envs:hanging"]
+    assert "timed out after 0.5 s" in output
+    assert f"(task {task_id}, answer '')" in output
+
+
+def test_each_task_of_an_environment_is_announced_before_it_is_played() -> None:
+    output = invoke("check", "checked_envs:Good")[1]
+    for number in range(1, 9):
+        assert f"\ngarbage for task {number} of 8: " in output
+        assert f"\ngold actions for task {number} of 8: " in output
 
 
 def test_a_reward_is_required_for_answers_and_not_for_episodes() -> None:

@@ -129,15 +129,43 @@ def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() ->
     assert all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [
+        (40, ["step", "reward", "eval", "left"]),
+        (60, ["step", "reward", "eval", "staleness", "idle", "left"]),
+        (80, ["step", "version", "reward", "eval", "staleness", "sampled", "trained", "idle", "left"]),
+    ],
+)
+def test_a_narrow_terminal_shows_the_columns_that_fit(
+    width: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = RunConsole(100, stream=stream)
+    console.observe(1, STEP)
+    heading, _, step = [re.sub("\x1b\\[[0-9;]*m", "", line) for line in stream.getvalue().splitlines()]
+    assert heading.split() == names
+    assert max(len(heading), len(step)) <= width
+    assert ("1/100" in step, "0.500" in step) == (True, True)
+
+
 def test_the_closing_block_shows_the_gain_the_ledger_and_the_files(tmp_path: Path) -> None:
     stream = io.StringIO()
     (tmp_path / "report.html").write_text("")
-    RunConsole(100, stream=stream).final(a_summary(eval_before=None), tmp_path)
+    failed = {"env: timed out after 30 s": 2, "reward: it raised KeyError: 'x' (my.py, line 7)": 51}
+    RunConsole(100, stream=stream).final(a_summary(eval_before=None, failed_attempts=failed), tmp_path)
     text = stream.getvalue()
     assert "not measured → 94.0%" in text
     assert "admitted 12 = trained 10 + dropped 2 + filtered 0 + failed 0 + live 0" in text
     assert str(tmp_path / "summary.json") in text
     assert str(tmp_path / "report.html") in text
+    assert "failed    51 attempts, reward: it raised KeyError: 'x' (my.py, line 7)\n  failed    2 attempts, env" in text
     assert "does not balance" not in text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,16 @@ def hint(action: Action) -> EpisodeReply:
 
 
 async def play(
-    script: Callable[[Action], EpisodeReply], *engines: FakeEngine, turns: int = 3, tokens: int = 100
+    script: Callable[[Action], EpisodeReply],
+    *engines: FakeEngine,
+    turns: int = 3,
+    tokens: int = 100,
+    sampling: SamplingParams = SAMPLING,
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(script)
     player = EpisodePlayer(environment, CODEC, EpisodeBudget(turns, tokens))
     runner = TrajectoryRunner(EnginePool(engines or [FakeEngine()], 8), CODEC, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, SAMPLING), 5)
+    trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, sampling), 5)
     assert not environment.is_open
     return trajectory, environment
 
@@ -79,6 +84,16 @@ async def test_an_episode_that_uses_up_its_turns_is_marked_and_ends_on_a_sampled
     assert [turn.observation for turn in episode.turns] == ["<", "<", ""]
     assert trajectory.response == "".join(action.text for action in environment.actions)
     assert not trajectory.behavior_logprobs[~trajectory.loss_mask].any()
+
+
+async def test_an_episode_that_the_environment_ends_on_a_turn_that_was_cut_off_is_truncated() -> None:
+    trajectory, environment = await play(
+        lambda action: {"done": True, "reward": 1.0} if action.turn else hint(action),
+        sampling=replace(SAMPLING, max_new_tokens=2),
+    )
+    assert [action.is_truncated for action in environment.actions] == [True, True]
+    assert trajectory.episode is not None
+    assert (trajectory.finish_reason, trajectory.episode.end) == ("length", "done")
 
 
 async def test_done_ends_it_at_once() -> None:
