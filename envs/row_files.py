@@ -385,7 +385,7 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
             f"nor with a file of {', '.join(FORMATS)}."
         )
     if is_saved and subset is not None:
-        raise ConfigError(f"{key}={place}: subset={subset} was asked for, and folders of save_to_disk have no subsets.")
+        raise ConfigError(f"{key}={place}: subset={subset}, and folders of save_to_disk have none. Set it to null.")
     found: Any
     try:
         if (folder / "dataset_dict.json").is_file():

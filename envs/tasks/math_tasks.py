@@ -32,7 +32,7 @@ class MathTasks:
 
     Args:
         seed: Order of the training stream. Held-out tasks do not depend on it.
-        dataset: Name on the hub, or path of a local folder.
+        dataset: Name on the hub, or a folder of `save_to_disk` or of files by split.
         subset: Configuration of the dataset; `None` if it has none.
         train_split: Split to train on.
         held_out_split: Split to evaluate on. Its questions are removed from the training split.

@@ -44,6 +44,15 @@ def test_rows_become_chat_tasks_and_held_out_questions_leave_the_training_split(
         source.held_out(3)
 
 
+def test_a_folder_of_save_to_disk_replaces_the_hub(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.load_dataset(str(folder)).save_to_disk(tmp_path / "saved")
+    saved, files = (MathTasks(0, str(path), None) for path in (tmp_path / "saved", folder))
+    assert saved.held_out(2) == files.held_out(2)
+    assert list(islice(saved.train(), 6)) == list(islice(files.train(), 6))
+
+
 def test_a_dataset_out_of_reach_or_without_the_column_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="absent: no such file or folder"):
         MathTasks(0, str(folder / "absent"), None).held_out(1)

@@ -260,7 +260,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
         ({"split": "test"}, "split=test was asked for, but files have no splits.*held_out=test.jsonl"),
         ({"split": "train"}, "files have no splits"),
         ({"subset": "main"}, "files have no subsets"),
-        ({"path": "saved", "subset": "main"}, "folders of save_to_disk have no subsets"),
+        ({"path": "saved", "subset": "main"}, "folders of save_to_disk have none. Set it to null"),
         ({"held_out": "test"}, "held_out=test: rows.jsonl has no splits"),
         ({"held_out": "tset.jsonl"}, "held_out=tset.jsonl: no such file"),
         ({"held_out": 1}, "held_out=1: a share is above 0 and below 1"),
