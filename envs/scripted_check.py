@@ -181,10 +181,10 @@ class _Scored:
                 self.say(
                     f"{what} for task {1 + len(rewards) // num_each} of {len(answers) // num_each}: {task.task_id}"
                 )
-            try:
-                rewards.append((await self.runner.score(task, scripted_answer(task, text))).reward)
-            except TrajectoryError as failure:
-                return f"{failure.summary} (task {task.task_id}, answer {text!r:.60})"
+            (score,) = await self.runner.score_many([(task, scripted_answer(task, text))])
+            if isinstance(score, TrajectoryError):
+                return f"{score.summary} (task {task.task_id}, answer {text!r:.60})"
+            rewards.append(score.reward)
         return rewards
 
 

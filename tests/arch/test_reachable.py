@@ -45,6 +45,7 @@ ALLOWED = {
     "envs/endpoint/requests.py:tool_call_id": "clients of the OpenAI API send it; messages are read in their order",
     "envs/endpoint/server.py:content_type": "an attribute of aiohttp's response",
     "envs/rewards/judge.py:__signature__": "inspect.signature reads it",
+    "envs/rewards/peer_styles.py:__signature__": "the same",
     "kernels/float32_head.py:__class__": "how the forward of a module of torch is changed",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
