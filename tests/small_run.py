@@ -37,7 +37,6 @@ def small_run_overrides(folder: Path, name: str, tokenizer: Any, *overrides: str
         f"name={name}",
         "model.path=policy",
         f"model.max_context_tokens={MAX_CONTEXT_TOKENS}",
-        *(f"model.shape.{key}={str(value).lower()}" for key, value in shape.model_dump().items()),
         *overrides,
     ]
 

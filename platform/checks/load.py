@@ -59,7 +59,7 @@ def load_config(
         findings += check_machine(config, command)
     findings = composition.relevant([*findings, *check_plugins(config, command)])
     # A model that the user names must be here, also for a dry run; that of a preset may still be made or downloaded.
-    named = tuple(f"{key}=" for key in composition.typed if key.endswith("path"))
+    named = tuple(f"{key}=" for key in composition.typed if key.endswith("path") and not key.startswith("env."))
     problems = composition.problems + [
         finding.message
         for finding in findings

@@ -35,7 +35,6 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
         workspace,
         "experiment=arithmetic",
         f"model.path={policy}",
-        *(f"model.shape.{key}={str(value).lower()}" for key, value in SHAPE.model_dump().items()),
         "evaluation.num_tasks=8",
         "evaluation.every_steps=0",
         f"name={name}",

@@ -24,8 +24,7 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A policy that knows nothing, and the overrides that describe it."""
     folder = tmp_path_factory.mktemp("policy")
     create_policy(ModelConfig(max_context_tokens=128, shape=SHAPE), character_tokenizer(), str(folder), seed=0)
-    shape = [f"model.shape.{name}={str(value).lower()}" for name, value in SHAPE.model_dump().items()]
-    return [f"model.path={folder}", "model.max_context_tokens=128", *shape]
+    return [f"model.path={folder}", "model.max_context_tokens=128"]
 
 
 def code_lines(path: Path) -> int:

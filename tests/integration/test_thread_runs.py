@@ -53,7 +53,6 @@ def test_a_game_and_drafts_train(train: Train, tmp_path: Path) -> None:
         "name=threads",
         f"model.path={policy}",
         "model.max_context_tokens=128",
-        *(f"model.shape.{name}={str(value).lower()}" for name, value in SHAPE.model_dump().items()),
     ]
     train(tmp_path, overrides)
     run_dir = tmp_path / "runs" / "threads"

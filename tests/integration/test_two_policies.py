@@ -25,7 +25,6 @@ def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_pa
     of_partner = [
         "partner.model.path=other",
         f"partner.model.max_context_tokens={MAX_CONTEXT_TOKENS}",
-        *(f"partner.model.shape.{key}={str(value).lower()}" for key, value in shape.model_dump().items()),
     ]
     reward = "reward.fn=long_answers:longer"
     (tmp_path / "long_answers.py").write_text(

@@ -326,7 +326,7 @@ def test_overwriting_deletes_only_an_earlier_run_of_the_same_name(user, override
     make_run(user / "runs" / "other", "other")
     policy = user / "runs" / "other" / "policy"
     policy.mkdir()
-    (policy / "config.json").write_text("{}")
+    (policy / "config.json").write_text('{"model_type": "qwen3"}')
     make_run(user / "runs" / "outer")
     make_run(user / "runs" / "outer" / "cell")
     found = violations(*overrides)

@@ -14,7 +14,7 @@ from penstock.dataflow.versions import Span
 from tests.unit.trainer.torch_trainer import TEMPERATURE, trainer_of
 
 # ε of AdamW far above the gradient: updates are proportional to it, so that weights compare gradients.
-PLAIN = {"lr": 3.0, "adam_epsilon": 1.0, "correction": "none", "mini_batches": 3, "epochs": 2}
+PLAIN = {"lr": 1.0, "adam_epsilon": 1.0, "correction": "none", "mini_batches": 3, "epochs": 2}
 VERSION = 6
 
 
@@ -42,7 +42,7 @@ def oracle(policy: str, batch: list[GroupPayload], proximal: str) -> tuple[dict[
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3.0, eps=1.0, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0)
     with torch.no_grad():
         start = {one.trajectory_id: logprobs(model, one) for group in batch for one in group.trajectories}
     norms = []
