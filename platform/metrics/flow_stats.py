@@ -175,7 +175,8 @@ class FlowStats:
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Keep the members of a sampled group until it trains: in an admission window, one group in `sampled_every`."""
-        if group_id % self.sampled_every == 0:
+        # Multiples of golden ratio · 2^32: evenly spread, and not in step with task streams that take turns.
+        if group_id * 2654435769 % 2**32 < 2**32 / self.sampled_every:
             self._candidates[group_id] = tuple(members)
 
     def group_dropped(self, group_id: GroupId) -> None:

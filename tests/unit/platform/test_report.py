@@ -174,7 +174,7 @@ def test_a_step_shows_whole_groups_each_reward_against_the_mean_of_its_group(tmp
         stats.group_ready(GroupId(group), members)
     refs = [GroupRef(GroupId(group), TaskId("t"), None, ((Span(5, 4),),) * 4, (1.0,), 6) for group in range(7)]
     stats.batch_closed(refs, version=6)
-    assert stats.samples == [*groups[0], *groups[3], *groups[6]]
+    assert stats.samples == [*groups[0], *groups[2], *groups[5]], "groups of even and of odd numbers"
     (tmp_path / "config.yaml").write_text("name: groups\n")
     TrajectoryTable(tmp_path).write_step(1, stats.samples, version=6)
     page = write_report(tmp_path).read_text()
