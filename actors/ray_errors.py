@@ -19,9 +19,9 @@ from penstock.dataflow.errors import PenstockError, WeightSyncError
 _Answer = TypeVar("_Answer")
 _NUM_CHECKS = 8
 _LATE_S = 1.0
+"""A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
 _MAX_RENEWALS = 8
 """A loop that stalls so often has run often enough between to read an answer."""
-"""A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
 
 
 @contextmanager

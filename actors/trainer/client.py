@@ -32,6 +32,7 @@ PROGRESS_S = 2.0
 WRITE_STEPS = 4.0
 """Longest write of a checkpoint, as a multiple of the longest step. Nothing waits for it but the next checkpoint."""
 UNKNOWN = -1
+"""Version of weights that a step may have changed or not."""
 _DESYNCHRONISED = "rank/desynchronised"
 
 
