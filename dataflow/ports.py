@@ -10,7 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from penstock.dataflow.ids import EngineId, RequestId
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
 from penstock.dataflow.trajectory import FinishReason, GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Spans
 
@@ -147,6 +150,10 @@ class EarlyLogprobWorker(Protocol):
         ...
 
 
+TrainedTokens = Mapping[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.float32]]]
+"""Trajectory -> logprobs and advantages of its tokens when they were trained, `[T]` each; NaN where they were not."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Result of one training step.
@@ -156,12 +163,14 @@ class StepReport:
         skipped: Whether the optimizer step was skipped (non-finite loss or gradient).
         metrics: Flat `family/name -> value`, with the names declared in docs/metrics.md.
         busy_s: Wall seconds during which the trainer was computing, including early logprobs.
+        trained_tokens: What is known of the tokens of recorded trajectories.
     """
 
     version: int
     skipped: bool
     metrics: Mapping[str, float]
     busy_s: float
+    trained_tokens: TrainedTokens = field(default_factory=dict)
 
 
 class WrittenFile(NamedTuple):

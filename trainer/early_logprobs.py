@@ -147,7 +147,9 @@ class Forwards:
                 "Start a teacher (teacher.path), or use a loss that learns from rewards."
             )
         groups = self._completed(self._early_results.of(payloads, version))
-        sequences = policy_sequences(groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id)
+        sequences = policy_sequences(
+            groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id, spec.record_every
+        )
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         if not self._recomputes or not missing:
             return sequences

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, sup
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.spec import TrainerSpec
+from penstock.trainer.token_records import TokenRecord
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.layout.engine import TrainingSharding
@@ -89,16 +91,18 @@ class PolicyTrainer:
             sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
             self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
+            trained_tokens = streamed.trained_tokens
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
             sequences = self._forwards.sequences(payloads, version)
-            updates = []
+            updates, trained_tokens = [], {}
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
                 self._backward(opened, part, self._objective, is_last=True)
                 updates.append(self._update(opened))
+                trained_tokens |= opened.trained_tokens
                 if self.critic is not None:
                     self._wait_until_copied()
                     self.critic.update(part)
@@ -117,7 +121,8 @@ class PolicyTrainer:
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         busy_s = step_s + ahead_s
         metrics |= self._work.take(busy_s)
-        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
+        told = trained_tokens if self.backend.rank == 0 else {}
+        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s, told)
 
     def accumulate(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
@@ -301,14 +306,17 @@ class PolicyTrainer:
         else:
             self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
         count = len(plan.ranks[self.backend.data_parallel_rank])
+        record = TokenRecord(sequences if opened.is_first_epoch else ())
         # Also without a gradient the model is in training mode, in which it returns entropies.
         with torch.set_grad_enabled(learns):
             for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
                 target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
                 opened.share.watch(target)
+                record.watch(target, micro_batch)
                 loss = loss_function(target, entropies, micro_batch, opened)
                 if learns:
                     self.backend.backward(loss, is_last=is_last and position == count - 1)
+        opened.trained_tokens |= record.gather(partial(self.backend.all_reduce, operation="sum"))
         opened.micro_batches.append(count)
         opened.packing_efficiencies.append(plan.efficiency)
 

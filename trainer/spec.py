@@ -26,6 +26,7 @@ class TrainerSpec:
         restore_from: Folder of a checkpoint's trainer files to continue from; None: start from `model_path`.
         policy_id: Which policy of the run is trained.
         critic: The critic of gae; None without one.
+        record_every: The tokens of one group in so many are reported with a step; 0: of none.
         streams: Whether parts of a batch are trained while the rest is still being generated.
     """
 
@@ -44,6 +45,7 @@ class TrainerSpec:
     kind: Literal["policy", "reward"] = "policy"
     policy_id: PolicyId = POLICY
     restore_from: str | None = None
+    record_every: int = 0
 
     @property
     def tokens_per_part(self) -> float:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.dataflow.equal_rewards import are_equal
+from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.trajectory import GroupPayload, Trajectory, rewards_by_baseline
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backends.base import OptimizerResult
@@ -46,6 +48,7 @@ class OpenUpdate:
         is_first: Whether the policy is still that of the start of the batch.
         is_first_epoch: Whether all its tokens are trained for the first time.
         has_gradient: Whether any micro-batch had a gradient.
+        trained_tokens: Of the recorded trajectories.
     """
 
     metrics: TokenMetrics
@@ -57,6 +60,7 @@ class OpenUpdate:
     payloads: list[GroupPayload] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
     packing_efficiencies: list[float] = field(default_factory=list)
+    trained_tokens: dict[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.float32]]] = field(default_factory=dict)
     busy_s: float = 0.0
 
 

@@ -308,14 +308,23 @@ def chaos(
 
 @app.command()
 @exits
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> int:
-    """Write the report.html of a run and print its path."""
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    *,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve it on this machine while the run goes on.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --watch; 0 takes a free one.")] = 0,
+) -> int:
+    """Write the report.html of a run and print its path, or serve it with --watch until Ctrl-C."""
     from penstock.platform.metrics.report import write_report
+    from penstock.platform.metrics.report_server import serve_report
 
     if not run.is_dir():
         print_error(PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise."))
         return EXIT_CONFIG
-    typer.echo(write_report(run))
+    if watch:
+        serve_report(run, port, lambda url: typer.echo(f"{url} (Ctrl-C ends it)"))
+    else:
+        typer.echo(write_report(run))
     return 0
 
 

@@ -45,6 +45,7 @@ from penstock.platform.cluster.placement import Role, plan_placement, shared_bun
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
+from penstock.platform.metrics.flow_stats import sampled_every
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
@@ -298,6 +299,7 @@ def trainer_spec(
         streams=config.dataflow.stream_micro_batches,
         kind=kind,
         policy_id=policy_id,
+        record_every=sampled_every(config.dataflow.batch_groups, config.dataflow.group_size),
         critic=config.critic if config.algorithm.needs_critic else None,
     )
 

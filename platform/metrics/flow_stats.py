@@ -14,7 +14,7 @@ from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
-from penstock.dataflow.trajectory import GroupRef, Trajectory
+from penstock.dataflow.trajectory import GroupRef, Trajectory, is_recorded
 from penstock.platform.metrics.anomalies import Anomalies
 
 MAX_FAILURES_KEPT = 20
@@ -175,8 +175,7 @@ class FlowStats:
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Keep the members of a sampled group until it trains: in an admission window, one group in `sampled_every`."""
-        # Multiples of golden ratio · 2^32: evenly spread, and not in step with task streams that take turns.
-        if group_id * 2654435769 % 2**32 < 2**32 / self.sampled_every:
+        if is_recorded(group_id, self.sampled_every):
             self._candidates[group_id] = tuple(members)
 
     def group_dropped(self, group_id: GroupId) -> None:

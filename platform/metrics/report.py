@@ -1,7 +1,7 @@
 """`penstock report RUN`: a self-contained HTML page about a run, which may be incomplete.
 
-The template escapes all text of models, environments and users. The page's `Content-Security-Policy` forbids network
-access.
+The template escapes all text of models, environments and users; what the scripts draw is JSON, and they insert it as
+text. The page's `Content-Security-Policy` forbids network access.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.console import format_duration
 from penstock.platform.metrics.report_charts import (
     STALENESS_COLORS,
+    distribution_charts,
     flow_charts,
     health_charts,
     learning_charts,
     staleness_charts,
-    staleness_color,
 )
+from penstock.platform.metrics.report_data import groups_data, timeline_data
 from penstock.platform.metrics.run_record import RunRecord, read_run
 
 REPORT_FILE = "report.html"
@@ -45,6 +46,8 @@ _FACTS = (
     ("Environment", "env.factory"),
     ("Seed", "seed"),
 )
+PHASE_COLORS = {"generate": "#14b8a6", "score": "#f59e0b", "wait": "#94a3b8", "train": "#7c3aed"}
+"""Of groups in the timeline; as in report.js."""
 _LEDGER_ENDS = ("trained", "dropped", "filtered", "failed", "live")
 
 
@@ -60,8 +63,13 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(record: RunRecord) -> str:
-    """Return the page as text."""
+def render(record: RunRecord, stamp: str = "") -> str:
+    """Return the page as text.
+
+    Args:
+        record: The run.
+        stamp: State of the run's files if the page is served while the run goes on; it then asks its server for news.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -77,26 +85,40 @@ def render(record: RunRecord) -> str:
         if value is not None
     ]
     sections = {
-        "Learning": learning_charts(record),
+        "Learning": [*learning_charts(record), *distribution_charts(record)],
         "Staleness": staleness_charts(record),
         "Throughput": flow_charts(record),
     }
     return template.render(
         plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library itself
+        css=_part("report.css"),
+        javascript=_part("report.js"),
+        stamp=stamp,
         name=record.summary.get("name") or record.config.get("name") or record.run_dir.resolve().name,
         status=record.summary.get("status", "incomplete"),
         version=record.summary.get("version"),
+        command=record.command,
         missing=record.missing,
+        error=_error(record),
         figures=_headline(record),
         facts=facts,
         sections={title: charts for title, charts in sections.items() if charts},
         health=health_charts(record),
         waits=_wait_bars(record),
         ledger=_ledger(record),
-        legend=[(f"{age}" if age < len(STALENESS_COLORS) - 1 else f"≥ {age}", staleness_color(age))
-                for age in range(len(STALENESS_COLORS))],
-        trajectories=_row_views(record.trajectories),
-        trajectory_steps=sorted({row["step"] for row in record.trajectories}),
+        failed_attempts=sorted(record.summary.get("failed_attempts", {}).items(), key=lambda item: -item[1]),
+        retries=int(sum(record.values("flow/retries")[-1:])),
+        failures=record.failures,
+        data={
+            **groups_data(record.trajectories, record.answers),
+            "timeline": timeline_data(record.timeline),
+            "staleness_colors": STALENESS_COLORS,
+        },
+        phases=PHASE_COLORS,
+        legend=[
+            (f"{age}" if age < len(STALENESS_COLORS) - 1 else f"≥ {age}", color)
+            for age, color in enumerate(STALENESS_COLORS)
+        ],
         config_text=record.config_text,
     )  # fmt: skip
 
@@ -152,7 +174,7 @@ def _wait_bars(record: RunRecord) -> list[dict[str, Any]]:
 
 def _ledger(record: RunRecord) -> dict[str, Any] | None:
     """Counts from the summary, or the last logged ones."""
-    counts = record.summary.get("ledger")
+    counts, reasons = record.summary.get("ledger"), record.summary.get("untrained", {})
     if not isinstance(counts, dict):
         latest = {end: record.values(f"flow/{end}") for end in ("admitted", *_LEDGER_ENDS)}
         if not all(latest.values()):
@@ -160,34 +182,21 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
         counts = {end: int(values[-1]) for end, values in latest.items()}
     ends = [(end, int(counts.get(end, 0))) for end in _LEDGER_ENDS]
     admitted = int(counts.get("admitted", 0))
-    return {"admitted": admitted, "ends": ends, "is_balanced": admitted == sum(count for _, count in ends)}
+    is_balanced = admitted == sum(count for _, count in ends)
+    return {"admitted": admitted, "ends": ends, "reasons": sorted(reasons.items()), "is_balanced": is_balanced}
 
 
-def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trajectories for the template: the row, its span bar, its reward against its group, and whether it is high."""
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    groups: dict[tuple[int, int], list[float]] = {}
-    for row in rows:
-        if row["reward"] is not None:
-            groups.setdefault((row["step"], row["group_id"]), []).append(row["reward"])
-    views = []
-    for row in rows:
-        reward, spans = row["reward"], row["spans"]
-        total = sum(tokens for _, tokens in spans) or 1
-        trained_at = min(version for version, _ in spans) + row["staleness"] if spans else 0
-        bars = [
-            {
-                "version": version,
-                "num_tokens": tokens,
-                "staleness": trained_at - version,
-                "width_percent": 100 * tokens / total,
-                "color": staleness_color(trained_at - version),
-            }
-            for version, tokens in spans
-        ]
-        is_high = reward is not None and high > low and reward >= (low + high) / 2
-        group = groups.get((row["step"], row["group_id"]), [])
-        versus_group = reward - sum(group) / len(group) if reward is not None and len(group) > 1 else None
-        views.append({**row, "bars": bars, "is_high": is_high, "versus_group": versus_group})
-    return views
+def _part(name: str) -> Markup:
+    """A style sheet or script of the page."""
+    return Markup((Path(__file__).parent / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
+
+
+def _error(record: RunRecord) -> dict[str, str] | None:
+    """What ended a failed run: the sentence, and all of `error.txt`."""
+    if not record.error or record.summary.get("status") == "completed":
+        return None
+    trace = record.error.partition("\nThe newest events of the ledger")[0].strip()
+    # The exception is the last unindented line that begins with its type, and what follows it.
+    lines = trace.splitlines()
+    start = max((index for index, line in enumerate(lines) if line[:1].strip() and ": " in line), default=0)
+    return {"reason": "\n".join(lines[start:]), "text": record.error}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import plotly.graph_objects as go
 from markupsafe import Markup
 
+from penstock.platform.metrics.hub import catalog
 from penstock.platform.metrics.run_record import RunRecord, Series
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceff3"
+"""In dark mode, report.css replaces these."""
 BLUE, TEAL, AMBER, VIOLET = "#2563eb", "#0d9488", "#d97706", "#7c3aed"
 FONT = "Inter, 'Segoe UI', system-ui, -apple-system, 'Helvetica Neue', Arial, sans-serif"
 
@@ -17,6 +23,9 @@ STALENESS_COLORS = ("#14b8a6", "#3b82f6", "#f59e0b", "#f97316", "#e11d48")
 """Colors of staleness 0, 1, 2, 3 and ≥ 4 versions, used in the histogram and in the span bars."""
 
 _SMOOTHING_STEPS = 10
+_MAX_POINTS = 600
+"""Of a line; neighbouring steps of a longer run are drawn as their mean."""
+_COLORS = (TEAL, BLUE, AMBER, VIOLET, "#db2777", "#65a30d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +57,71 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
         if isinstance(step, int) and isinstance(record.summary.get(key), int | float):
             accuracy.setdefault(step, record.summary[key])
-    if accuracy:
-        figure = _figure("step")
-        figure.add_scatter(
-            x=sorted(accuracy), y=[accuracy[step] for step in sorted(accuracy)], mode="lines+markers",
-            line={"color": TEAL, "width": 2.5},
-            marker={"size": 8, "line": {"color": "white", "width": 1.5}},
-            hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
-        )  # fmt: skip
-        figure.update_yaxes(tickformat=".0%")
-        charts.append(Chart("Held-out accuracy", "Greedy decoding on tasks that are never trained on.", _html(figure)))
+    charts += _evaluation_chart(
+        record, "Held-out accuracy", "Share of solved tasks, none of which is trained on.", "eval/accuracy",
+        Series(sorted(accuracy), [accuracy[step] for step in sorted(accuracy)]), ".0%",
+    )  # fmt: skip
+    charts += _evaluation_chart(
+        record, "Held-out reward", "Mean reward on the same tasks.", "eval/reward_mean",
+        record.series.get("eval/reward_mean", Series([], [])), "",
+    )  # fmt: skip
     return charts
+
+
+def _evaluation_chart(
+    record: RunRecord, title: str, caption: str, metric: str, overall: Series, y_format: str
+) -> list[Chart]:
+    """A chart of one metric of the evaluations, with a line for each evaluation set; empty if there was none."""
+    prefix = f"{metric}/"
+    sets = {name.removeprefix(prefix): one for name, one in record.series.items() if name.startswith(prefix)}
+    lines = sets if len(sets) > 1 else {"all": overall}
+    figure = _figure("step")
+    for (name, series), color in zip(lines.items(), itertools.cycle(_COLORS)):
+        if series.steps:
+            figure.add_scatter(
+                x=series.steps, y=series.values, name=name, mode="lines+markers", line={"color": color, "width": 2.5},
+                marker={"size": 8}, hovertemplate=f"step %{{x}}: %{{y:{y_format or '.4g'}}}<extra>{name}</extra>",
+            )  # fmt: skip
+    figure.update_layout(showlegend=len(lines) > 1)
+    figure.update_yaxes(tickformat=y_format)
+    return [Chart(title, caption, _html(figure))] if figure.data else []
+
+
+def distribution_charts(record: RunRecord) -> list[Chart]:
+    """How rewards and lengths of the sampled trajectories are distributed over the run."""
+    rewards = [(step, reward) for step, reward, _ in record.outcomes if reward is not None]
+    lengths = [(step, float(num_tokens)) for step, _, num_tokens in record.outcomes]
+    caption = "Share of the sampled trajectories; strong color is many."
+    return [
+        *_heatmap("Rewards over the run", f"{caption} One column per recorded step or several.", rewards, TEAL),
+        *_heatmap("Lengths over the run", f"{caption} In sampled tokens.", lengths, BLUE),
+    ]
+
+
+def _heatmap(title: str, caption: str, points: list[tuple[int, float]], color: str) -> list[Chart]:
+    """Columns are steps, rows are bins of the values; each column sums to 1."""
+    if len({step for step, _ in points}) < 2:
+        return []
+    values = np.array([value for _, value in points])
+    steps, column = np.unique([step for step, _ in points], return_inverse=True)
+    distinct = np.unique(values)
+    if len(distinct) <= 12:  # e.g. rewards of 0 and 1
+        centers, row = distinct, np.searchsorted(distinct, values)
+    else:
+        edges = np.linspace(values.min(), values.max(), 25)
+        centers, row = (edges[1:] + edges[:-1]) / 2, np.clip(np.searchsorted(edges, values, "right") - 1, 0, 23)
+    counts = np.zeros((len(centers), len(steps)))
+    np.add.at(counts, (row, column), 1.0)
+    shares = counts / counts.sum(axis=0)
+    figure = _figure("step")
+    figure.add_heatmap(
+        x=steps.tolist(), y=[float(f"{center:.4g}") for center in centers], z=np.round(shares, 3).tolist(),
+        colorscale=[[0, "rgba(128,128,128,0.06)"], [1, color]], zmin=0, zmax=float(shares.max()), showscale=False,
+        hovertemplate="step %{x}, about %{y}: %{z:.0%}<extra></extra>",
+    )  # fmt: skip
+    if len(distinct) <= 12:
+        figure.update_yaxes(type="category")
+    return [Chart(title, caption, _html(figure))]
 
 
 def staleness_charts(record: RunRecord) -> list[Chart]:
@@ -108,6 +171,8 @@ def flow_charts(record: RunRecord) -> list[Chart]:
 def health_charts(record: RunRecord) -> list[Chart]:
     """Small charts of metrics that indicate whether a run is healthy."""
     specifications = (
+        ("Truncated turns", "Share of turns cut off at the token limit.", "length/truncated_share", BLUE),
+        ("Groups without signal", "Share whose rewards are all equal.", "reward/zero_variance_share", BLUE),
         ("Entropy", "Nats per sampled token.", "loss/entropy", VIOLET),
         ("Gradient norm", "Before clipping.", "loss/grad_norm", VIOLET),
         ("Behavior weight", "Mean of exp(proximal − behavior); 1 is on-policy.", "ratio/behavior_mean", AMBER),
@@ -121,7 +186,8 @@ def health_charts(record: RunRecord) -> list[Chart]:
         if metric in record.series:
             figure = _figure("step", height=210)
             _add_raw_and_smooth(figure, record.series[metric], color)
-            charts.append(Chart(title, caption, _html(figure)))
+            healthy = f" Healthy: {catalog()[metric]['healthy']}."
+            charts.append(Chart(title, caption + healthy, _html(figure)))
     return charts
 
 
@@ -133,6 +199,7 @@ def _line_chart(
     for name, metric, color in lines:
         if series := record.series.get(metric):
             mode = "lines+markers" if len(series.steps) < 3 else "lines"
+            series = _thinned(series)
             figure.add_scatter(x=series.steps, y=series.values, name=name, mode=mode, line={"color": color, "width": 2})
     figure.update_layout(showlegend=True)
     figure.update_yaxes(tickformat=y_format, rangemode="tozero")
@@ -141,17 +208,38 @@ def _line_chart(
 
 def _add_raw_and_smooth(figure: go.Figure, series: Series, color: str) -> None:
     is_short = len(series.steps) < 3
+    thin = _thinned(series)
+    _set_range_of_constant(figure, series.values)
     figure.add_scatter(
-        x=series.steps, y=series.values, mode="lines+markers" if is_short else "lines",
+        x=thin.steps, y=thin.values, mode="lines+markers" if is_short else "lines",
         opacity=1.0 if is_short else 0.3, line={"color": color, "width": 1.2},
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )  # fmt: skip
     if not is_short:
         windows = [series.values[max(0, end - _SMOOTHING_STEPS) : end] for end in range(1, len(series.values) + 1)]
+        smooth = _thinned(Series(series.steps, [sum(window) / len(window) for window in windows]))
         figure.add_scatter(
-            x=series.steps, y=[sum(window) / len(window) for window in windows], mode="lines",
+            x=smooth.steps, y=smooth.values, mode="lines",
             line={"color": color, "width": 2.5}, hoverinfo="skip",
         )  # fmt: skip
+
+
+def _set_range_of_constant(figure: go.Figure, values: Sequence[float]) -> None:
+    """Show a constant from 0 on, where Plotly would show a range of 2 around it."""
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and max(finite) - min(finite) <= 1e-6 * abs(max(finite)) and max(finite) > 0:
+        figure.update_yaxes(range=[0, 2 * max(finite)])
+
+
+def _thinned(series: Series) -> Series:
+    """At most `_MAX_POINTS` points: means of neighbouring steps, at the last of them; six digits of each."""
+    every = max(1, -(-len(series.steps) // _MAX_POINTS))
+    starts = range(0, len(series.steps), every)
+    parts = [series.values[start : start + every] for start in starts]
+    return Series(
+        [series.steps[min(start + every, len(series.steps)) - 1] for start in starts],
+        [float(f"{sum(part) / len(part):.6g}") for part in parts],
+    )
 
 
 def _figure(x_title: str, height: int = 290) -> go.Figure:

@@ -11,11 +11,24 @@ from typing import Any, TypeVar
 import yaml
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.metrics.run_files import CONFIG_FILE, METRICS_FILE, STALENESS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.run_files import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    ERROR_FILE,
+    EVALUATIONS_DIR,
+    FAILURES_FILE,
+    METRICS_FILE,
+    STALENESS_FILE,
+    SUMMARY_FILE,
+    TIMELINE_FILE,
+)
+from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_outcomes, read_trajectories
 
 _MAX_STEPS_SHOWN = 8
+_MAX_EVALUATIONS_SHOWN = 3
+_MAX_STEPS_COUNTED = 60
 
 T = TypeVar("T")
 
@@ -38,6 +51,12 @@ class RunRecord:
         series: Metric name -> its values over the steps.
         staleness: Staleness in versions -> trained tokens; empty if missing.
         trajectories: Rows of at most eight evenly spaced steps.
+        outcomes: Step, reward and length (sampled tokens) of the sampled trajectories, of more of the steps.
+        answers: Rows of at most three evaluations; empty if none are stored.
+        timeline: Events of `timeline.json`; empty if missing.
+        command: The command that started the run; empty if not recorded.
+        error: What ended a failed run: the traceback and the newest events of the ledger; empty otherwise.
+        failures: Kind and traceback of the first groups that failed.
         missing: One sentence per file that is missing or unreadable.
     """
 
@@ -48,6 +67,12 @@ class RunRecord:
     series: dict[str, Series] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     trajectories: list[dict[str, Any]] = field(default_factory=list)
+    outcomes: list[tuple[int, float | None, int]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    command: str = ""
+    error: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def lookup(self, path: str) -> Any:
@@ -82,12 +107,23 @@ def read_run(run_dir: Path) -> RunRecord:
     record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
     record.trajectories = _read(record, TRAJECTORIES_DIR, _read_sample) or []
+    record.outcomes = _read(record, TRAJECTORIES_DIR, _read_outcomes, is_optional=True) or []
+    # Not every run has these.
+    record.answers = _read(record, EVALUATIONS_DIR, _read_answers, is_optional=True) or []
+    record.timeline = _read(record, TIMELINE_FILE, read_timeline, is_optional=True) or []
+    record.command = (_read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}).get("command", "")
+    record.error = _read(record, ERROR_FILE, lambda path: path.read_text(encoding="utf-8"), is_optional=True) or ""
+    record.failures = _read(record, FAILURES_FILE, _read_failures, is_optional=True) or []
     return record
 
 
-def _read(record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "") -> T | None:
+def _read(
+    record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "", *, is_optional: bool = False
+) -> T | None:
     """Read one file; if it is missing or unreadable, add a sentence to `record.missing`."""
     path = record.run_dir / name
+    if not path.exists() and is_optional:
+        return None
     if not path.exists():
         record.missing.append(f"{name} is missing" + (f": {hint}." if hint else "."))
         return None
@@ -120,8 +156,27 @@ def _read_series(run_dir: Path) -> dict[str, Series]:
 
 
 def _read_sample(directory: Path) -> list[dict[str, Any]]:
+    return [row for file in _spread(directory, _MAX_STEPS_SHOWN) for row in read_trajectories(file)]
+
+
+def _read_answers(directory: Path) -> list[dict[str, Any]]:
+    return [row for file in _spread(directory, _MAX_EVALUATIONS_SHOWN) for row in read_trajectories(file)]
+
+
+def _read_outcomes(directory: Path) -> list[tuple[int, float | None, int]]:
+    return [outcome for file in _spread(directory, _MAX_STEPS_COUNTED) for outcome in read_outcomes(file)]
+
+
+def _spread(directory: Path, most: int) -> list[Path]:
+    """At most so many files, evenly spread over the steps, with the first and the last."""
     files = sorted(directory.glob("step_*.parquet"))
-    if len(files) > _MAX_STEPS_SHOWN:
-        last = len(files) - 1
-        files = [files[round(index * last / (_MAX_STEPS_SHOWN - 1))] for index in range(_MAX_STEPS_SHOWN)]
-    return [row for file in files for row in read_trajectories(file)]
+    if len(files) <= most:
+        return files
+    return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
+
+
+def _read_failures(path: Path) -> list[dict[str, Any]]:
+    failures = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(failures, list):
+        raise TypeError("it is no list")
+    return failures

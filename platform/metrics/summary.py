@@ -44,6 +44,7 @@ class RunSummary:
         tokens_trained: Sampled tokens trained on.
         peak_memory_gib: Largest sum of PSS over the processes of the run, GiB.
         ledger: Number of admitted groups by state.
+        untrained: Groups that ended untrained, by `state(reason)`.
         failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
     """
 
@@ -69,6 +70,7 @@ class RunSummary:
     partner_eval_before: float | None = None
     partner_eval_after: float | None = None
     policy_version: int | None = None
+    untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

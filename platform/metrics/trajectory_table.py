@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.dataflow.ports import TrainedTokens
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.platform.metrics.atomic_file import write_atomically
 
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 TRAJECTORIES_DIR = "trajectories"
 BAD_BATCHES_DIR = "bad_batches"
+TokenTexts = Callable[[Iterable[int]], list[str]]
+"""Token ids -> the text of each."""
 MAX_KEPT = 16
 """Files of bad batches; older ones are deleted."""
 
@@ -42,15 +45,13 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("threads", pa.string()),
         ("turns", pa.string()),
         ("retried_after", pa.string()),
-    ]
-)
-_BAD_BATCH_SCHEMA = pa.schema(
-    [
-        *TRAJECTORY_SCHEMA,
         ("policy_id", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("behavior_logprobs", pa.list_(pa.float32())),
+        ("tokens", pa.list_(pa.string())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("advantages", pa.list_(pa.float32())),
     ]
 )
 
@@ -62,10 +63,18 @@ class TrajectoryTable:
     object), finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
     num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty for a trajectory of one thread),
     turns (JSON list, see `turns_of`; empty for a trajectory of a single turn), retried_after (why the previous attempt
-    failed; empty for a first attempt).
+    failed; empty for a first attempt), policy_id.
+
+    Columns with one value per token, prompt included, threads one after another: token_ids, loss_mask (whether the
+    policy sampled it), behavior_logprobs (0 where not sampled), tokens (text), and, empty unless the trainer reported
+    them, logprobs (of the policy when it trained on the token; NaN where it did not) and advantages (likewise).
+
+    Attributes:
+        token_texts: Splits token ids into texts; None leaves the column `tokens` empty.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, token_texts: TokenTexts | None = None) -> None:
+        self.token_texts = token_texts
         self._directory = run_dir / TRAJECTORIES_DIR
         self._has_warned = False
 
@@ -75,7 +84,9 @@ class TrajectoryTable:
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
 
-    def write_step(self, step: int, trajectories: Sequence[Trajectory], *, version: int) -> Path:
+    def write_step(
+        self, step: int, trajectories: Sequence[Trajectory], *, version: int, trained: TrainedTokens | None = None
+    ) -> Path:
         """Write the file of one step atomically and return its path.
 
         Training goes on without a file that cannot be written; the first one is a warning.
@@ -84,8 +95,9 @@ class TrajectoryTable:
             step: Training step.
             trajectories: Sample of the trajectories trained in the step.
             version: The trainer's policy version at this step.
+            trained: What the trainer reported of their tokens.
         """
-        rows = [trajectory_row(step, trajectory, version) for trajectory in trajectories]
+        rows = [trajectory_row(step, one, version, self.token_texts, trained) for one in trajectories]
         path = self._directory / f"step_{step:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
         try:
@@ -100,8 +112,8 @@ class TrajectoryTable:
 class BadBatches:
     """Writes all trajectories of a batch whose step was skipped, and the metrics of the step.
 
-    Columns: those of `TrajectoryTable` (step is the number of the file), policy_id, and per token token_ids, loss_mask,
-    behavior_logprobs. The metadata of the schema has `version` and `metrics` (JSON object; non-finite values as text).
+    Columns: those of `TrajectoryTable`; step is the number of the file. The metadata of the schema has `version` and
+    `metrics` (JSON object; non-finite values as text).
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -118,20 +130,10 @@ class BadBatches:
             metrics: Metrics of the step.
         """
         self._num_written += 1
-        rows = [
-            {
-                **trajectory_row(self._num_written, one, version),
-                "policy_id": one.policy_id,
-                "token_ids": one.token_ids,
-                "loss_mask": one.loss_mask,
-                "behavior_logprobs": one.behavior_logprobs,
-            }
-            for group in batch
-            for one in group.trajectories
-        ]
+        rows = [trajectory_row(self._num_written, one, version) for group in batch for one in group.trajectories]
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         metadata = {"version": str(version), "metrics": json.dumps(told)}
-        table = pa.Table.from_pylist(rows, schema=_BAD_BATCH_SCHEMA.with_metadata(metadata))
+        table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA.with_metadata(metadata))
         path = self._directory / f"{self._num_written}.parquet"
         try:
             write_atomically(path, lambda temporary: pq.write_table(table, temporary))
@@ -153,6 +155,12 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_outcomes(path: Path) -> list[tuple[int, float | None, int]]:
+    """Read step, reward and number of sampled tokens of each row of a file."""
+    table = pq.read_table(path, columns=["step", "reward", "num_tokens"])
+    return list(zip(*(table[name].to_pylist() for name in ("step", "reward", "num_tokens")), strict=True))
+
+
 def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     """What was said in an episode, in order; empty for a trajectory of a single turn.
 
@@ -172,9 +180,16 @@ def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     return said
 
 
-def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str, Any]:
+def trajectory_row(
+    step: int,
+    trajectory: Trajectory,
+    version: int,
+    token_texts: TokenTexts | None = None,
+    trained: TrainedTokens | None = None,
+) -> dict[str, Any]:
     """Convert a trajectory to a row of `TRAJECTORY_SCHEMA`. `version` is that of the trainer."""
     spans = trajectory.spans
+    logprobs, advantages = (trained or {}).get(trajectory.trajectory_id, ((), ()))
     return {
         "step": step,
         "group_id": int(trajectory.trajectory_id.partition("/")[0]),
@@ -191,6 +206,13 @@ def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str,
         "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
         "turns": json.dumps(turns_of(trajectory)),
         "retried_after": _encodable(trajectory.retried_after),
+        "policy_id": trajectory.policy_id,
+        "token_ids": trajectory.token_ids,
+        "loss_mask": trajectory.loss_mask,
+        "behavior_logprobs": trajectory.behavior_logprobs,
+        "tokens": [] if token_texts is None else [_encodable(one) for one in token_texts(trajectory.token_ids)],
+        "logprobs": logprobs,
+        "advantages": advantages,
     }
 
 

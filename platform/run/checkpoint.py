@@ -259,6 +259,7 @@ class Checkpointer:
         incarnation: int = 0,
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         on_cut: Callable[[int], None] = lambda _version: None,
+        on_written: Callable[[int, float], None] = lambda _version, _seconds: None,
     ) -> None:
         """Prepare to take checkpoints.
 
@@ -272,6 +273,7 @@ class Checkpointer:
             incarnation: Number of this driver or rollback, which no other one of the run has.
             in_thread: Runs blocking work.
             on_cut: Called with the version at every cut.
+            on_written: Called with the version of a complete checkpoint, and the seconds that it took.
         """
         self._config = config
         self._folder = folder
@@ -280,6 +282,7 @@ class Checkpointer:
         self._note = note
         self._in_thread = in_thread
         self._on_cut = on_cut
+        self._on_written = on_written
         self._incarnation = incarnation
         self._spooled: dict[str, tuple[str, int, int]] = {}  # of the newest checkpoint: path, size, crc32
         self._taken_at = time.monotonic()
@@ -346,8 +349,9 @@ class Checkpointer:
             self._note(f"checkpoint of v{version} failed; the run continues, {before}: {error}")
             return
         self.newest = version
-        self._metrics["checkpoint/write_s"] = time.monotonic() - started
+        self._metrics["checkpoint/write_s"] = seconds = time.monotonic() - started
         self._metrics["checkpoint/bytes"] = float(checkpoint.num_bytes)
+        self._on_written(version, seconds)
 
     async def _write_files(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> Checkpoint:
         await self._in_thread(self._folder.prepare)

@@ -7,7 +7,8 @@ the flow (flow_builder.py). The loop is `controller.train`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ from penstock.platform.metrics.summary import (
     write_staleness,
     write_summary,
 )
+from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
@@ -304,6 +306,7 @@ async def build_run(
     """Connect the parts of a run and yield it. Its components are closed in reverse order on exit."""
     actors, codec, episodes, held_out = parts.actors, parts.codec, parts.episodes, parts.held_out
     async with AsyncExitStack() as stack:
+        instruments.trajectories.token_texts = codec.token_texts
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
@@ -321,8 +324,10 @@ async def build_run(
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
         incarnation = next_incarnation(instruments.run_dir)
         log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
-        stack.callback(close_log, log, instruments)
-        core.ledger.on_event = partial(record_event, events, log)
+        stack.callback(close_file, log, "the ledger's log", instruments)
+        timeline = Timeline(instruments.run_dir, bounds.batch_groups, config.total_steps)
+        stack.callback(close_file, timeline, "the timeline", instruments)
+        core.ledger.on_event = partial(record_event, (events, log, timeline))
         forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
@@ -346,8 +351,9 @@ async def build_run(
             resumed,
             incarnation,
             on_cut=log.rotate,
+            on_written=partial(trace_checkpoint, timeline),
         )
-        run = Run(config, runtime, held_out, flow, instruments, checkpointer)
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline)
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
@@ -357,17 +363,23 @@ async def build_run(
         yield run
 
 
-def close_log(log: LedgerLog, instruments: Instruments) -> None:
-    """Write the rest of the ledger's log; a log that is not complete is said."""
-    log.close()
-    if log.error is not None:
-        instruments.note(f"the ledger's log is not complete, since it could not be written: {log.error}")
+def close_file(file: LedgerLog | Timeline, what: str, instruments: Instruments) -> None:
+    """Write the rest of a file; one that is not complete is said."""
+    file.close()
+    if file.error is not None:
+        instruments.note(f"{what} is not complete, since it could not be written: {file.error}")
 
 
-def record_event(events: EventTail, log: LedgerLog, entry: JournalEntry) -> None:
+def record_event(listeners: Sequence[Callable[[JournalEntry], None]], entry: JournalEntry) -> None:
     """Callback of the ledger."""
-    events(entry)
-    log(entry)
+    for listener in listeners:
+        listener(entry)
+
+
+def trace_checkpoint(timeline: Timeline, version: int, seconds: float) -> None:
+    """Callback of the checkpointer, when one is complete."""
+    now = time.time()
+    timeline.add("checkpoint", f"checkpoint v{version}", now - seconds, now)
 
 
 async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Checkpoint) -> None:
@@ -444,5 +456,6 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         tokens_trained=run.stats.total.num_tokens,
         peak_memory_gib=round(peak_gib, 3),
         ledger=counts,
+        untrained={f"{state}({reason})": count for (state, reason), count in run.untrained().items()},
         failed_attempts=dict(run.stats.anomalies.failed_attempts),
     )

@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
-from penstock.dataflow.ledger import LedgerCounts
+from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.run_files import CONFIG_FILE, POLICY_FOLDER
+from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -68,6 +69,7 @@ class Run:
         flow: Flow,
         instruments: Instruments,
         checkpointer: Checkpointer,
+        timeline: Timeline | None = None,
     ) -> None:
         self.config = config
         self.version = 0
@@ -84,6 +86,8 @@ class Run:
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
+        self._timeline = timeline
+        self._step_ended_at = 0.0
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
         self._last_step_at = 0.0
@@ -108,10 +112,18 @@ class Run:
         """Number of groups by state."""
         return self._flow.counts()
 
+    def untrained(self) -> Mapping[tuple[GroupState, Reason], int]:
+        """Number of groups that ended untrained, by state and reason."""
+        return self._flow.core.ledger.reasons
+
     async def publish(self, version: int) -> None:
         """Publish `version` to the engines while they generate."""
-        self._last_publish = await self.publisher.publish(version)
+        self._step_ended_at = time.time()
+        self._last_publish = report = await self.publisher.publish(version)
         self.version = version
+        if self._timeline is not None:
+            measured = {"bytes": report.sent_bytes, "stall_s": report.max_stall_s}
+            self._timeline.add("publish", f"publish v{version}", self._step_ended_at, time.time(), **measured)
 
     async def keep_bad_batch(self, report: StepReport) -> None:
         """Dump the whole batch of a skipped step. Call it before `flow.skip`, which ends the groups of the batch."""
@@ -134,6 +146,10 @@ class Run:
                 "deleted or moved while the run was using it, and the run could not be resumed. Start "
                 "it again, and delete or move a run only after its end."
             )
+        if self._timeline is not None:
+            ended_at = time.time() if report.skipped else self._step_ended_at
+            name = f"skipped step at v{self.version}" if report.skipped else f"step v{self.version}"
+            self._timeline.add("trainer", name, ended_at - report.busy_s, ended_at)
         now = asyncio.get_running_loop().time()
         wall_s = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
@@ -155,7 +171,9 @@ class Run:
         self._instruments.hub.log(self.version, metrics)
         # A skipped step keeps the version, so its file would overwrite that of the last trained batch.
         if not report.skipped:
-            self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+            self._instruments.trajectories.write_step(
+                self.version, self.stats.samples, version=self.stats.last_version, trained=report.trained_tokens
+            )
         silent = report.metrics.get("trainer/silent_updates", 0.0)
         if silent and silent == report.metrics["trainer/updates"]:
             self._instruments.note(
@@ -288,12 +306,15 @@ class Run:
         try:
             if after is not None:
                 await after
+            began_at = time.time()
             evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
             self._failed_evaluations += 1
             self._instruments.hub.log(self.version, {"eval/failed": float(self._failed_evaluations)})
             self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
             return
+        if self._timeline is not None:
+            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
         self.evaluations.append(evaluation)
         self._instruments.hub.log(self.version, evaluation.metrics())
         of_partner = "" if evaluation.partner is None else f", of the partner {evaluation.partner.accuracy:.3f},"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
     write_text_atomically(run_dir / DATA_FILE, json.dumps(data, indent=2) + "\n")
     environment = {
         "penstock": __version__,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "folder": str(Path.cwd()),
         "git": _git_revision(),
         "python": sys.version.split()[0],

@@ -79,7 +79,8 @@ class TwoPolicyTrainer:
             trainer.version = version
         metrics = {**mine.metrics, **{f"partner/{name}": value for name, value in other.metrics.items()}}
         is_skipped = mine.skipped and other.skipped
-        return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s))
+        tokens = {**other.trained_tokens, **mine.trained_tokens}
+        return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s), tokens)
 
     async def early_logprobs(self, group: GroupRef) -> None:
         """Compute the early logprobs of a ready group on both trainers."""

@@ -27,6 +27,8 @@ PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
 CHARACTERS = "0123456789+-*=() ;" + ",.:/?<>#|!&\n"
 """The characters of arithmetic, then spares: with `<pad>` and `<eos>` exactly 32 ids, so every id has a text."""
+MAX_TOKENS_PER_CHARACTER = 4
+"""Bytes of the longest character in UTF-8."""
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -105,6 +107,7 @@ class TokenCodec:
     ) -> None:
         self.tokenizer = tokenizer
         self.reasoning = reasoning
+        self._texts: dict[tuple[int, ...], str] = {}
         marks = {"open": reasoning.open, "close": reasoning.close} if reasoning else {}
         hidden = [
             f"env.reasoning.{key}={mark!r}" for key, mark in marks.items() if mark in tokenizer.all_special_tokens
@@ -180,6 +183,34 @@ class TokenCodec:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token ids without special tokens; spaces stay as sampled."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """Text of each token, special tokens included.
+
+        A character whose bytes are several tokens is the text of the last one, and the others are empty.
+        """
+        texts, pending = [], []
+        for token in map(int, token_ids):
+            pending.append(token)
+            text = self._text_of(tuple(pending))
+            if text.endswith("\ufffd") and len(pending) < MAX_TOKENS_PER_CHARACTER:
+                texts.append("")
+            else:
+                texts.append(text)
+                pending.clear()
+        if pending and texts:  # the last character is incomplete
+            texts[-1] = self._text_of(tuple(pending))
+        return texts
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> str:
+        text = self._texts.get(token_ids)
+        if text is None:
+            text = str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+            piece = self.tokenizer.convert_ids_to_tokens(token_ids[0])
+            if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" "):
+                text = f" {text}"  # SentencePiece leaves out a space at the beginning
+            self._texts[token_ids] = text
+        return text
 
     def split(self, token_ids: Iterable[int], before: str) -> TurnText:
         """Split the text of a sampled turn that continues the text `before` into reasoning and answer."""

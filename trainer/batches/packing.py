@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
+from penstock.dataflow.ids import TrajectoryId
 
 RowLayout = Literal["rows", "single_row", "single_sequence"]
 """`rows`: several padded rows under a block-diagonal mask (sdpa). `single_row`: one row (variable-length attention).
@@ -60,6 +61,8 @@ class TrainingSequence:
         proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None without one.
         old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
         returns: `[len(targets)]`, targets of the critic.
+        recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
+            are not recorded.
     """
 
     token_ids: NDArray[np.integer]
@@ -77,6 +80,7 @@ class TrainingSequence:
     returns: NDArray[np.floating] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
     prompt_length: int = 0
+    recorded_as: tuple[TrajectoryId, int, int] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:

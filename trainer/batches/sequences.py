@@ -20,8 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError, TrainingError
-from penstock.dataflow.ids import POLICY, PolicyId
-from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, GroupPayload, Trajectory, has_thread_rewards
+from penstock.dataflow.ids import POLICY, PolicyId, TrajectoryId
+from penstock.dataflow.trajectory import (
+    MAIN_THREAD,
+    THREAD_PART,
+    GroupPayload,
+    Trajectory,
+    has_thread_rewards,
+    is_recorded,
+)
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
 from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
@@ -55,6 +62,7 @@ class TrainingSample:
         values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
         teacher_logprobs: `[n_i] float32` logprobs of a teacher; None if there is none.
         proximal_logprobs: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
+        recorded_as: As in `TrainingSequence`.
     """
 
     trajectory: Trajectory
@@ -68,6 +76,7 @@ class TrainingSample:
     values: NDArray[np.float32] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
     proximal_logprobs: NDArray[np.float32] | None = None
+    recorded_as: tuple[TrajectoryId, int, int] | None = None
 
     @property
     def behavior(self) -> NDArray[np.float32]:
@@ -75,7 +84,9 @@ class TrainingSample:
         return self.trajectory.behavior_logprobs[self.trajectory.loss_mask]
 
 
-def batch_samples(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) -> list[TrainingSample]:
+def batch_samples(
+    payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig, record_every: int = 0
+) -> list[TrainingSample]:
     """Return all sequences of the batch. `overlong` may mask truncated answers or leave them out.
 
     Raises:
@@ -110,7 +121,9 @@ def batch_samples(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
                     replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, np.nan)) for one in sequences
                 )
             longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
+            begin, end = 0, 0
             for one in sequences:
+                begin, end = end, end + len(one.token_ids)
                 reference, value, teacher, proximal = next(per_token)
                 if is_cut and algorithm.overlong.mode == "drop":
                     continue
@@ -129,6 +142,11 @@ def batch_samples(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
                         values=value,
                         teacher_logprobs=teacher,
                         proximal_logprobs=proximal,
+                        recorded_as=(
+                            (trajectory.trajectory_id, begin, len(trajectory.token_ids))
+                            if is_recorded(payload.group_id, record_every)
+                            else None
+                        ),
                     )
                 )
     return samples
@@ -268,6 +286,7 @@ def policy_sequences(
     version: int = 0,
     normaliser: float | None = None,
     policy_id: PolicyId = POLICY,
+    record_every: int = 0,
 ) -> list[TrainingSequence]:
     """One sequence per thread, with the advantages and the aggregation weight of its tokens.
 
@@ -278,12 +297,13 @@ def policy_sequences(
         version: Policy version before the step, from which staleness is counted.
         normaliser: Normaliser of the aggregation if these groups are not the whole batch; None: theirs.
         policy_id: The policy that is trained. Tokens of another policy have the staleness `OF_ANOTHER_POLICY`.
+        record_every: One group in so many is recorded; 0: none.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
-    members = batch_samples(payloads, algorithm)
+    members = batch_samples(payloads, algorithm, record_every)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     returns = (
@@ -317,6 +337,7 @@ def policy_sequences(
                 returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
                 proximal_logprobs=None if member.proximal_logprobs is None else member.proximal_logprobs[keep],
+                recorded_as=member.recorded_as,
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)

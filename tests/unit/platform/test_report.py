@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import queue
 import re
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +20,18 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
+from penstock.platform.metrics import report_server
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
+from penstock.platform.metrics.report_server import LiveReport, serve_report
 from penstock.platform.metrics.run_record import read_run
 from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_staleness, write_summary
+from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 from penstock.platform.metrics.trajectory_table import TrajectoryTable, read_trajectories
+from tests.chromium import CHROMIUM, inspect_page
+from tests.report_runs import write_run, write_timeline
 
 HOSTILE = "</td></script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 
@@ -74,13 +87,20 @@ def without_plotly(html: str) -> str:
     return re.sub(r"<script>.*?</script>", "", html, count=1, flags=re.DOTALL)
 
 
+def data_of(page: str) -> dict[str, Any]:
+    """What the scripts of the page draw."""
+    (text,) = re.findall(r'<script type="application/json" id="run-data">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
 def test_a_complete_run_gives_one_page_with_everything_on_it(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     page = without_plotly(path.read_text(encoding="utf-8"))
     for text in (
         "demo-run", "completed", "87.5%", "Training reward", "Held-out accuracy", "Staleness of the trained tokens",
-        "Who waits for whom", "busy 75%", "idle 75%", "12 groups admitted", "balances", "47+85=", "v4·1", "v5·3",
+        "Who waits for whom", "busy 75%", "idle 75%", "12 groups admitted", "balances", "47+85=",
     ):  # fmt: skip
         assert text in page, text
     assert "Some pieces of this run are missing" not in page
@@ -92,7 +112,7 @@ def test_what_a_model_wrote_is_escaped_and_the_page_reaches_no_network(run_dir: 
     assert "<script>alert" not in page
     assert "<img" not in page
     assert "<i>form" not in page
-    assert "&lt;script&gt;alert" in page
+    assert data_of(page)["groups"][0]["members"][0]["turns"][0]["text"] == HOSTILE
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
     assert "default-src 'none'" in page
 
@@ -116,7 +136,7 @@ def test_unreadable_pieces_are_named_and_the_rest_is_shown(run_dir: Path) -> Non
     (run_dir / "config.yaml").write_text("a: [")
     (run_dir / "trajectories" / "step_000002.parquet").write_text("no parquet")
     record = read_run(run_dir)
-    assert [sentence.split()[0] for sentence in record.missing] == ["config.yaml", "summary.json", "trajectories"]
+    assert {sentence.split()[0] for sentence in record.missing} == {"config.yaml", "summary.json", "trajectories"}
     assert record.values("reward/mean") == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     write_report(run_dir)
 
@@ -135,7 +155,9 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
         "step": 9, "group_id": 3, "trajectory_id": "3/0", "task_id": "arithmetic/train/7", "prompt": "47+85=",
         "response": "bad ? surrogate", "reward": None, "reward_parts": {"exact": 1.0, "<i>form</i>": 0.5},
         "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4,
-        "threads": [], "turns": [], "retried_after": "",
+        "threads": [], "turns": [], "retried_after": "", "policy_id": "policy", "token_ids": [0] * 6,
+        "loss_mask": [False, False, True, True, True, True], "behavior_logprobs": [0.0] * 6, "tokens": [],
+        "logprobs": [], "advantages": [],
     }  # fmt: skip
 
 
@@ -162,9 +184,8 @@ def test_an_episode_is_kept_turn_by_turn_with_what_the_environment_said(tmp_path
         {"role": "policy", "thread": "b", "text": "yz", "num_tokens": 3, "finish_reason": "stop", "interruptions": 0},
     ]
     (tmp_path / "config.yaml").write_text("name: turns\n")
-    page = write_report(tmp_path).read_text()
-    assert "policy in a · 1 token, cut off" in page
-    assert "user: &lt;go on&gt;" in page
+    (group,) = data_of(write_report(tmp_path).read_text())["groups"]
+    assert [turn["text"] for turn in group["members"][0]["turns"]] == ["hm x", "\nuser: <go on>\n", "yz"]
 
 
 def test_a_step_shows_whole_groups_each_reward_against_the_mean_of_its_group(tmp_path: Path) -> None:
@@ -177,8 +198,9 @@ def test_a_step_shows_whole_groups_each_reward_against_the_mean_of_its_group(tmp
     assert stats.samples == [*groups[0], *groups[2], *groups[5]], "groups of even and of odd numbers"
     (tmp_path / "config.yaml").write_text("name: groups\n")
     TrajectoryTable(tmp_path).write_step(1, stats.samples, version=6)
-    page = write_report(tmp_path).read_text()
-    assert [page.count(f">{difference} in its group<") for difference in ("-1.5", "-0.5", "+0.5", "+1.5")] == [3] * 4
+    shown = data_of(write_report(tmp_path).read_text())["groups"]
+    assert sorted(group["group"] for group in shown) == [0, 2, 5]
+    assert [[one["versus_group"] for one in group["members"]] for group in shown] == [[-1.5, -0.5, 0.5, 1.5]] * 3
 
 
 @pytest.mark.parametrize(("batch", "size", "every"), [(64, 8, 32), (1, 8, 1), (4, 8, 2), (8, 2, 1), (8, 64, 8)])
@@ -194,3 +216,116 @@ def test_the_report_reads_few_steps_of_a_long_run(tmp_path: Path) -> None:
     steps = [row["step"] for row in read_run(tmp_path).trajectories]
     assert len(steps) == 8
     assert (steps[0], steps[-1]) == (1, 30)
+
+
+def test_tokens_are_shown_in_stretches_with_what_is_known_of_each(tmp_path: Path) -> None:
+    one = replace(a_trajectory(), loss_mask=np.array([0, 0, 1, 0, 1, 1], bool), spans=(Span(4, 1), Span(5, 2)))
+    one = replace(one, behavior_logprobs=np.array([0, 0, -1, 0, -2, -3], np.float32))
+    nan = float("nan")
+    trained = {
+        one.trajectory_id: (
+            np.array([nan, nan, -1.5, nan, -2, nan], np.float32),
+            np.array([nan, nan, 0.5, nan, 0.5, nan], np.float32),
+        )
+    }
+    (tmp_path / "config.yaml").write_text("name: tokens\n")
+    table = TrajectoryTable(tmp_path, token_texts=lambda ids: [f"<{place}>" for place, _ in enumerate(ids)])
+    table.write_step(1, [one], version=6, trained=trained)
+    (group,) = data_of(write_report(tmp_path).read_text())["groups"]
+    first, between, last = group["members"][0]["stretches"]
+    assert (first["role"], first["texts"], first["versions"]) == ("policy", ["<2>"], [4])
+    assert (first["logprobs"], first["trained"], first["advantages"]) == ([-1.0], [-1.5], [0.5])
+    assert (between["role"], between["texts"]) == ("environment", ["<3>"])
+    assert (last["versions"], last["logprobs"], last["trained"]) == ([5, 5], [-2.0, -3.0], [-2.0, None])
+
+
+def test_a_long_trajectory_shows_its_first_tokens_and_says_how_many_are_left_out(tmp_path: Path) -> None:
+    count = MAX_TOKENS_SHOWN + 25
+    mask = np.array([False, *[True] * count])
+    one = replace(
+        a_trajectory(),
+        token_ids=np.zeros(count + 1, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(count + 1, np.float32),
+        spans=(Span(1, count),),
+    )
+    (tmp_path / "config.yaml").write_text("name: long\n")
+    TrajectoryTable(tmp_path, token_texts=lambda ids: ["x" for _ in ids]).write_step(1, [one], version=2)
+    member = data_of(write_report(tmp_path).read_text())["groups"][0]["members"][0]
+    assert member["num_left_out"] == 25
+    assert sum(len(stretch["texts"]) for stretch in member["stretches"]) == MAX_TOKENS_SHOWN
+
+
+def test_a_failed_run_shows_its_reason_first(run_dir: Path) -> None:
+    (run_dir / "summary.json").unlink()
+    (run_dir / "error.txt").write_text(
+        "Traceback (most recent call last):\n  File 'x.py', line 3\n"
+        "penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log.\n"
+        "\nThe newest events of the ledger, by time before the error:\n   -0.1 s  group 3 ready\n"
+    )
+    page = without_plotly(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "<p>penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log.</p>" in page
+    assert "group 3 ready" in page
+
+
+def test_the_timeline_of_a_long_run_is_shown_in_windows_with_groups(tmp_path: Path) -> None:
+    write_timeline(tmp_path, 2000, np.random.default_rng(0))
+    windows = timeline_data(read_timeline(tmp_path / "timeline.json"))
+    assert [window["label"].split()[1] for window in windows] == ["v1", "v1025", "v1985"]
+    for window in windows[:2]:
+        names = Counter(name for _, _, _, name, _ in window["slices"])
+        assert names["train"] >= 16 * 4
+        assert sum(name.startswith("step v") for name in names) == 16
+    for window in windows:
+        assert all(
+            0 <= begin <= begin + length <= window["seconds"] + 1e-3 for _, begin, length, *_ in window["slices"]
+        )
+        assert {row for row, *_ in window["slices"]} <= set(range(4 + window["num_lanes"]))
+
+
+def test_a_live_report_is_made_again_when_the_run_has_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_server, "MIN_INTERVAL_S", 0.0)
+    (run_dir / "summary.json").unlink()
+    report = LiveReport(run_dir)
+    first, page = report.stamp(), report.page().decode()
+    assert f'data-stamp="{first}"' in page
+    assert report.page().decode() is not page
+    assert report.stamp() == first
+    tracker = JsonlTracker(run_dir)
+    tracker.log(6, {"reward/mean": 0.9})
+    tracker.close()
+    assert report.stamp() != first
+    assert f'data-stamp="{report.stamp()}"' in report.page().decode()
+
+
+def test_a_live_report_is_served_to_this_machine(run_dir: Path) -> None:
+    ready: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=serve_report, args=(run_dir, 0, ready.put), daemon=True).start()
+    url = ready.get(timeout=30)
+    assert url.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "connect-src 'self'" in answer.read().decode()
+    with urllib.request.urlopen(f"{url}stamp", timeout=30) as answer:
+        assert answer.read()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{url}config.yaml", timeout=30)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("steps", [60, pytest.param(10_000, marks=pytest.mark.full)])
+def test_the_page_fits_phones_and_wide_screens_and_its_scripts_run(tmp_path: Path, steps: int) -> None:
+    path = write_report(write_run(tmp_path / "run", steps))
+    assert path.stat().st_size <= 15e6
+    counted = [".group", ".member", ".token", "#timeline-picture rect"]
+    for result in inspect_page(path, [390, 1200, 1900], counted):
+        assert not result["errors"]
+        assert not result["too_wide"]
+        assert result["page_width"] <= result["width"]
+        assert "hostile" not in result["title"]
+        assert len(result["charts"]) > 10
+        assert all(abs(width - drawn) <= 2 for width, drawn in result["charts"]), result["charts"]
+        assert result["counts"][".group"] == 16
+        assert result["counts"][".member"] == 8, "the first group is open"
+        assert result["counts"][".token"] > 100
+        assert result["counts"]["#timeline-picture rect"] > 16

@@ -42,6 +42,7 @@ def trainer_of(
     share_prompts: bool = False,
     preset: AlgorithmConfig | None = None,
     value_clip: float = 0.2,
+    record_every: int = 0,
     **algorithm,
 ) -> PolicyTrainer:
     spec = TrainerSpec(
@@ -61,6 +62,7 @@ def trainer_of(
         temperature=TEMPERATURE,
         max_new_tokens=30,
         kind=kind,
+        record_every=record_every,
         critic=critic
         or CriticConfig(
             path=critic_path, optimizer=CriticOptimizerConfig(lr=lr, eps=adam_epsilon), value_clip=value_clip
