@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 the run failed, 2 the configuration is invalid, 130 and
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -322,7 +323,7 @@ def report(
         print_error(PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise."))
         return EXIT_CONFIG
     if watch:
-        serve_report(run, port, lambda url: typer.echo(f"{url} (Ctrl-C ends it)"))
+        asyncio.run(serve_report(run, port, lambda url: typer.echo(f"{url} (Ctrl-C ends it)")))
     else:
         typer.echo(write_report(run))
     return 0

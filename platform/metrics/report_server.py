@@ -5,21 +5,23 @@ The page asks for `/stamp` every few seconds, and is loaded again when the files
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-from penstock.dataflow.errors import PenstockError
+from aiohttp import web
+
+from penstock.dataflow.errors import PenstockError, boundary
 from penstock.platform.metrics.report import render
 from penstock.platform.metrics.run_files import ERROR_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.run_record import read_run
 
 MIN_INTERVAL_S = 10.0
 """A page is made at most so often; making it takes seconds in a long run."""
+_NOT_CACHED = {"Cache-Control": "no-store"}
 
 
 class LiveReport:
@@ -28,7 +30,7 @@ class LiveReport:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._lock = threading.Lock()
-        self._page = b""
+        self._page = ""
         self._stamp = ""
         self._looked_at = float("-inf")
 
@@ -43,11 +45,11 @@ class LiveReport:
                         found.append(f"{(self._run_dir / name).stat().st_mtime_ns:x}")
                 stamp = "-".join(found) or "none"
                 if stamp != self._stamp:
-                    self._stamp, self._page = stamp, b""
+                    self._stamp, self._page = stamp, ""
             return self._stamp
 
-    def page(self) -> bytes:
-        """The page of the newest stamp, in UTF-8.
+    def page(self) -> str:
+        """The page of the newest stamp.
 
         Raises:
             PenstockError: If the directory is not, or not any more, that of a run.
@@ -55,12 +57,12 @@ class LiveReport:
         stamp = self.stamp()
         with self._lock:
             if not self._page:
-                self._page = render(read_run(self._run_dir), stamp).encode()
+                self._page = render(read_run(self._run_dir), stamp)
             return self._page
 
 
-def serve_report(run_dir: Path, port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve the report until the process is interrupted.
+async def serve_report(run_dir: Path, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve the report until it is cancelled.
 
     Args:
         run_dir: Directory of the run.
@@ -71,38 +73,26 @@ def serve_report(run_dir: Path, port: int, on_ready: Callable[[str], None]) -> N
         PenstockError: If the directory is not that of a run, or the port cannot be used.
     """
     report = LiveReport(run_dir)
-    report.page()
+    await asyncio.to_thread(report.page)
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 30.0
+    async def page(_request: web.Request) -> web.Response:
+        try:
+            text = await asyncio.to_thread(report.page)
+        except PenstockError as error:  # the directory is gone
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
+        return web.Response(text=text, content_type="text/html", headers=_NOT_CACHED)
 
-        def do_GET(self) -> None:
-            if self.path not in ("/", "/stamp"):
-                self.send_error(404)
-                return
-            try:
-                is_page = self.path == "/"
-                body, kind = (report.page(), "html") if is_page else (report.stamp().encode(), "plain")
-            except PenstockError as error:
-                self.send_error(503, explain=str(error))
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):  # the page was left
-                self.wfile.write(body)
+    async def stamp(_request: web.Request) -> web.Response:
+        return web.Response(text=await asyncio.to_thread(report.stamp), headers=_NOT_CACHED)
 
-        def log_message(self, *_arguments: Any) -> None:
-            """Print nothing."""
-
+    app = web.Application()
+    app.add_routes([web.get("/", page), web.get("/stamp", stamp)])
+    runner = web.AppRunner(app)
+    await runner.setup()
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise PenstockError(
-            f"report: port {port} cannot be used: {error.strerror}. Take --port 0 for a free one."
-        ) from error
-    with server:
-        on_ready(f"http://127.0.0.1:{server.server_address[1]}/")
-        server.serve_forever()
+        with boundary(PenstockError, f"report: port {port} cannot be used; --port 0 takes a free one"):
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+        on_ready(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -287,29 +285,34 @@ def test_a_live_report_is_made_again_when_the_run_has_written(run_dir: Path, mon
     monkeypatch.setattr(report_server, "MIN_INTERVAL_S", 0.0)
     (run_dir / "summary.json").unlink()
     report = LiveReport(run_dir)
-    first, page = report.stamp(), report.page().decode()
+    first, page = report.stamp(), report.page()
     assert f'data-stamp="{first}"' in page
-    assert report.page().decode() is not page
+    assert report.page() is page, "made once"
     assert report.stamp() == first
     tracker = JsonlTracker(run_dir)
     tracker.log(6, {"reward/mean": 0.9})
     tracker.close()
     assert report.stamp() != first
-    assert f'data-stamp="{report.stamp()}"' in report.page().decode()
+    assert f'data-stamp="{report.stamp()}"' in report.page()
 
 
-def test_a_live_report_is_served_to_this_machine(run_dir: Path) -> None:
-    ready: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=serve_report, args=(run_dir, 0, ready.put), daemon=True).start()
-    url = ready.get(timeout=30)
+async def test_a_live_report_is_served_to_this_machine(run_dir: Path) -> None:
+    ready: asyncio.Queue[str] = asyncio.Queue()
+    serving = asyncio.create_task(serve_report(run_dir, 0, ready.put_nowait))
+    url = await asyncio.wait_for(ready.get(), timeout=30)
     assert url.startswith("http://127.0.0.1:")
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert "connect-src 'self'" in answer.read().decode()
-    with urllib.request.urlopen(f"{url}stamp", timeout=30) as answer:
-        assert answer.read()
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{url}config.yaml", timeout=30)
+    async with aiohttp.ClientSession() as session:
+        async with session.get(url) as answer:
+            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+            assert "connect-src 'self'" in await answer.text()
+        async with session.get(f"{url}stamp") as answer:
+            assert await answer.text()
+        async with session.get(f"{url}config.yaml") as answer:
+            assert answer.status == 404
+        with pytest.raises(PenstockError, match="cannot be used"):
+            await serve_report(run_dir, int(url.rstrip("/").rpartition(":")[2]), ready.put_nowait)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
