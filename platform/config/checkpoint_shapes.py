@@ -114,7 +114,8 @@ def not_here(key: str, path: str) -> str:
         what = "has no config.json: it is no Hugging Face model directory" if local.is_dir() else "is a file"
         return f"{key}={path} {what}. Give the directory that holds config.json, the weights and the tokenizer."
     if not is_hub_name(path):
-        shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}… ({len(path)} characters)"
+        shown = path if path.isprintable() else json.dumps(path)  # one line, whatever the path is
+        shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}… ({len(path)} characters)"
         return f"{key}={shown} does not exist. Give a model directory or a hub name."
     return (
         f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache ({hub_cache()}), "
