@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from penstock.actors.reward.actor import RewardActor
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.actor import TrainerRank
 from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.worker_log import LOGS_VARIABLE
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig
@@ -84,8 +86,17 @@ class Resources:
 
 
 @asynccontextmanager
-async def ray_session(address: str, publish_in: str | None = None) -> AsyncIterator[None]:
-    """Ray for the duration of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
+async def ray_session(address: str, publish_in: str | None = None, logs: Path | None = None) -> AsyncIterator[None]:
+    """Ray for the duration of a run: started here for `local`, joined otherwise.
+
+    Args:
+        address: Address of the cluster, or `local`.
+        publish_in: Parent of the folders of published versions; None: shared memory.
+        logs: Folder for the output of the workers (worker_log.py); None: it stays in Ray's logs.
+    """
+    variables = {} if logs is None else {LOGS_VARIABLE: str(logs.absolute())}
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
@@ -94,6 +105,7 @@ async def ray_session(address: str, publish_in: str | None = None) -> AsyncItera
         log_to_driver=False,
         logging_level=logging.ERROR,
         configure_logging=True,
+        runtime_env={"env_vars": variables},
     )
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler exits at once and leaves processes behind
     try:

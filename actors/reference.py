@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from penstock.actors.cluster import Resources
 from penstock.actors.ray_errors import answer_of, first_line
 from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, RestartBudget
+from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.models.frozen_policy import FrozenPolicy
@@ -43,6 +44,7 @@ class ReferenceActor:
     """A process around a frozen policy."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
+        keep_output("frozen-policies")
         torch.set_num_threads(spec.threads)
         self._policy = FrozenPolicy.load(spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature)
 

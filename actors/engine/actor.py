@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
+from penstock.actors.worker_log import keep_output, last_error
+from penstock.dataflow.errors import ConfigError, EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
@@ -55,9 +56,20 @@ class EngineActor:
         self._inbound: Path | None = None
 
     async def start(self) -> str:
-        """Load the model; returns the node this engine runs on."""
-        self._engine = create_engine(self._spec)
-        await self._engine.start()
+        """Load the model; returns the node this engine runs on.
+
+        Raises:
+            EngineLostError: If the engine cannot start, with its last error.
+        """
+        keep_output(self._spec.engine_id)
+        try:
+            self._engine = create_engine(self._spec)
+            await self._engine.start()
+        except ConfigError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}; {last_error(self._spec.engine_id)}".removesuffix("; ")
+            raise EngineLostError(f"{self._spec.engine_id} cannot start: {said}") from error
         return ray.get_runtime_context().get_node_id()
 
     async def submit(self, requests: list[GenerateRequest]) -> None:
@@ -134,7 +146,11 @@ class EngineActor:
                 send(delta)
                 if request_id in self._aborted and delta.finish_reason is None:
                     await self._running().abort(request_id)  # again: the engine may not have had it the first time
-        except (EngineLostError, TrajectoryError) as error:
+        except EngineLostError as error:
+            # What ended the engine core is in its log only.
+            why = last_error(self._spec.engine_id) if error.is_final else ""
+            send(EngineLostError.final(f"{error}; {why}") if why else error)
+        except TrajectoryError as error:
             send(error)
         except PenstockError as error:  # the engine cannot answer any request
             send(EngineLostError(f"{self._spec.engine_id}: {error}"))

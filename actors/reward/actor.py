@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig
@@ -22,6 +23,7 @@ class RewardActor:
 
     async def start(self) -> None:
         """Answers once the reward is loaded."""
+        keep_output("rewards")
         await self._runner.start()
 
     async def is_alive(self) -> None:

@@ -17,8 +17,9 @@ import ray
 import torch
 from torch import Tensor
 
+from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSyncError
-from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ids import POLICY, EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.trainer.build import build_trainer, save_policy
@@ -63,6 +64,8 @@ class TrainerRank:
         Returns:
             The node that this rank runs on, and the policy version: 0, or that of the checkpoint.
         """
+        partner = "" if self._spec.policy_id == POLICY else f"{self._spec.policy_id}-"
+        keep_output(f"{partner}trainer-{self._rank}")
         self._trainer = build_trainer(self._spec, self._rank, master_addr=host, master_port=port)
         if self._rank == 0:
             self._outbound = private_directory(self._spec.publish_in)

@@ -46,6 +46,7 @@ from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.metrics.flow_stats import sampled_every
+from penstock.platform.metrics.run_files import LOGS_FOLDER
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
@@ -197,7 +198,7 @@ class RunActors:
 @asynccontextmanager
 async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
     """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit."""
-    async with ray_session(config.cluster.address, config.weights.directory):
+    async with ray_session(config.cluster.address, config.weights.directory, Path(config.run_dir) / LOGS_FOLDER):
         rewards = reward_workers(config)
         devices = await share_devices(config)
         async with asyncio.TaskGroup() as starting:

@@ -166,7 +166,7 @@ class VllmEngine:
     def _classified(self, error: Exception, request: GenerateRequest) -> EngineLostError | TrajectoryError:
         """Classify an error of vLLM: it is dead, or only this request has failed. A refused request is final."""
         if isinstance(error, EngineDeadError) or self._llm is None or self._llm.errored:
-            return EngineLostError.final(f"{self.engine_id}: the vLLM engine core died; see its log")
+            return EngineLostError.final(f"{self.engine_id}: the vLLM engine core died")
         cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
         return TrajectoryError(
             "engine",

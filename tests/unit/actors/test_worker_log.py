@@ -1,0 +1,74 @@
+"""Logs of worker processes: what they and their children print is in one file, and its last error is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.actors.worker_log import LOGS_VARIABLE, keep_output, last_error
+
+PROGRAM = """
+import os, subprocess, sys
+from penstock.actors.worker_log import keep_output
+keep_output("engine-0")
+print("to stdout")
+print("to stderr", file=sys.stderr)
+subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_log_of_a_killed_process_has_all_that_it_and_its_children_printed(tmp_path: Path) -> None:
+    environment = os.environ | {LOGS_VARIABLE: str(tmp_path)}
+    for _ in range(2):  # a restart appends
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == -9
+        assert done.stdout == ""
+    lines = (tmp_path / "engine-0.log").read_text().splitlines()
+    assert [line.partition(": process")[0] for line in lines] == [
+        "--- engine-0", "to stdout", "to stderr", "of a child"
+    ] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["", "not_there"])
+def test_without_a_folder_that_can_be_reached_the_output_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: str
+) -> None:
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path / folder) if folder else "")
+    keep_output("engine-0")
+    print("still here")
+    assert capfd.readouterr().out == "still here\n"
+    assert not list(tmp_path.iterdir())
+    assert last_error("engine-0") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ValueError: head_dim 12 is not supported\nshutting down", "ValueError: head_dim 12 is not supported"),
+        (
+            "(EngineCore pid=71) ERROR 11-25 12:00:01 [core.py:99] RuntimeError: no attention backend\n"
+            "(EngineCore pid=71) Process EngineCore:\n",
+            "RuntimeError: no attention backend",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried\nbye", "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+    ],
+)
+def test_the_last_error_is_found_without_the_prefix_of_its_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
+) -> None:
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
+    (tmp_path / "engine-1.log").write_text(f"OSError: an earlier one\n{text}")
+    assert last_error("engine-1") == f"its last error is: {found} ({tmp_path}/engine-1.log)"
+
+
+def test_a_log_without_an_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
+    (tmp_path / "engine-1.log").write_text("INFO loading\n" * 100_000)
+    assert last_error("engine-1") == f"see {tmp_path}/engine-1.log"
