@@ -58,6 +58,8 @@ class Turn:
         num_interruptions: How often the turn was aborted or its engine was lost; it was resumed from its tokens.
         thread: Name of the thread in which the turn was sampled.
         reasoning: Text before the answer, including the reasoning tags.
+        sampling_s: Seconds from the request to the last token, waits for a slot and interruptions included.
+        environment_s: Seconds from then to the observation: of the environment and its tools.
     """
 
     response: str
@@ -68,6 +70,9 @@ class Turn:
     num_interruptions: int = 0
     thread: str = MAIN_THREAD
     reasoning: str = ""
+    # Turns are equal if what was said is.
+    sampling_s: float = field(default=0.0, compare=False)
+    environment_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,23 +107,25 @@ function tokenTitle(stretch, index) {
   return lines.join("\n");
 }
 
+function whoView(turn) {
+  const count = `${turn.num_tokens} token${turn.num_tokens === 1 ? "" : "s"}`;
+  const thread = turn.thread && turn.thread !== "main" && `in ${turn.thread}`;
+  const seconds = turn.seconds > 0 && `${short(turn.seconds)} s`;
+  const facts = [turn.role, thread, count, seconds, turn.finish_reason === "length" && "cut off",
+                 turn.interruptions > 0 && `${turn.interruptions} times interrupted`];
+  return element("span", { className: "who", text: facts.filter(Boolean).join(" · ") });
+}
+
 function stretchView(stretch, member, shading) {
-  const count = `${stretch.num_tokens} token${stretch.num_tokens === 1 ? "" : "s"}`;
-  const who = element("span", { className: "who", text: [stretch.role, stretch.thread && `in ${stretch.thread}`, count].filter(Boolean).join(" · ") });
-  if (stretch.role !== "policy") return element("div", { className: "turn environment" }, [who, stretch.texts.join("")]);
+  if (stretch.role !== "policy") return element("div", { className: "turn environment" }, [whoView(stretch), stretch.texts.join("")]);
   const tokens = stretch.texts.map((text, index) => {
     const color = SHADINGS[shading](stretch, index, member);
     return element("span", { className: "token", text, title: tokenTitle(stretch, index), style: color ? { background: color } : undefined });
   });
-  return element("div", { className: "turn" }, [who, ...tokens]);
+  return element("div", { className: "turn" }, [whoView(stretch), ...tokens]);
 }
 
-function turnView(turn) {
-  const cut = turn.finish_reason === "length" ? ", cut off" : "";
-  const thread = turn.thread && turn.thread !== "main" ? ` in ${turn.thread}` : "";
-  const who = `${turn.role}${thread} · ${turn.num_tokens} token${turn.num_tokens === 1 ? "" : "s"}${cut}`;
-  return element("div", { className: `turn ${turn.role}` }, [element("span", { className: "who", text: who }), turn.text]);
-}
+const turnView = turn => element("div", { className: `turn ${turn.role}` }, [whoView(turn), turn.text]);
 
 function chip(member, range) {
   const isHigh = member.reward !== null && range.high > range.low && member.reward >= (range.low + range.high) / 2;

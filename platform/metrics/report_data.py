@@ -7,7 +7,7 @@ import json
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.platform.metrics.timeline import GROUPS, RUN
@@ -88,45 +88,37 @@ def _whole(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:
-    """What each token is shown with: stretches of sampled and of other tokens, thread after thread.
+    """What each token is shown with: turns and what the environment said, thread after thread.
 
-    A stretch has its role, its thread, and per token: texts, and for sampled ones versions, logprobs (of the engine),
+    A stretch has what its turn has, and per token: texts, and for sampled ones versions, logprobs (of the engine),
     trained (logprobs of the trainer) and advantages, where known.
     """
-    mask, texts, spans = row["loss_mask"], row["tokens"], list(row["spans"])
-    versions = itertools.chain.from_iterable([version] * count for version, count in spans)
+    mask, texts = row["loss_mask"], row["tokens"]
+    versions = itertools.chain.from_iterable([version] * count for version, count in row["spans"])
     stretches: list[dict[str, Any]] = []
     position = num_shown = num_left_out = 0
     for name, _, length in row["threads"] or [["", None, len(mask)]]:
         end = position + length
-        begin = next((index for index in range(position, end) if mask[index]), end)
-        for is_sampled, positions in _runs(mask, begin, end):
-            room = max(0, MAX_TOKENS_SHOWN - num_shown)
-            num_left_out += max(0, len(positions) - room)
-            of_run = [next(versions) for _ in positions] if is_sampled else []
-            kept = positions[:room]
+        position = next((index for index in range(position, end) if mask[index]), end)
+        for turn in [one for one in row["turns"] if not name or one["thread"] == name] or [_whole(row)]:
+            places = range(position, position + turn["num_tokens"])
+            position = places.stop
+            is_sampled = turn["role"] == "policy"
+            of_turn = [next(versions) for _ in places] if is_sampled else []
+            kept = places[: max(0, MAX_TOKENS_SHOWN - num_shown)]
             num_shown += len(kept)
-            if not kept:
-                continue
-            stretch: dict[str, Any] = {
-                "role": "policy" if is_sampled else "environment",
-                "thread": name,
-                "texts": [texts[index] for index in kept],
-                "num_tokens": len(positions),
-            }
+            num_left_out += len(places) - len(kept)
+            stretch = {**turn, "texts": [texts[index] for index in kept]}
+            del stretch["text"]
             if is_sampled:
-                stretch |= {"versions": of_run[: len(kept)], "logprobs": _numbers(row["behavior_logprobs"], kept)}
+                stretch |= {"versions": of_turn[: len(kept)], "logprobs": _numbers(row["behavior_logprobs"], kept)}
                 if row["logprobs"]:
                     stretch |= {"trained": _numbers(row["logprobs"], kept)}
                     stretch |= {"advantages": _numbers(row["advantages"], kept)}
-            stretches.append(stretch)
+            if kept:
+                stretches.append(stretch)
         position = end
     return {"stretches": stretches, "num_left_out": num_left_out}
-
-
-def _runs(mask: Sequence[bool], begin: int, end: int) -> Iterator[tuple[bool, list[int]]]:
-    for is_sampled, positions in itertools.groupby(range(begin, end), key=lambda index: mask[index]):
-        yield is_sampled, list(positions)
 
 
 def _numbers(values: Sequence[float], positions: Sequence[int]) -> list[float | None]:

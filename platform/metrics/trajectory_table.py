@@ -164,19 +164,19 @@ def read_outcomes(path: Path) -> list[tuple[int, float | None, int]]:
 def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     """What was said in an episode, in order; empty for a trajectory of a single turn.
 
-    Of the policy: role `policy`, thread, text, num_tokens, finish_reason, interruptions. Of the environment, template
-    included: role `environment`, thread, text, num_tokens.
+    Of the policy: role `policy`, thread, text, num_tokens, seconds (waits included), finish_reason, interruptions. Of
+    the environment, template included: role `environment`, thread, text, num_tokens, seconds (its own and its tools').
     """
     said: list[dict[str, Any]] = []
     for turn in () if trajectory.episode is None else trajectory.episode.turns:
         said.append(
             {"role": "policy", "thread": turn.thread, "text": _encodable(turn.reasoning + turn.response)}
-            | {"num_tokens": turn.num_tokens, "finish_reason": turn.finish_reason}
-            | {"interruptions": turn.num_interruptions}
+            | {"num_tokens": turn.num_tokens, "seconds": round(turn.sampling_s, 3)}
+            | {"finish_reason": turn.finish_reason, "interruptions": turn.num_interruptions}
         )
         if turn.num_observation_tokens:
             observed = {"role": "environment", "thread": turn.thread, "text": _encodable(turn.observation)}
-            said.append(observed | {"num_tokens": turn.num_observation_tokens})
+            said.append(observed | {"num_tokens": turn.num_observation_tokens, "seconds": round(turn.environment_s, 3)})
     return said
 
 

@@ -13,6 +13,7 @@ sampled the tokens before or was given them, so an interruption costs time only 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -186,6 +187,7 @@ class Conversation:
         self.loss_mask = [False] * len(prompt_ids)
         self.logprobs = [0.0] * len(prompt_ids)
         self.spans: list[Span] = []
+        self._turned_at = time.monotonic()
 
     @property
     def num_tokens(self) -> int:
@@ -200,6 +202,7 @@ class Conversation:
         """Create the next turn; `max_tokens` limits the whole conversation, `max_new_tokens` the turn."""
         space = max_tokens - self.num_tokens
         assert space > 0, "the caller checks that a token fits"
+        self._turned_at = time.monotonic()
         longest = min(self.sampling.max_new_tokens, max_new_tokens or self.sampling.max_new_tokens, space)
         return PartialTurn(
             self.token_ids,
@@ -217,6 +220,7 @@ class Conversation:
         self.loss_mask += [True] * partial.num_tokens
         self.logprobs += answer.logprobs
         self.spans += answer.spans
+        began_at, self._turned_at = self._turned_at, time.monotonic()
         interruptions = partial.num_interruptions - self.num_interruptions
         self.num_interruptions = partial.num_interruptions
         self.turns.append(
@@ -227,6 +231,7 @@ class Conversation:
                 num_interruptions=interruptions,
                 thread=self.name,
                 reasoning=turn_text.reasoning,
+                sampling_s=self._turned_at - began_at,
             )
         )
 
@@ -235,7 +240,12 @@ class Conversation:
         self.token_ids += token_ids
         self.loss_mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
-        self.turns[-1] = replace(self.turns[-1], observation=text, num_observation_tokens=len(token_ids))
+        self.turns[-1] = replace(
+            self.turns[-1],
+            observation=text,
+            num_observation_tokens=len(token_ids),
+            environment_s=time.monotonic() - self._turned_at,
+        )
 
     def thread(self) -> Thread:
         """Describe it for a trajectory."""

@@ -161,7 +161,18 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
 
 def test_an_episode_is_kept_turn_by_turn_with_what_the_environment_said(tmp_path: Path) -> None:
     turns = (
-        Turn("x", "length", 1, "\nuser: <go on>\n", 5, thread="a", num_interruptions=1, reasoning="hm "),
+        Turn(
+            "x",
+            "length",
+            1,
+            "\nuser: <go on>\n",
+            5,
+            thread="a",
+            num_interruptions=1,
+            reasoning="hm ",
+            sampling_s=1.25,
+            environment_s=0.5,
+        ),
         Turn("yz", "stop", 3, thread="b"),
     )
     threads = (Thread("a", 3), Thread("b", 3, fork_of="a"))
@@ -175,11 +186,13 @@ def test_an_episode_is_kept_turn_by_turn_with_what_the_environment_said(tmp_path
             "thread": "a",
             "text": "hm x",
             "num_tokens": 1,
+            "seconds": 1.25,
             "finish_reason": "length",
             "interruptions": 1,
         },
-        {"role": "environment", "thread": "a", "text": "\nuser: <go on>\n", "num_tokens": 5},
-        {"role": "policy", "thread": "b", "text": "yz", "num_tokens": 3, "finish_reason": "stop", "interruptions": 0},
+        {"role": "environment", "thread": "a", "text": "\nuser: <go on>\n", "num_tokens": 5, "seconds": 0.5},
+        {"role": "policy", "thread": "b", "text": "yz", "num_tokens": 3, "seconds": 0.0}
+        | {"finish_reason": "stop", "interruptions": 0},
     ]
     (tmp_path / "config.yaml").write_text("name: turns\n")
     (group,) = data_of(write_report(tmp_path).read_text())["groups"]
@@ -217,7 +230,13 @@ def test_the_report_reads_few_steps_of_a_long_run(tmp_path: Path) -> None:
 
 
 def test_tokens_are_shown_in_stretches_with_what_is_known_of_each(tmp_path: Path) -> None:
-    one = replace(a_trajectory(), loss_mask=np.array([0, 0, 1, 0, 1, 1], bool), spans=(Span(4, 1), Span(5, 2)))
+    said = (Turn("x", "stop", 1, "said", 1, sampling_s=2.0, environment_s=0.25), Turn("yz", "length", 2))
+    one = replace(
+        a_trajectory(),
+        episode=Episode(said, "done"),
+        loss_mask=np.array([0, 0, 1, 0, 1, 1], bool),
+        spans=(Span(4, 1), Span(5, 2)),
+    )
     one = replace(one, behavior_logprobs=np.array([0, 0, -1, 0, -2, -3], np.float32))
     nan = float("nan")
     trained = {
@@ -233,7 +252,8 @@ def test_tokens_are_shown_in_stretches_with_what_is_known_of_each(tmp_path: Path
     first, between, last = group["members"][0]["stretches"]
     assert (first["role"], first["texts"], first["versions"]) == ("policy", ["<2>"], [4])
     assert (first["logprobs"], first["trained"], first["advantages"]) == ([-1.0], [-1.5], [0.5])
-    assert (between["role"], between["texts"]) == ("environment", ["<3>"])
+    assert (first["seconds"], last["finish_reason"]) == (2.0, "length")
+    assert (between["role"], between["texts"], between["seconds"]) == ("environment", ["<3>"], 0.25)
     assert (last["versions"], last["logprobs"], last["trained"]) == ([5, 5], [-2.0, -3.0], [-2.0, None])
 
 
