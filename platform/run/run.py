@@ -96,6 +96,7 @@ class Run:
         self._consecutive_bad_steps = 0
         self._skipped_steps = 0
         self._failed_evaluations = 0
+        self._is_silent = False
         self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
         self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
@@ -175,9 +176,11 @@ class Run:
                 self.version, self.stats.samples, version=self.stats.last_version, trained=report.trained_tokens
             )
         silent = report.metrics.get("trainer/silent_updates", 0.0)
-        if silent and silent == report.metrics["trainer/updates"]:
+        was_silent, self._is_silent = self._is_silent, bool(silent and silent == report.metrics["trainer/updates"])
+        if self._is_silent and not was_silent:
             self._instruments.note(
-                f"v{self.version} has the weights of the version before: no token of its batch has a gradient"
+                f"v{self.version} has the weights of the version before: no token of its batch has a gradient. Further "
+                "such steps are only counted (trainer/silent_updates). See docs/debugging.md, “The reward is flat”."
             )
         if self._consecutive_bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingError(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.simulator.config import FaultLevel, SimulationConfig
+from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import Outcome, simulate
 from penstock.platform.simulator.world import LengthTable
 
@@ -71,9 +71,11 @@ class Sweep:
     busy_share: list[float] = field(default_factory=list)
     bias: Bias = field(default_factory=Bias)
     hashes: list[str] = field(default_factory=list)
+    first: Outcome | None = None
 
     def add(self, outcome: Outcome) -> None:
         """Add the outcome of one seed."""
+        self.first = self.first or outcome
         self.hashes.append(outcome.trace_hash)
         self.faults += outcome.faults
         if outcome.violation is not None:
@@ -118,8 +120,7 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
         "ignored_reports": sweep.ignored_reports,
         "max_staleness": config.eta,
         "max_staleness_seen": sweep.max_staleness_seen,
-        "throughput_ratio": rounded(throughput_ratio(sweep)),
-        "throughput_baseline": "eta=0 without faults, same pools, first seed",
+        "speedup_over_synchronous": rounded(speedup_over_synchronous(sweep)),
         "length_bias": rounded(sweep.bias.length_bias),
         "kept_p99": rounded(sweep.bias.kept_p99),
         "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sum(sweep.bias.trained), 1)),
@@ -130,14 +131,22 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
     }
 
 
-def throughput_ratio(sweep: Sweep) -> float | None:
-    """Trained groups per second over those of the synchronous run on the same devices, without faults."""
-    if not sweep.ended["trained"]:
+def speedup_over_synchronous(sweep: Sweep) -> float | None:
+    """Steps per second of the first seed over those of the synchronous run of this seed: same devices, same faults.
+
+    None if either did not complete.
+    """
+    if sweep.first is None or sweep.first.violation is not None:
         return None
-    changes = {"eta": 0, "faults": FaultLevel.NONE, "surplus": 0, "on_expiry": "wait"}
-    baseline = simulate(sweep.config.model_copy(update=changes), seed=0, is_checked=False)
-    synchronous = len(baseline.trained.steps) * sweep.config.batch / baseline.train_s
-    return sweep.ended["trained"] / sweep.virtual_s / synchronous
+    changes = {"eta": 0, "surplus": 0, "on_expiry": "wait"}
+    synchronous = simulate(sweep.config.model_copy(update=changes), sweep.first.seed, is_checked=False)
+    if synchronous.violation is not None:
+        return None
+    return _steps_per_s(sweep.first) / _steps_per_s(synchronous)
+
+
+def _steps_per_s(outcome: Outcome) -> float:
+    return len(outcome.trained.steps) / max(outcome.train_s, 1e-9)
 
 
 def must_complete(config: SimulationConfig, seed: int) -> Outcome:

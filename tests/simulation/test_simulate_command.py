@@ -30,11 +30,16 @@ def test_the_last_line_is_one_json_object_with_what_was_promised() -> None:
     result = CliRunner().invoke(app, ["simulate", *SMALL, "faults=light", "--seeds", "0:3", "--json"])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout.splitlines()[-1])
-    promised = (
-        "seeds violations first_failing_seed groups max_staleness_seen throughput_ratio length_bias kept_p99 wall_s"
-    )
-    assert set(promised.split()) <= figures.keys()
+    promised = "seeds violations first_failing_seed groups max_staleness_seen length_bias kept_p99 wall_s"
+    assert {*promised.split(), "speedup_over_synchronous"} <= figures.keys()
     assert (figures["seeds"], figures["violations"], figures["groups"]) == (3, 0, 24)
+
+
+def test_the_speedup_compares_runs_with_the_same_faults() -> None:
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "eta=0", "faults=heavy", "--seeds", "3", "--json"])
+    assert json.loads(result.stdout.splitlines()[-1])["speedup_over_synchronous"] == 1.0
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "steps=40", "eta=2", "--seeds", "3", "--json"])
+    assert json.loads(result.stdout.splitlines()[-1])["speedup_over_synchronous"] > 1.05
 
 
 def test_a_violation_exits_1_and_prints_the_command_that_replays_it() -> None:
