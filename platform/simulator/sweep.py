@@ -139,7 +139,7 @@ def speedup_over_synchronous(sweep: Sweep) -> float | None:
     if sweep.first is None or sweep.first.violation is not None:
         return None
     changes = {"eta": 0, "surplus": 0, "on_expiry": "wait"}
-    synchronous = simulate(sweep.config.model_copy(update=changes), sweep.first.seed, is_checked=False)
+    synchronous = simulate(sweep.config.model_copy(update=changes), sweep.first.seed)
     if synchronous.violation is not None:
         return None
     return _steps_per_s(sweep.first) / _steps_per_s(synchronous)
