@@ -17,6 +17,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import SamplingParams, Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.cli.main import app
+from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.hub import undeclared
 from penstock.platform.run.evaluation import Evaluation, Evaluator, SetScore, evaluation_from
 from tests.answers import answered
@@ -41,7 +42,8 @@ class Rewards:
 async def evaluated(*tasks: tuple[str, str]) -> Evaluation:
     numbered = enumerate(tasks)
     given = [Task(TaskId(f"t{index}"), reward, evaluation_set=name) for index, (name, reward) in numbered]
-    return await Evaluator(Runner(), Rewards(), 8).evaluate(3, given)  # type: ignore[arg-type]
+    evaluator = Evaluator(Runner(), Rewards(), SamplingParams(8), EvaluationConfig(), 1.0)  # type: ignore[arg-type]
+    return await evaluator.evaluate(3, given)
 
 
 async def test_each_set_has_its_own_figures_and_all_of_them_together_too() -> None:
@@ -75,7 +77,10 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
 
     notes: list[str] = []
     await run_of(set(), tmp_path, notes, evaluator=Given()).evaluate_first()  # type: ignore[arg-type]
-    assert notes[-1].endswith("accuracy 0.500 on 2 held-out tasks, easy 1.000 (1), hard 0.000 (1)")
+    assert notes[-1].endswith(
+        ": accuracy 0.500, mean reward 0.500 on 2 held-out tasks; easy: accuracy 1.000, mean reward 1.000 on 1; "
+        "hard: accuracy 0.000, mean reward 0.000 on 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_new_step(pauses: list[float]) -> None:
+async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_new_step(
+    pauses: list[float], tmp_path: Path
+) -> None:
     actors = Actors()
     parts: Any = SimpleNamespace(actors=actors)
     trajectories = SimpleNamespace(drop_after=lambda _version: None)
-    instruments: Any = SimpleNamespace(run_dir=Path(), note=lambda _text: None, trajectories=trajectories)
+    instruments: Any = SimpleNamespace(run_dir=tmp_path, note=lambda _text: None, trajectories=trajectories)
     checkpoint: Any = SimpleNamespace(version=3, path=Path("c"))
     lost, rollbacks, config = RanksLostError("planted"), Rollbacks(), object()
     for _ in range(MAX_ROLLBACKS_PER_HOUR):
