@@ -332,14 +332,17 @@ class Run:
             )
 
     def _write_best(self) -> Evaluation | None:
-        """With `keep_best`, write which evaluation is the best so far, and return it."""
+        """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
         best = best_of(self.evaluations) if self.config.evaluation.keep_best else None
         path = self._instruments.run_dir / BEST_FILE
-        if best is not None:
-            figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
-            write_text_atomically(path, json.dumps(figures) + "\n")
-        elif self._has_directory:
-            path.unlink(missing_ok=True)
+        try:
+            if best is not None:
+                figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
+                write_text_atomically(path, json.dumps(figures) + "\n")
+            elif self._has_directory:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._instruments.note(f"{path} could not be written, so `export --best` may name an older step: {error}")
         return best
 
     def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:

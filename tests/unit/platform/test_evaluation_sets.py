@@ -83,6 +83,22 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
     )
 
 
+async def test_the_console_says_how_many_answers_are_left_out_and_why(tmp_path: Path) -> None:
+    class Given:
+        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+            del tasks
+            why = {"reward: the judge is down": 2, "env: a tool hung": 1}
+            return Evaluation(step, 0.0, 0.25, 0, 0, 5, num_unscorable=3, failures=why)
+
+    notes: list[str] = []
+    await run_of(set(), tmp_path, notes, evaluator=Given()).evaluate_first()  # type: ignore[arg-type]
+    assert notes == [
+        "eval at v0: mean reward 0.250, none solved on 5 held-out tasks",
+        "eval at v0: 3 answers could not be sampled or scored and are left out (2 × reward: the judge is down, 1 × "
+        "env: a tool hung)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

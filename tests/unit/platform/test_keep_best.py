@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig
 from penstock.platform.run import controller
@@ -91,6 +94,31 @@ async def test_the_best_evaluation_is_that_of_the_checkpoint_from_which_a_run_co
     again.load_state_dict(2, state)
     assert best(tmp_path)["step"] == 2
     assert again.spared_versions() == {2}
+
+
+async def test_a_full_disk_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "best.json").mkdir()
+    notes: list[str] = []
+    run = keeping_run(tmp_path, notes, Graded(0.1, 0.2, 0.3, 0.9, 0.4))
+    await controller.train(run)
+    assert run.version == STEPS
+    assert len(run.evaluations) == STEPS + 1
+    assert any("best.json could not be written" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_held_out", "expected"),
+    [
+        ({}, 1024, 256),
+        ({}, 9, 9),
+        ({"num_tasks_during_training": 16}, 1024, 16),
+        ({"keep_best": True}, 1024, 1024),
+    ],
+)
+def test_an_evaluation_during_training_has_the_first_tasks(
+    settings: dict[str, Any], num_held_out: int, expected: int
+) -> None:
+    assert EvaluationConfig(**settings).first_tasks(num_held_out) == expected
 
 
 def test_spared_checkpoints_of_a_lineage_that_was_left_are_removed(tmp_path: Path) -> None:
