@@ -191,7 +191,7 @@ class CheckpointConfig(Section):
     Attributes:
         every_minutes: Take one at the first step that ends so many minutes after the last one; 0 turns this off.
         every_steps: Take one every so many steps, too; 0 turns this off.
-        keep: Number of newest checkpoints that are kept.
+        keep: Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition.
     """
 
     every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)
