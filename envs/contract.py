@@ -76,11 +76,7 @@ class TaskSource(Protocol):
         ...
 
     def held_out(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` held-out tasks; the same for every seed of a run, so that runs compare.
-
-        Raises:
-            ValueError: If there are fewer, with both numbers.
-        """
+        """The first `num_tasks` held-out tasks, all if there are fewer; the same for every seed: runs compare."""
         ...
 
 

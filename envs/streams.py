@@ -15,6 +15,8 @@ from penstock.envs.loading import load_task_source
 
 MAIN = ""
 """Name of the stream of `env.factory`."""
+MAX_HELD_OUT_TASKS = 1024
+"""Held-out tasks that an evaluation has if no number is given and there are more."""
 
 
 def load_task_streams(config: EnvConfig, seed: int) -> list[TaskStream]:
@@ -41,15 +43,27 @@ def stages_of(config: EnvConfig) -> list[Stage]:
     return [Stage(name, stream.gate, stream.gate_groups) for name, stream in config.streams.items()]
 
 
-def load_held_out(config: EnvConfig, seed: int, num_tasks: int) -> list[Task]:
-    """The factory's held-out tasks.
+def load_held_out(config: EnvConfig, seed: int, num_tasks: int | None) -> list[Task]:
+    """The factory's held-out tasks, as `held_out_tasks`.
 
     Raises:
         ConfigError: As `load_task_source`.
         ValueError: If there are fewer.
     """
-    source = load_task_source(config, seed)
-    return list(named_tasks(source, MAIN, source.held_out(num_tasks)))
+    return held_out_tasks(load_task_source(config, seed), num_tasks)
+
+
+def held_out_tasks(source: TaskSource, num_tasks: int | None) -> list[Task]:
+    """The first `num_tasks` held-out tasks of a source; None is all of them, at most `MAX_HELD_OUT_TASKS`.
+
+    Raises:
+        ValueError: If a number is given and there are fewer, with both numbers.
+    """
+    asked = MAX_HELD_OUT_TASKS if num_tasks is None else num_tasks
+    tasks = list(named_tasks(source, MAIN, source.held_out(asked)))
+    if num_tasks is not None and len(tasks) < num_tasks:
+        raise ValueError(f"there are only {len(tasks)} held-out tasks. Use at most {len(tasks)}, or hold out more.")
+    return tasks
 
 
 def named_tasks(source: TaskSource, name: str, tasks: Iterable[Task]) -> Iterator[Task]:

@@ -21,14 +21,15 @@ class MyTasks:
             is_held_out = sha256(f"{a}+{b}".encode()).digest()[0] < 26  # a tenth, by a hash: nothing leaks
             side = self.held_out_tasks if is_held_out else self.train_tasks
             side.append(Task(f"sums/{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}))
+        random.Random(0).shuffle(self.held_out_tasks)
 
     def train(self) -> Iterator[Task]:  # endless, the same for the same seed
         rng = random.Random(self.seed)
         while True:
             yield rng.choice(self.train_tasks)
 
-    def held_out(self, num_tasks: int) -> list[Task]:  # the same for every seed; ValueError if there are fewer
-        return random.Random(0).sample(self.held_out_tasks, num_tasks)
+    def held_out(self, num_tasks: int) -> list[Task]:  # all if there are fewer; the same for every seed
+        return self.held_out_tasks[:num_tasks]
 
 
 def my_fn(trajectory: Trajectory, answer: str, **_: object) -> float:  # called with the fields of the task

@@ -22,7 +22,7 @@ _FAMILIES = {
     "weights": "Publishing of new weights to the engines.",
     "checkpoint": "Checkpoints, from which `penstock resume` continues.",
     "memory": "Memory of all processes of the run on the driver's machine.",
-    "eval": "Greedy evaluation on held-out tasks.",
+    "eval": "Evaluation on held-out tasks ([guide](guides/evaluation.md)).",
     "trainer": "Computation of the trainer.",
     "partner": "The second policy of a run with two policies (`partner` in the configuration).",
     "rank": "Consistency of the trainer ranks (only with several ranks).",
@@ -46,6 +46,7 @@ The columns of the console:
 |---|---|
 | reward, mean | `reward/mean` of the trained answers, which are sampled |
 | eval, share | `eval/accuracy` of the newest evaluation; greedy decoding is mostly better than sampling |
+| eval, mean | `eval/reward_mean`, while no answer has solved its task and rewards are graded |
 | staleness, mean/max | `staleness/mean_versions`, `staleness/max_versions` |
 | sampled, trained | `throughput/generated_tokens_per_s`, `throughput/trained_tokens_per_s` |
 | idle, train/eng | `idle/trainer_share`, `idle/engine_share` |

@@ -70,13 +70,7 @@ class ReasoningGymTasks:
             epoch += 1
 
     def held_out(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` different questions of a fixed seed.
-
-        Raises:
-            ValueError: If there are fewer, with both numbers.
-        """
-        if num_tasks > len(self._held_out):
-            raise ValueError(f"{self.dataset} has {len(self._held_out)} held-out rows, {num_tasks} were asked for.")
+        """The first `num_tasks` different questions of a fixed seed, all if there are fewer."""
         return [self._task(row, f"held_out/{index}") for index, row in enumerate(self._held_out[:num_tasks])]
 
     @property

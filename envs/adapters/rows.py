@@ -13,7 +13,7 @@ import re
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +22,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.import_path import load_object, nearest_hint
 from penstock.envs.row_files import EVALUATION_SPLITS, FORMATS, Row, RowTable, TableRows, has_splits, open_rows
-from penstock.envs.tasks.generated_tasks import HELD_OUT_SHARE, endless, first, is_held_out_key, row_key
+from penstock.envs.tasks.generated_tasks import HELD_OUT_SHARE, endless, is_held_out_key, row_key
 
 Location = str | Sequence[str] | Mapping[str, Any]
 """A path or a list of paths, or a section with `path`, `subset` and `split`, or with `rows`."""
@@ -117,19 +117,14 @@ class RowTasks:
         return (self._task(train, index) for index in endless(train.indices, f"rows/train/{self.seed}"))
 
     def held_out(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once; of several sets, taken in turn.
-
-        Raises:
-            ValueError: If there are fewer, with both numbers.
-        """
+        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once; of several sets, taken in turn."""
         shuffled = []
         for part in self._parts[1:]:
             places = [(part, index) for index in part.indices]
             random.Random("rows/held-out").shuffle(places)
             shuffled.append(places)
-        in_turn = [place for places in zip_longest(*shuffled) for place in places if place is not None]
-        where = f"the held-out part of {self._where}" if self._share is not None else "env.args.held_out"
-        return [self._task(part, index) for part, index in first(num_tasks, in_turn, where)]
+        in_turn = (place for places in zip_longest(*shuffled) for place in places if place is not None)
+        return [self._task(part, index) for part, index in islice(in_turn, num_tasks)]
 
     def stored(self) -> dict[str, Iterator[Task]]:
         """Name of a split -> all its tasks, in the order of the data (fingerprint.py)."""

@@ -25,7 +25,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.import_path import import_extra
 from penstock.envs.tasks.agents import AgentProgram, open_client
-from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row_key
+from penstock.envs.tasks.generated_tasks import endless, is_held_out, row_key
 
 _BUDGET_CODES = ("max_turns", "context_length_exceeded")
 """Error codes of the endpoint for an exhausted budget: the episode is truncated there and then scored."""
@@ -76,14 +76,10 @@ class VerifiersTasks:
         yield from endless(order, f"{self._id}/train/{self._seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
-        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
-
-        Raises:
-            ValueError: If there are fewer, with both numbers.
-        """
+        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once; all if there are fewer."""
         tasks = list(self._held_out)
         random.Random(f"{self._id}/held-out").shuffle(tasks)
-        return first(num_tasks, tasks, f"the held-out part of {self._id}")
+        return tasks[:num_tasks]
 
     def environment(self) -> VerifiersEpisode:
         """One rollout."""

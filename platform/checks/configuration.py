@@ -21,7 +21,7 @@ from penstock.platform.checks.algorithm import (
     unequal_work,
 )
 from penstock.platform.checks.cluster import check_cluster, check_pools
-from penstock.platform.checks.flow import FLOW_CHECKS
+from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
 from penstock.platform.checks.without_effect import check_without_effect
 from penstock.platform.config.findings import Command, Finding, error
 from penstock.platform.config.schema import RunConfig
@@ -114,6 +114,6 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "sft": (check_model, check_sft_section, check_trainer),
     "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora),
     "dpo": (check_model, check_has_policy, check_preference_section, check_trainer),
-    "eval": (check_model, check_has_policy, check_sampling),
+    "eval": (check_model, check_has_policy, check_sampling, check_answers),
     "sample": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

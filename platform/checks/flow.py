@@ -10,7 +10,7 @@ from penstock.dataflow.stages import stage_violations
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import stream_violations
 from penstock.envs.import_path import load_object
-from penstock.envs.streams import load_task_streams, stages_of
+from penstock.envs.streams import MAX_HELD_OUT_TASKS, load_task_streams, stages_of
 from penstock.platform.checks.algorithm import cannot_divide, misfit, unequal_work
 from penstock.platform.cluster.memory import (
     PAYLOAD_BYTES_PER_TOKEN,
@@ -19,7 +19,7 @@ from penstock.platform.cluster.memory import (
     sequence_kv_gib,
 )
 from penstock.platform.config.findings import Finding, error, warning
-from penstock.platform.config.schema import EvaluationConfig, RunConfig
+from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
@@ -115,14 +115,41 @@ def check_pace(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Finding]:
-    """Check that an evaluation during training has no more tasks than there are held-out ones."""
+    """Check that evaluations have tasks, that several answers differ, and that those of `keep_best` compare."""
     evaluation = config.evaluation
-    default = EvaluationConfig().num_tasks_during_training
-    if default != evaluation.num_tasks_during_training > evaluation.num_tasks:
+    during, at_end = evaluation.num_tasks_during_training, evaluation.num_tasks or MAX_HELD_OUT_TASKS
+    if during is not None and during > at_end:
         yield error(
-            f"evaluation.num_tasks_during_training={evaluation.num_tasks_during_training} is above evaluation.num_tasks"
-            f"={evaluation.num_tasks}: the tasks of an evaluation during training are the first of those. Use at most "
-            f"{evaluation.num_tasks}, or a larger num_tasks."
+            f"evaluation.num_tasks_during_training={during} is above evaluation.num_tasks={at_end}: the tasks of an "
+            f"evaluation during training are the first of those. Use at most {at_end}, or a larger num_tasks."
+        )
+    if evaluation.keep_best and during is not None and during < at_end:
+        yield error(
+            f"evaluation.keep_best=true with evaluation.num_tasks_during_training={during} and num_tasks="
+            f"{at_end}: the last evaluation would have other tasks than those before it, so the best "
+            f"could not be told. Leave num_tasks_during_training out, and use num_tasks={during} if all are too many."
+        )
+    if evaluation.keep_best and not evaluation.every_steps:
+        yield error(
+            "evaluation.keep_best=true with evaluation.every_steps=0: only the last policy would be evaluated. Use "
+            "every_steps of at least 1."
+        )
+    if evaluation.keep_best and not (config.checkpoint.every_minutes or config.checkpoint.every_steps):
+        yield warning(
+            "evaluation.keep_best=true takes a checkpoint with every evaluation, though checkpoint.every_minutes=0 and "
+            "checkpoint.every_steps=0 turn checkpoints off. A killed run is resumed from these."
+        )
+
+
+def check_answers(config: RunConfig) -> Iterator[Finding]:
+    """Check that several answers of an evaluation can differ."""
+    evaluation = config.evaluation
+    if evaluation.answers_per_task > 1 and not evaluation.temperature:
+        yield error(
+            f"evaluation.answers_per_task={evaluation.answers_per_task} with evaluation.temperature="
+            f"{evaluation.temperature:g}: greedy answers to one task are all the same, so pass@k would be the accuracy."
+            " Use a temperature above 0, e.g. that of training, "
+            f"{config.rollout.sampling.temperature:g}, or answers_per_task=1."
         )
 
 
@@ -203,4 +230,4 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_gang, check_hooks, check_streams)
+FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_answers, check_gang, check_hooks, check_streams)

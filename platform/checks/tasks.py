@@ -21,7 +21,7 @@ from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.row_files import NotDownloadedError
 from penstock.envs.scripted_check import scripted_turns
-from penstock.envs.streams import MAIN, load_task_streams, named_tasks
+from penstock.envs.streams import MAIN, MAX_HELD_OUT_TASKS, held_out_tasks, load_task_streams, named_tasks
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.first_calls import check_first_calls
 from penstock.platform.checks.run_dir import is_run_dir, read_data
@@ -95,12 +95,14 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
 def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
     """Read the first tasks. Yields findings, and returns None if the tasks cannot be read."""
     key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
+    if command == "sample" and config.sample.split == "held_out":
+        key, num_held_out = "sample.num_tasks", config.sample.num_tasks
     if command == "sft" and config.sft is not None:
         key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
     if command in ("rm", "dpo") and config.preference is not None:
         key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
     try:
-        held_out = list(named_tasks(source, MAIN, source.held_out(num_held_out)))
+        held_out = held_out_tasks(source, num_held_out)
         # The other commands train only on the factory's own tasks.
         streams = [named_tasks(source, MAIN, source.train())]
         if command == "train" and config.env.streams:
@@ -114,14 +116,21 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         yield from (error(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:
-        yield error(f"{key}={num_held_out}: {problem}", "env")
+        if num_held_out is None:
+            yield error(
+                f"env.factory={config.env.factory}: held_out({MAX_HELD_OUT_TASKS}) raised ValueError: {problem}. If "
+                f"there are fewer tasks, return all of them, or set {key}.",
+                "env",
+            )
+        else:
+            yield error(f"{key}={num_held_out}: {problem}", "env")
         return None
     except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         report = absent if _is_of_network(problem) else error
         raised = f"{type(problem).__name__}: {problem}"
         yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
         return None
-    for method, found in (("train()", tasks.train), (f"held_out({num_held_out})", tasks.held_out)):
+    for method, found in (("train()", tasks.train), ("held_out()", tasks.held_out)):
         strange = next((task for task in found if not isinstance(task, Task)), None)
         if strange is not None or not found:
             gave = "no task" if not found else f"a {type(strange).__name__} where a Task was expected"
@@ -132,6 +141,13 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
                 key,
             )
             return None
+    during = config.evaluation.num_tasks_during_training
+    if command == "train" and during is not None and during > len(tasks.held_out):
+        yield error(
+            f"evaluation.num_tasks_during_training={during}: there are only {len(tasks.held_out)} held-out tasks. Use "
+            f"at most {len(tasks.held_out)}, or hold out more."
+        )
+        return None
     return tasks
 
 

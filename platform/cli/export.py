@@ -15,7 +15,7 @@ from rich.console import Console
 from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, ConfigError, PenstockError, boundary
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.run_files import ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
+from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
 from penstock.platform.run.resume import changed_config, enter_folder_of, read_saved_config
 
@@ -23,7 +23,7 @@ HUB = "hub:"
 CARD = "README.md"
 
 
-def run_export(run_dir: Path, target: str, step: int | None, console: Console) -> int:
+def run_export(run_dir: Path, target: str, step: int | None, console: Console, *, best: bool = False) -> int:
     """Write the policy of a run to a folder, or upload it; returns the exit code.
 
     Args:
@@ -31,14 +31,17 @@ def run_export(run_dir: Path, target: str, step: int | None, console: Console) -
         target: Folder that does not exist, or `hub:OWNER/NAME`.
         step: Step of the policy; None is the newest one, of those that the run has saved at its end or as a checkpoint.
         console: Told what was written.
+        best: Take the step of the best evaluation of a run with `evaluation.keep_best`.
 
     Raises:
-        ConfigError: If the directory holds no run, or the folder exists.
+        ConfigError: If the directory holds no run, or the folder exists, or no evaluation is known to be the best.
         CheckpointError: If there is no complete checkpoint to export.
         PenstockError: If the Hub refuses it.
     """
     run_dir = run_dir.resolve()
     config = changed_config(read_saved_config(run_dir), [], run_dir)
+    if best:
+        step = best_step(run_dir, step)
     if target.startswith(HUB):
         with tempfile.TemporaryDirectory() as temporary:
             policy = Path(temporary) / POLICY_FOLDER
@@ -52,6 +55,25 @@ def run_export(run_dir: Path, target: str, step: int | None, console: Console) -
     version = _write(config, run_dir, step, folder)
     console.print(f"policy of step {version} written to {target}")
     return 0
+
+
+def best_step(run_dir: Path, step: int | None) -> int:
+    """Step of the best evaluation of a run.
+
+    Raises:
+        ConfigError: If a step was given, too, or the run has kept no best policy.
+    """
+    if step is not None:
+        raise ConfigError([f"--best --step {step}: the two name different policies. Give one of them."])
+    found: int | None = _read_json(run_dir / BEST_FILE).get("step")
+    if found is None:
+        raise ConfigError(
+            [
+                f"--best: {run_dir} has no {BEST_FILE}. A run with evaluation.keep_best=true writes it with its first "
+                "evaluation after a step; leave --best out for the newest policy."
+            ]
+        )
+    return found
 
 
 def upload(folder: Path, name: str, version: int) -> str:
@@ -157,9 +179,15 @@ def _card_rows(
     yield "seed", config.seed
     yield "steps", f"{version} of {config.total_steps}"
     if version == summary.get("policy_version") and summary.get("eval_after") is not None:
-        yield "held-out accuracy", f"{summary['eval_before']:.3f} before, {summary['eval_after']:.3f} after"
+        yield "held-out accuracy", _change(summary["eval_before"], summary["eval_after"])
+        if summary.get("eval_reward_after") is not None:
+            yield "held-out reward", _change(summary["eval_reward_before"], summary["eval_reward_after"])
     if packages:
         yield "packages", ", ".join(f"{name} {number}" for name, number in sorted(packages.items()))
+
+
+def _change(before: float | None, after: float) -> str:
+    return f"{'not measured' if before is None else f'{before:.3f}'} before, {after:.3f} after"
 
 
 def _hub_name(config: RunConfig) -> str | None:

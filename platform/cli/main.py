@@ -280,11 +280,12 @@ def export(
     *,
     to: Annotated[str, typer.Option(metavar="DIR|hub:NAME", help="New folder, or a model on the Hugging Face Hub.")],
     step: Annotated[int | None, typer.Option(help="Step of the policy. Default: the newest that was saved.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="That of the best evaluation (evaluation.keep_best).")] = False,
 ) -> int:
     """Write the policy of a run as a Hugging Face model with a model card; adapters are merged."""
     from penstock.platform.cli.export import run_export
 
-    return run_export(run, to, step, plain_console())
+    return run_export(run, to, step, plain_console(), best=best)
 
 
 @app.command(no_args_is_help=True)

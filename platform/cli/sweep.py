@@ -99,7 +99,7 @@ class Result:
     Attributes:
         status: `completed`, or `failed` with the cause in the trial's log.
         run_dir: Run directory of the trial.
-        accuracy: Greedy held-out accuracy after the last step; None if the run has no evaluation.
+        accuracy: Held-out accuracy after the last step; None if the run has no evaluation.
         gain: Increase of the accuracy over the run.
         mean_staleness: Mean staleness of the trained tokens, versions.
         max_staleness: Largest staleness of any trained token, versions.

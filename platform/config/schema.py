@@ -30,6 +30,8 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
 
 FrozenRole = Literal["reference", "teacher"]
+TASKS_DURING_TRAINING = 256
+"""Held-out tasks of an evaluation during training, unless a number is given."""
 FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
 """Frozen policies that compute logprobs of the sampled tokens, each in its own processes."""
 
@@ -107,7 +109,8 @@ class DataflowConfig(Section):
     Attributes:
         batch_groups: B, groups per training batch.
         group_size: Trajectories per group; they share a baseline.
-        pass_reward: Reward from which a trajectory passes, for `filters.pass_rate` and `by_success`.
+        pass_reward: Reward from which an answer passes: for the accuracy of evaluations, `filters.pass_rate` and
+            `by_success`.
         group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py),
             which may reduce the group size of individual tasks; None is off.
         length_limiting: `by_success`, or import path of a `LengthLimiting`, which may reduce the turn length of
@@ -152,17 +155,34 @@ class DataflowConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy evaluation on held-out tasks.
+    """Evaluation on held-out tasks (docs/guides/evaluation.md).
 
     Attributes:
-        num_tasks: Held-out tasks of the first and the last evaluation.
+        num_tasks: Held-out tasks of the first and the last evaluation; null is all of them, at most 1024.
         every_steps: Steps between evaluations that run concurrently with training; 0 disables them.
-        num_tasks_during_training: Held-out tasks of such an evaluation.
+        num_tasks_during_training: The first so many of these tasks are those of such an evaluation; null is 256, and
+            all of them with `keep_best`, which compares evaluations.
+        answers_per_task: k, answers per task. Above 1, `pass@k` is measured, too.
+        temperature: Of these answers; 0 is greedy, which gives every answer of a task the same text.
+        max_failed_share: Tolerated share of answers that cannot be sampled or scored after three attempts. They are
+            left out of all figures. Beyond it, the evaluation fails.
+        keep_best: Take a checkpoint with every evaluation, and keep that of the best one in addition to
+            `checkpoint.keep`. `penstock export --best` writes its policy.
     """
 
-    num_tasks: int = Field(default=1024, ge=1)
+    num_tasks: int | None = Field(default=None, ge=1)
     every_steps: int = Field(default=20, ge=0)
-    num_tasks_during_training: int = Field(default=256, ge=1)
+    num_tasks_during_training: int | None = Field(default=None, ge=1)
+    answers_per_task: int = Field(default=1, ge=1, le=1024)
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    max_failed_share: float = Field(default=0.05, ge=0, lt=1)
+    keep_best: bool = False
+
+    def first_tasks(self, num_held_out: int) -> int:
+        """How many of the held-out tasks an evaluation during training has."""
+        if self.num_tasks_during_training is not None:
+            return self.num_tasks_during_training
+        return num_held_out if self.keep_best else min(num_held_out, TASKS_DURING_TRAINING)
 
 
 class CheckpointConfig(Section):
@@ -171,7 +191,7 @@ class CheckpointConfig(Section):
     Attributes:
         every_minutes: Take one at the first step that ends so many minutes after the last one; 0 turns this off.
         every_steps: Take one every so many steps, too; 0 turns this off.
-        keep: Number of newest checkpoints that are kept.
+        keep: Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition.
     """
 
     every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)

@@ -15,13 +15,14 @@ from penstock.platform.metrics.summary import RunSummary
 
 _RATE_WINDOW = 20
 _REPEAT_HEADING_LINES = 40
+_ACCURACY, _MEAN = "share", "mean"
 
 # Heading, unit below it, width in characters: 80 in all with two spaces between, up to 999 steps.
 _COLUMNS = (
     ("step", "", 7),
     ("version", "", 7),
     ("reward", "mean", 6),
-    ("eval", "share", 5),
+    ("eval", _ACCURACY, 5),
     ("staleness", "mean/max", 9),
     ("sampled", "tok/s", 7),
     ("trained", "tok/s", 7),
@@ -37,7 +38,7 @@ class RunConsole:
 
     A terminal of less than 80 columns shows fewer columns, so that no line wraps; a stream that is no terminal has all.
     A line is printed for each record that holds `reward/mean`, at most one per step. Evaluations during training
-    appear in the line of the next step.
+    appear in the line of the next step: the accuracy, or the mean reward while no answer has solved its task.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class RunConsole:
         self._last_step = 0
         self._num_lines = 0
         self._eval: float | None = None
+        self._eval_unit = self._headed_unit = _ACCURACY
+        self._is_solved = False
 
     def header(self, name: str, facts: Mapping[str, str]) -> None:
         """Print the name of the run and some facts about it, one per line.
@@ -78,14 +81,20 @@ class RunConsole:
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one record of the hub; print the step's line if it is a training step's."""
-        self._eval = metrics.get("eval/accuracy", self._eval)
+        if (accuracy := metrics.get("eval/accuracy")) is not None:
+            reward_mean = metrics.get("eval/reward_mean")
+            self._is_solved = self._is_solved or accuracy > 0
+            # Graded rewards of which none passes are shown by their mean.
+            is_graded = reward_mean and not self._is_solved
+            self._eval, self._eval_unit = (reward_mean, _MEAN) if is_graded else (accuracy, _ACCURACY)
         if "reward/mean" not in metrics or step <= self._last_step:
             return
         self._last_step = step
         self._arrivals.append((self._clock(), step))
         is_repeat_due = self._console.is_terminal and self._num_lines % _REPEAT_HEADING_LINES == 0
         columns = self._columns()
-        if self._num_lines == 0 or is_repeat_due:
+        if self._num_lines == 0 or is_repeat_due or self._eval_unit != self._headed_unit:
+            self._headed_unit = self._eval_unit
             self._print(Text("  ".join(name.rjust(width) for name, _, width in columns), style="bold"))
             self._print(Text("  ".join(unit.rjust(width) for _, unit, width in columns).rstrip(), style="dim"))
         self._num_lines += 1
@@ -114,7 +123,7 @@ class RunConsole:
 
     def _columns(self) -> list[tuple[str, str, int]]:
         """The columns that fit the terminal."""
-        shown = list(_COLUMNS)
+        shown = [(name, self._eval_unit if name == "eval" else unit, width) for name, unit, width in _COLUMNS]
         for name in _LEFT_OUT_FIRST:
             is_too_wide = sum(width + 2 for _, _, width in shown) - 2 > self._console.width
             if self._console.is_terminal and is_too_wide:
@@ -133,7 +142,12 @@ class RunConsole:
                 f" · peak memory {summary.peak_memory_gib:.1f} GiB",
             )
         )
-        self._fact("eval", f"{_share(summary.eval_before)} → {_share(summary.eval_after)}", "bold")
+        rewards = f"{_number(summary.eval_reward_before)} → {_number(summary.eval_reward_after)}"
+        if summary.is_graded:
+            self._fact("eval", f"mean reward {rewards}  (none solved: all below dataflow.pass_reward)", "bold")
+        else:
+            shares = f"{_share(summary.eval_before)} → {_share(summary.eval_after)}"
+            self._fact("eval", f"accuracy {shares}, mean reward {rewards}", "bold")
         self._fact("reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (first → last steps)")
         self._fact(
             "staleness",

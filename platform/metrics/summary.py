@@ -25,8 +25,10 @@ class RunSummary:
         seed: Seed of the run.
         status: How the run ended.
         version: Version of Penstock.
-        eval_before: Greedy held-out accuracy before the first step, 0..1.
+        eval_before: Held-out accuracy before the first step, 0..1.
         eval_after: The same after the last step.
+        eval_reward_before: Mean held-out reward before the first step.
+        eval_reward_after: The same after the last step.
         partner_eval_before: `eval_before` of the partner in a run of two policies.
         partner_eval_after: `eval_after` of the partner.
         policy_version: Version of the policy in `policy/`; None if none was written. If the run was interrupted during
@@ -69,9 +71,16 @@ class RunSummary:
     ledger: LedgerCounts
     partner_eval_before: float | None = None
     partner_eval_after: float | None = None
+    eval_reward_before: float | None = None
+    eval_reward_after: float | None = None
     policy_version: int | None = None
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether evaluations had rewards other than 0, and none reached `dataflow.pass_reward`."""
+        return not (self.eval_before or self.eval_after) and bool(self.eval_reward_before or self.eval_reward_after)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `summary.json`."""

@@ -18,7 +18,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,15 +185,17 @@ class CheckpointFolder:
         name = f"{CHECKPOINTS}/{checkpoint.path.name}/{OPEN_GROUPS}"
         return FlowSnapshot(checkpoint.manifest["flow"], (), self._decode(name, sums[name])), payloads
 
-    def prune(self, keep: int, newest: int) -> None:
+    def prune(self, keep: int, newest: int, spared: Collection[int] = ()) -> None:
         """Remove what is not needed any more.
 
         Args:
             keep: Number of newest checkpoints to keep.
             newest: Version of the newest one; later ones are of a lineage that a resume has left.
+            spared: Versions that are kept in addition.
         """
         versions = self.versions()
-        kept = [version for version in versions if version <= newest][-keep:]
+        lineage = [version for version in versions if version <= newest]
+        kept = {*lineage[-keep:], *(version for version in lineage if version in spared)}
         for version in versions:
             if version not in kept:
                 # Renamed first: a folder that is half removed must not look complete.
@@ -246,6 +248,7 @@ class Checkpointer:
 
     Attributes:
         newest: Version of the newest complete checkpoint; None before the first.
+        spared: Versions whose checkpoints are kept, however old.
     """
 
     def __init__(
@@ -290,6 +293,7 @@ class Checkpointer:
         self._metrics: dict[str, float] = {}
         self._num_failed = 0
         self.newest = None if resumed is None else resumed.version
+        self.spared: Collection[int] = ()
 
     def is_due(self, version: int, *, is_last: bool) -> bool:
         """Whether to take a checkpoint at this cut.
@@ -376,7 +380,7 @@ class Checkpointer:
             "run": run_state,
         }
         checkpoint: Checkpoint = await self._in_thread(self._folder.commit, folder, saved, manifest)
-        await self._in_thread(self._folder.prune, self._config.keep, version)
+        await self._in_thread(self._folder.prune, self._config.keep, version, self.spared)
         return checkpoint
 
 

@@ -1,41 +1,66 @@
-"""Greedy evaluation on held-out tasks. It uses the engines of the rollouts and is not recorded in the ledger."""
+"""Evaluation on held-out tasks. It uses the engines of the rollouts and is not recorded in the ledger."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb
+from statistics import fmean
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import RewardWorker, SamplingParams
+from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.platform.config.schema import EvaluationConfig
+from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.run.lifecycle import first_error
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
 MAX_ATTEMPTS = 3
+MAX_FAILURE_REASONS = 5
+"""Reasons of failed answers that an evaluation keeps, the most frequent ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetScore:
-    """Result on one of several evaluation sets."""
+    """Result on one of several evaluation sets. The attributes are those of `Evaluation`."""
 
     accuracy: float
     reward_mean: float
     num_tasks: int
+    pass_at: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        # A reward of which no answer passes is measured by its mean; an accuracy of 0 would say nothing.
+        is_graded = not self.accuracy and self.reward_mean
+        shown = "" if is_graded else f"accuracy {self.accuracy:.3f}, "
+        passed = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
+        return f"{shown}mean reward {self.reward_mean:.3f}{', none solved' if is_graded else passed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result of one evaluation.
+    """Result of one evaluation. All figures are over the answers that could be sampled and scored.
 
     Attributes:
-        accuracy: Share of tasks whose reward is at least 1, over all evaluation sets.
+        step: Version at its start.
+        accuracy: Share of answers that solve their task, of all evaluation sets: avg@k, if there are k answers per
+            task.
+        reward_mean: Mean reward of all answers.
         version_min: Oldest policy version that sampled a token of the evaluation.
         version_max: Newest such version; equal to `version_min` if no weights were published during the evaluation.
+        num_tasks: Tasks with an answer.
         partner: Evaluation of the partner policy on the same tasks; None in runs of one policy.
         sets: Name of the evaluation set -> its result; empty if there is only one set.
+        pass_at: j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there
+            is one answer per task.
+        num_unscorable: Answers that could not be sampled or scored.
+        failures: Why not -> number of answers; the most frequent reasons.
     """
 
     step: int
@@ -46,19 +71,38 @@ class Evaluation:
     num_tasks: int
     partner: Evaluation | None = None
     sets: Mapping[str, SetScore] = field(default_factory=dict)
+    pass_at: Mapping[str, float] = field(default_factory=dict)
+    num_unscorable: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def score(self) -> SetScore:
+        """Result over all evaluation sets."""
+        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What the best evaluation has most of: accuracy, then mean reward, which decides where no answer passes."""
+        return self.accuracy, self.reward_mean
 
     def metrics(self) -> dict[str, float]:
         return {
-            "eval/accuracy": self.accuracy,
-            "eval/reward_mean": self.reward_mean,
+            **_metrics(self.score),
             "eval/version_min": self.version_min,
             "eval/version_max": self.version_max,
-            "eval/tasks": self.num_tasks,
+            "eval/unscorable": self.num_unscorable,
             **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
-            **{f"eval/accuracy/{name}": score.accuracy for name, score in self.sets.items()},
-            **{f"eval/reward_mean/{name}": score.reward_mean for name, score in self.sets.items()},
-            **{f"eval/tasks/{name}": score.num_tasks for name, score in self.sets.items()},
+            **{f"{key}/{name}": value for name, score in self.sets.items() for key, value in _metrics(score).items()},
         }
+
+
+def _metrics(score: SetScore) -> dict[str, float]:
+    return {
+        "eval/accuracy": score.accuracy,
+        "eval/reward_mean": score.reward_mean,
+        "eval/tasks": score.num_tasks,
+        **{f"eval/pass_at/{k}": share for k, share in score.pass_at.items()},
+    }
 
 
 def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
@@ -66,6 +110,22 @@ def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
     partner = saved["partner"]
     sets = {name: SetScore(**score) for name, score in saved.get("sets", {}).items()}
     return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner), "sets": sets})
+
+
+def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:
+    """The best evaluation of a trained policy, the first of equals; None before the first one."""
+    return max((one for one in evaluations if one.step), key=lambda one: one.rank, default=None)
+
+
+def pass_at_k(num_answers: int, num_solved: int, k: int) -> float:
+    """Probability that at least one of k answers, drawn from all n without replacement, solves the task.
+
+        pass@k = 1 − C(n − c, k) / C(n, k),  n answers of which c solve it
+
+    It is unbiased for k answers of the policy (Chen et al., Evaluating Large Language Models Trained on Code, 2021,
+    arXiv 2107.03374, eq. 1). Requires k ≤ n.
+    """
+    return 1.0 - comb(num_answers - num_solved, k) / comb(num_answers, k)
 
 
 async def sample_and_score(
@@ -95,55 +155,104 @@ class SupportsEvaluation(Protocol):
 
 
 class Evaluator:
-    """Samples held-out tasks greedily and scores the answers."""
+    """Samples answers to held-out tasks and scores them."""
 
-    def __init__(self, runner: TrajectoryRunner, rewards: RewardWorker, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        runner: TrajectoryRunner,
+        rewards: RewardWorker,
+        sampling: SamplingParams,
+        config: EvaluationConfig,
+        pass_reward: float,
+        table: EvaluationTable | None = None,
+    ) -> None:
+        """Create the evaluator.
+
+        Args:
+            runner: Samples from the policy.
+            rewards: Score the answers.
+            sampling: As in training, but for the temperature.
+            config: Answers per task, their temperature, and the tolerated share of failures.
+            pass_reward: `dataflow.pass_reward`, the reward from which an answer solves its task.
+            table: Stores the answers; None stores none.
+        """
         self._runner = runner
         self._rewards = rewards
-        self._greedy = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=0.0, stop_token_ids=runner.codec.stop_token_ids
-        )
+        self._sampling = replace(sampling, temperature=config.temperature)
+        self._config = config
+        self._pass_reward = pass_reward
+        self._table = table
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
         """Evaluate on `tasks`.
 
         Raises:
-            PenstockError: If a task could not be sampled or scored. A failure is never counted as reward 0.
+            PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, or no engine
+                is left. A failure is never counted as reward 0.
         """
+        size = self._config.answers_per_task
+        failures: list[TrajectoryError] = []
+
+        async def answer(context: RolloutContext, index: int, number: int) -> Trajectory | None:
+            # Below zero: the ids of training groups are not, and an evaluation must not repeat their draws.
+            sampling = trajectory_sampling(self._sampling, GroupId(-1 - index), number)
+            try:
+                return await sample_and_score(self._runner, self._rewards, context, index * size + number, sampling)
+            except TrajectoryError as failure:
+                failures.append(failure)
+                if len(failures) / (size * len(tasks)) > self._config.max_failed_share:
+                    raise PenstockError(
+                        f"evaluation: {len(failures)} of {size * len(tasks)} answers could not be sampled or scored in "
+                        f"{MAX_ATTEMPTS} attempts; evaluation.max_failed_share={self._config.max_failed_share:g} "
+                        f"tolerates fewer. The last one, to {context.task.task_id}: {failure}"
+                    ) from failure
+                return None
+
         try:
             # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
             with self._runner.pool.in_use():
                 async with asyncio.TaskGroup() as group:
-                    runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
-        except ExceptionGroup as failures:
-            raise first_error(failures) from failures
-        answers = [run.result() for run in runs]
-        by_set: dict[str, list[float]] = {}
-        for task, answer in zip(tasks, answers, strict=True):
-            if answer.reward is not None:
-                by_set.setdefault(task.evaluation_set, []).append(answer.reward)
-        score = _score([reward for rewards in by_set.values() for reward in rewards])
+                    contexts = [RolloutContext(task, "eval") for task in tasks]
+                    runs = [
+                        [group.create_task(answer(context, index, number)) for number in range(size)]
+                        for index, context in enumerate(contexts)
+                    ]
+        except ExceptionGroup as errors:
+            raise first_error(errors) from errors
+        answers = [
+            (task, [trajectory for one in of_task if (trajectory := one.result()) is not None])
+            for task, of_task in zip(tasks, runs, strict=True)
+        ]
+        if self._table is not None:
+            await asyncio.to_thread(self._table.write, step, answers)
+        scored = [one for _, of_task in answers for one in of_task]
+        by_set: dict[str, list[list[float]]] = {}
+        for task, of_task in answers:
+            if of_task:
+                rewards = [one.reward for one in of_task if one.reward is not None]
+                by_set.setdefault(task.evaluation_set, []).append(rewards)
+        total = self._score([rewards for of_set in by_set.values() for rewards in of_set])
+        reasons = Counter(f"{failure.kind}: {failure.cause}" for failure in failures)
         return Evaluation(
             step=step,
-            accuracy=score.accuracy,
-            reward_mean=score.reward_mean,
-            version_min=min(answer.oldest_version for answer in answers),
-            version_max=max(answer.newest_version for answer in answers),
-            num_tasks=len(answers),
-            sets={name: _score(rewards) for name, rewards in sorted(by_set.items()) if name},
+            accuracy=total.accuracy,
+            reward_mean=total.reward_mean,
+            version_min=min(one.oldest_version for one in scored),
+            version_max=max(one.newest_version for one in scored),
+            num_tasks=total.num_tasks,
+            sets={name: self._score(of_set) for name, of_set in sorted(by_set.items()) if name},
+            pass_at=total.pass_at,
+            num_unscorable=len(failures),
+            failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
 
-    async def _answer(self, index: int, task: Task) -> Trajectory:
-        try:
-            return await sample_and_score(
-                self._runner, self._rewards, RolloutContext(task, "eval"), index, self._greedy
-            )
-        except TrajectoryError as failure:
-            raise PenstockError(
-                f"evaluation: {task.task_id} failed {MAX_ATTEMPTS} times; the last time: {failure}"
-            ) from failure
-
-
-def _score(rewards: Sequence[float]) -> SetScore:
-    solved = sum(reward >= 1.0 for reward in rewards)
-    return SetScore(solved / len(rewards), sum(rewards) / len(rewards), len(rewards))
+    def _score(self, rewards: Sequence[Sequence[float]]) -> SetScore:
+        """The figures of tasks, each with the rewards of its answers."""
+        every = [reward for of_task in rewards for reward in of_task]
+        counts = [(len(of_task), sum(reward >= self._pass_reward for reward in of_task)) for of_task in rewards]
+        size, pass_at = self._config.answers_per_task, {}
+        for k in sorted({2**power for power in range(1, size.bit_length())} | ({size} if size > 1 else set())):
+            # A task whose other answers failed has too few for a large k.
+            if shares := [pass_at_k(answered, solved, k) for answered, solved in counts if answered >= k]:
+                pass_at[str(k)] = fmean(shares)
+        return SetScore(sum(solved for _, solved in counts) / len(every), fmean(every), len(rewards), pass_at)

@@ -21,6 +21,7 @@ from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, EngineLostError, PenstockError, PlacementError, TrainingError
+from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.ledger import JournalEntry
 from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
@@ -29,6 +30,7 @@ from penstock.platform.cluster.actor_factory import RunActors, model_path, start
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.metrics.console import RunConsole
+from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
@@ -253,6 +255,7 @@ async def roll_back(
             lost = RanksLostError(str(error))
             continue
         instruments.trajectories.drop_after(checkpoint.version)
+        EvaluationTable(instruments.run_dir).drop_after(checkpoint.version)
         return
     raise lost
 
@@ -310,7 +313,8 @@ async def build_run(
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
-        runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
+        table = EvaluationTable(instruments.run_dir)
+        runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes, table))
         # With two policies it refuses every change, so the publisher is always that of a single policy.
         publisher = cast("ActorWeightPublisher", runtime.publisher)
         fleet = Fleet(config, runner.pool, publisher, actors, instruments.note)
@@ -318,7 +322,8 @@ async def build_run(
         if actors.partner is not None:
             view = config.partner_view
             runner = make_runner(view, actors.partner.engines, codec, episodes)
-            partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes))
+            table = EvaluationTable(instruments.run_dir, PARTNER)
+            partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes, table))
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
@@ -387,12 +392,16 @@ async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Check
     saved, payloads = await asyncio.to_thread(folder.flow_snapshot, resumed)
     await flow.restore(saved, payloads)
     run.load_state_dict(resumed.version, resumed.manifest["run"])
-    await asyncio.to_thread(folder.prune, run.config.checkpoint.keep, resumed.version)
+    await asyncio.to_thread(folder.prune, run.config.checkpoint.keep, resumed.version, run.spared_versions())
 
 
 @asynccontextmanager
 async def policy_runtime(
-    config: RunConfig, actors: RunActors, runner: TrajectoryRunner, probes: Sequence[tuple[int, ...]]
+    config: RunConfig,
+    actors: RunActors,
+    runner: TrajectoryRunner,
+    probes: Sequence[tuple[int, ...]],
+    table: EvaluationTable,
 ) -> AsyncIterator[PolicyRuntime]:
     """Connect the engines and the trainer of one policy; they are in service until the context exits.
 
@@ -401,6 +410,7 @@ async def policy_runtime(
         actors: Its trainer and engines.
         runner: Samples trajectories on the engines.
         probes: Prompts of the logprob parity check, token ids.
+        table: Stores the answers of its evaluations.
     """
     pool, rollout = runner.pool, config.rollout
     sampling = rollout_sampling(config, runner.codec)
@@ -418,7 +428,9 @@ async def policy_runtime(
                 runner,
                 trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
                 publisher=publisher,
-                evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
+                evaluator=Evaluator(
+                    runner, actors.rewards, sampling, config.evaluation, config.dataflow.pass_reward, table
+                ),
                 monitor=monitor,
             )
     finally:
@@ -440,6 +452,8 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         version=__version__,
         eval_before=None if before is None else before.accuracy,
         eval_after=None if after is None else after.accuracy,
+        eval_reward_before=None if before is None else before.reward_mean,
+        eval_reward_after=None if after is None else after.reward_mean,
         partner_eval_before=None if before is None or before.partner is None else before.partner.accuracy,
         partner_eval_after=None if after is None or after.partner is None else after.partner.accuracy,
         reward_first=first,

@@ -22,6 +22,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, TaskSource
 from penstock.envs.loading import load_task_source
+from penstock.envs.streams import held_out_tasks
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.cluster.actor_factory import model_path, start_trainer_group
@@ -87,7 +88,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
     )
     async with offline_training(config, run_dir, path, "sft") as (trainer, hub):
         codec, policy = load_codec(path), str(run_dir / "policy")
-        held_out = [encode_example(source, codec, task) for task in source.held_out(sft.eval_tasks)]
+        held_out = [encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks)]
         examples = (encode_example(source, codec, task) for task in source.train())
         rule = StopRule(sft)
         started = time.monotonic()
@@ -191,7 +192,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
     source, codec = load_task_source(config.env, config.seed), load_codec(path)
     limit = config.model.max_context_tokens
     pairs = encode_pairs(source, codec, islice(source.train(), size * preference.num_steps), limit)
-    held_out = encode_pairs(source, codec, source.held_out(preference.eval_pairs), limit)
+    held_out = encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit)
     async with offline_training(config, run_dir, path, command) as (trainer, hub):
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
         try:

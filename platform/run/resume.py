@@ -26,6 +26,7 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
@@ -113,6 +114,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
         raise ConfigError(list(dict.fromkeys(problems)))
     write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
     TrajectoryTable(run_dir).drop_after(checkpoint.version)
+    EvaluationTable(run_dir).drop_after(checkpoint.version)
     reached = 0
     if (run_dir / METRICS_FILE).exists():
         reached = max((record.step for record in read_metrics(run_dir)), default=0)

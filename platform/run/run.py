@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,14 +16,15 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
-from penstock.platform.metrics.run_files import CONFIG_FILE, POLICY_FOLDER
+from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, POLICY_FOLDER
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation, evaluation_from
+from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation, best_of, evaluation_from
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
@@ -100,6 +102,7 @@ class Run:
         self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
         self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
+        self._evaluating: int | None = None  # version whose evaluation goes on during training
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
 
@@ -213,13 +216,24 @@ class Run:
                 return
             # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
             self._evaluation_task.result()
-        tasks = self._held_out[: self.config.evaluation.num_tasks_during_training]
+        tasks = self._held_out[: self.config.evaluation.first_tasks(len(self._held_out))]
+        self._evaluating = self.version
         self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
     async def maybe_checkpoint(self) -> None:
         """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
-        if self._checkpointer.is_due(self.version, is_last=self.version == self.total_steps):
+        is_last = self.version == self.total_steps
+        may_be_best = self.config.evaluation.keep_best and (is_last or self._evaluating == self.version)
+        if may_be_best or self._checkpointer.is_due(self.version, is_last=is_last):
+            self._checkpointer.spared = self.spared_versions()
             await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
+
+    def spared_versions(self) -> frozenset[int]:
+        """Versions whose checkpoints are kept, however old: the best one, and one whose evaluation goes on."""
+        if not self.config.evaluation.keep_best:
+            return frozenset()
+        best = best_of(self.evaluations)
+        return frozenset(version for version in (best and best.step, self._evaluating) if version)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
@@ -236,6 +250,7 @@ class Run:
         """Continue where `state_dict` was taken, at a policy version."""
         self.version = version
         self.evaluations = [evaluation_from(saved) for saved in state["evaluations"]]
+        self._write_best()
         self._mismatch.load_state_dict(state["mismatch"])
         self._instruments.hub.rewards[:] = state["rewards"]
         self._skipped_steps = state["skipped_steps"]
@@ -312,21 +327,47 @@ class Run:
             began_at = time.time()
             evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
+            self._evaluating = None
             self._failed_evaluations += 1
             self._instruments.hub.log(self.version, {"eval/failed": float(self._failed_evaluations)})
             self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
             return
+        self._evaluating = None
         if self._timeline is not None:
             self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
         self.evaluations.append(evaluation)
         self._instruments.hub.log(self.version, evaluation.metrics())
-        of_partner = "" if evaluation.partner is None else f", of the partner {evaluation.partner.accuracy:.3f},"
+        is_best = self._write_best() is evaluation
+        size = self.config.evaluation.answers_per_task
         self._instruments.note(
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
-            + f": accuracy {evaluation.accuracy:.3f}{of_partner} on {evaluation.num_tasks} held-out tasks"
-            + "".join(f", {name} {score.accuracy:.3f} ({score.num_tasks})" for name, score in evaluation.sets.items())
+            + f": {evaluation.score} on {evaluation.num_tasks} held-out tasks"
+            + (f" with {size} answers each" if size > 1 else "")
+            + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
+            + "".join(f"; {name}: {score} on {score.num_tasks}" for name, score in evaluation.sets.items())
+            + ("; the best so far" if is_best else "")
         )
+        if evaluation.num_unscorable:
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
+            self._instruments.note(
+                f"eval at v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
+                f"out ({reasons})"
+            )
+
+    def _write_best(self) -> Evaluation | None:
+        """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
+        best = best_of(self.evaluations) if self.config.evaluation.keep_best else None
+        path = self._instruments.run_dir / BEST_FILE
+        try:
+            if best is not None:
+                figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
+                write_text_atomically(path, json.dumps(figures) + "\n")
+            elif self._has_directory:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._instruments.note(f"{path} could not be written, so `export --best` may name an older step: {error}")
+        return best
 
     def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:
         flow, last, counts = self._flow, self.stats.last, self.counts()

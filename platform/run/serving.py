@@ -12,9 +12,8 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.actors.cluster import ray_session
 from penstock.actors.engine.client import RemoteEngine
@@ -27,7 +26,7 @@ from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.evaluation import Evaluator, SetScore
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
 from penstock.rollout.pool.pool import make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
@@ -151,7 +150,7 @@ async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> Weig
 
 
 def run_eval(config: RunConfig) -> int:
-    """Run `penstock eval`: greedy accuracy on held-out tasks.
+    """Run `penstock eval`: accuracy and mean reward on held-out tasks.
 
     Prints one JSON line with the results and returns the exit code.
     """
@@ -161,8 +160,21 @@ def run_eval(config: RunConfig) -> int:
 async def _evaluate(config: RunConfig) -> int:
     tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
     async with serving(config, "eval") as (runner, rewards):
-        evaluation = await Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens).evaluate(0, tasks)
-    figures = {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean, "tasks": evaluation.num_tasks}
-    sets = {"sets": {name: asdict(score) for name, score in evaluation.sets.items()}} if evaluation.sets else {}
+        sampling = rollout_sampling(config, runner.codec)
+        evaluator = Evaluator(runner, rewards, sampling, config.evaluation, config.dataflow.pass_reward)
+        evaluation = await evaluator.evaluate(0, tasks)
+    figures = _figures(evaluation.score)
+    if evaluation.num_unscorable:
+        figures |= {"unscorable": evaluation.num_unscorable, "failures": dict(evaluation.failures)}
+    sets = {"sets": {name: _figures(score) for name, score in evaluation.sets.items()}} if evaluation.sets else {}
     print(json.dumps({"model": model_path(config), **figures, **sets}))
     return EXIT_OK
+
+
+def _figures(score: SetScore) -> dict[str, Any]:
+    return {
+        "accuracy": score.accuracy,
+        "reward_mean": score.reward_mean,
+        "tasks": score.num_tasks,
+        **{f"pass@{k}": share for k, share in score.pass_at.items()},
+    }

@@ -255,7 +255,7 @@ class Simulation:
             runner,
             trainer=TimeSharedTrainer(client, pool) if config.colocated else client,
             publisher=publisher,
-            evaluator=Evaluator(examined, rewards, world.lengths.max_length),
+            evaluator=Evaluator(examined, rewards, ports.sampling, run_config(config).evaluation, pass_reward=1.0),
             monitor=self.monitor,
         )
         held_out = [make_task(EVALUATION_TASKS + number, environment_of(config)) for number in range(HELD_OUT_TASKS)]

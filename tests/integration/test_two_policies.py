@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from penstock.platform.metrics.trajectory_table import read_trajectories
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
@@ -32,7 +33,14 @@ def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_pa
     )
     train(
         tmp_path,
-        ["experiment=arithmetic_two_policies", *overrides, *of_partner, reward, f"total_steps={STEPS}"],
+        [
+            "experiment=arithmetic_two_policies",
+            *overrides,
+            *of_partner,
+            reward,
+            f"total_steps={STEPS}",
+            "evaluation.temperature=1.0",
+        ],
     )
     run_dir = tmp_path / "runs" / "two"
     summary = read_summary(run_dir)
@@ -44,3 +52,8 @@ def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_pa
     assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4
     for policy, size in (("policy", 32), ("partner", 48)):
         assert json.loads((run_dir / policy / "config.json").read_text())["hidden_size"] == size
+    answers = [
+        read_trajectories(run_dir / "evaluations" / name / f"step_{STEPS:06d}.parquet") for name in ("", "partner")
+    ]
+    assert [len(rows) for rows in answers] == [1, 1]
+    assert answers[0][0]["response"] != answers[1][0]["response"], "each policy's own"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -410,7 +410,7 @@ class SpooledUnderItsNumber(CheckpointFolder):
             return super().spool(name, payload)
         return f"{SPOOL}/{name}", len(data), zlib.crc32(data)
 
-    def prune(self, keep: int, newest: int) -> None:
+    def prune(self, keep: int, newest: int, spared: Collection[int] = ()) -> None:
         """Nothing is removed."""
 
 

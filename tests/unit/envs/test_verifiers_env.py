@@ -165,8 +165,7 @@ async def test_what_is_held_out_is_never_trained_on() -> None:
     split = source("single")
     held_out = split.held_out(5)
     assert not prompts(held_out) & prompts(list(islice(split.train(), 300)))
-    with pytest.raises(ValueError, match=r"has \d+ tasks, 99 were asked for"):
-        split.held_out(99)
+    assert split.held_out(99)[:5] == held_out
     given = source("eval")
     assert {task.fields["answer"] for task in given.held_out(6)} == {str(n + 1) for n in range(6, 12)}
     assert {task.fields["answer"] for task in islice(given.train(), 20)} == {str(n + 1) for n in range(6)}

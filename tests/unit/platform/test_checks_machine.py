@@ -43,6 +43,12 @@ class Source:
     def _task(self, index):
         return Task("t7" if self.same_id else f"t{index}", str(index).zfill(self.prompt_chars), {"answer": "1"})
 
+class Few(Source):
+    def held_out(self, num_tasks):
+        if num_tasks > 5:
+            raise ValueError("only 5")
+        return super().held_out(num_tasks)
+
 def broken(seed):
     raise RuntimeError("no luck")
 """
@@ -210,8 +216,17 @@ def test_both_forms_of_import_paths_work(overrides, path):
 
 def test_too_few_held_out_tasks_are_refused_with_both_numbers(overrides):
     typed = ["env.factory=penstock.envs.tasks.arithmetic:ArithmeticTasks", "env.args={digits: 1}"]
-    found = problem([*overrides, *typed])
-    assert "evaluation.num_tasks=1024" in found
+    found = problem([*overrides, *typed, "evaluation.num_tasks=64"])
+    assert "evaluation.num_tasks=64: there are only 8 held-out tasks" in found
+    found = problem([*overrides, *typed, "evaluation.num_tasks_during_training=64"])
+    assert "evaluation.num_tasks_during_training=64: there are only 8 held-out tasks" in found
+    load_config("train", [*overrides, *typed])
+
+
+def test_a_source_of_ones_own_that_raises_if_there_are_fewer_is_told_what_to_do(overrides):
+    found = problem([*overrides, "env.factory=my_plugin:Few"])
+    assert "env.factory=my_plugin:Few: held_out(1024) raised ValueError: only 5. If there are fewer" in found
+    load_config("train", [*overrides, "env.factory=my_plugin:Few", "evaluation.num_tasks=5"])
 
 
 def test_a_warm_start_needs_worked_answers(overrides):
@@ -232,7 +247,7 @@ def test_a_new_policy_needs_an_embedding_for_every_token(overrides):
 
 
 def test_too_few_held_out_tasks_for_a_warm_start_name_its_own_key(overrides):
-    with pytest.raises(ConfigError, match=r"sft.eval_tasks=1000000: arithmetic with digits=3"):
+    with pytest.raises(ConfigError, match=r"sft.eval_tasks=1000000: there are only 16200 held-out tasks"):
         load_config("sft", ["experiment=arithmetic_sft", "sft.eval_tasks=1000000"])
 
 

@@ -17,6 +17,8 @@ SUMMARY = {
     "steps": 5,
     "eval_before": 0.4,
     "eval_after": 0.9,
+    "eval_reward_before": 0.5,
+    "eval_reward_after": 0.95,
     "wall_s": 10.0,
     "tokens_trained": 5000,
 }
@@ -47,6 +49,7 @@ def test_only_differing_keys_are_shown_and_a_run_that_goes_on_has_gaps(tmp_path:
     assert told["status"] == ["completed", "incomplete"]
     assert told["steps"] == ["5", "3"]
     assert told["held-out accuracy"] == ["40.0% → 90.0%", "–"]
+    assert told["held-out reward"] == ["0.500 → 0.950", "–"]
     assert told["trained tokens per second"] == ["500", "–"]
     assert told["mean staleness, last 10 steps"] == ["1.00", "1.00"]
     assert "peak memory" not in told, "measured in neither"

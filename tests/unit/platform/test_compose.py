@@ -58,7 +58,7 @@ def test_the_demo_is_what_the_readme_says():
     assert (config.dataflow.batch_groups, config.dataflow.group_size, config.dataflow.max_staleness) == (32, 8, 2)
     assert config.model.path == "runs/arithmetic_sft-seed3/policy"
     assert config.run_dir == "runs/arithmetic"
-    assert config.evaluation.num_tasks >= 1024
+    assert config.evaluation.num_tasks is None, "all, at most 1024"
     sft = compose_config(["experiment=arithmetic_sft", "seed=3"], command="sft")
     assert config.model.path == f"{sft.run_dir}/policy"
     assert sft.model.shape == config.model.shape

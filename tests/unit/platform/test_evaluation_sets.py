@@ -17,6 +17,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import SamplingParams, Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.cli.main import app
+from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.hub import undeclared
 from penstock.platform.run.evaluation import Evaluation, Evaluator, SetScore, evaluation_from
 from tests.answers import answered
@@ -41,7 +42,8 @@ class Rewards:
 async def evaluated(*tasks: tuple[str, str]) -> Evaluation:
     numbered = enumerate(tasks)
     given = [Task(TaskId(f"t{index}"), reward, evaluation_set=name) for index, (name, reward) in numbered]
-    return await Evaluator(Runner(), Rewards(), 8).evaluate(3, given)  # type: ignore[arg-type]
+    evaluator = Evaluator(Runner(), Rewards(), SamplingParams(8), EvaluationConfig(), 1.0)  # type: ignore[arg-type]
+    return await evaluator.evaluate(3, given)
 
 
 async def test_each_set_has_its_own_figures_and_all_of_them_together_too() -> None:
@@ -75,7 +77,26 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
 
     notes: list[str] = []
     await run_of(set(), tmp_path, notes, evaluator=Given()).evaluate_first()  # type: ignore[arg-type]
-    assert notes[-1].endswith("accuracy 0.500 on 2 held-out tasks, easy 1.000 (1), hard 0.000 (1)")
+    assert notes[-1].endswith(
+        ": accuracy 0.500, mean reward 0.500 on 2 held-out tasks; easy: accuracy 1.000, mean reward 1.000 on 1; "
+        "hard: accuracy 0.000, mean reward 0.000 on 1"
+    )
+
+
+async def test_the_console_says_how_many_answers_are_left_out_and_why(tmp_path: Path) -> None:
+    class Given:
+        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+            del tasks
+            why = {"reward: the judge is down": 2, "env: a tool hung": 1}
+            return Evaluation(step, 0.0, 0.25, 0, 0, 5, num_unscorable=3, failures=why)
+
+    notes: list[str] = []
+    await run_of(set(), tmp_path, notes, evaluator=Given()).evaluate_first()  # type: ignore[arg-type]
+    assert notes == [
+        "eval at v0: mean reward 0.250, none solved on 5 held-out tasks",
+        "eval at v0: 3 answers could not be sampled or scored and are left out (2 × reward: the judge is down, 1 × "
+        "env: a tool hung)",
+    ]
 
 
 @pytest.mark.parametrize(

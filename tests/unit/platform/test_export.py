@@ -66,6 +66,18 @@ def test_the_newest_policy_is_written_or_that_of_a_step(
     assert f"\n# made, step {version}\n" in Path("out/README.md").read_text()
 
 
+def test_the_policy_of_the_best_evaluation_is_written(run_dir: Path) -> None:
+    assert "--best: " in (refused := run(str(run_dir), "--to", "out", "--best"))
+    assert refused.startswith("2 ")
+    assert "evaluation.keep_best=true writes it" in refused
+    (run_dir / "best.json").write_text('{"step": 40, "accuracy": 0.9, "reward_mean": 0.9}')
+    assert "--best --step 60: the two name different policies" in run(
+        str(run_dir), "--to", "out", "--best", "--step", "60"
+    )
+    assert run(str(run_dir), "--to", "out", "--best") == "0 policy of step 40 written to out\n"
+    assert Path("out/config.json").read_text() == "step_40"
+
+
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run_dir: Path) -> None:
     Path("there").mkdir()
     assert run(str(run_dir), "--to", "there").startswith("2 ")
@@ -83,6 +95,10 @@ def test_the_card_names_a_base_model_on_the_hub_and_no_path_of_this_machine(tmp_
     assert "base_model" not in card
     assert "| held-out accuracy | 0.400 before, 0.850 after |" in card
     assert "held-out" not in model_card(local, SUMMARY, {}, 40), "measured with another policy"
+    graded = SUMMARY | {"eval_before": None, "eval_reward_before": None, "eval_reward_after": 0.5}
+    card = model_card(local, graded, {}, 60)
+    assert "| held-out accuracy | not measured before, 0.850 after |" in card
+    assert "| held-out reward | not measured before, 0.500 after |" in card
     model = local.model.model_copy(update={"path": "Qwen/Qwen3-0.6B"})
     assert "\nbase_model: Qwen/Qwen3-0.6B\n" in model_card(local.model_copy(update={"model": model}), {}, {}, 40)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,34 @@ def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() ->
     assert "tiny [not markup]" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_graded_rewards_are_shown_by_their_mean_until_a_task_is_solved() -> None:
+    stream = io.StringIO()
+    hub = MetricsHub([], RunConsole(100, stream=stream))
+    hub.log(0, {"eval/accuracy": 0.0, "eval/reward_mean": 0.25})
+    hub.log(1, STEP)
+    hub.log(1, {"eval/accuracy": 0.1, "eval/reward_mean": 0.35})
+    hub.log(2, STEP)
+    hub.log(2, {"eval/accuracy": 0.0, "eval/reward_mean": 0.3})
+    hub.log(3, STEP)
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert [line[1] for line in lines if line[0] == "mean"] == ["mean", "share"], "the second heading"
+    assert [line[3] for line in lines if "/100" in line[0]] == ["0.250", "0.100", "0.000"]
+
+
+def test_the_last_lines_have_accuracy_and_mean_reward_or_of_graded_rewards_the_mean(tmp_path: Path) -> None:
+    def final(**figures: Any) -> str:
+        stream = io.StringIO()
+        RunConsole(100, stream=stream).final(a_summary(**figures), tmp_path)
+        return next(line for line in stream.getvalue().splitlines() if line.strip().startswith("eval"))
+
+    rewards = {"eval_reward_before": 0.25, "eval_reward_after": 0.5}
+    assert final(**rewards).endswith("accuracy 50.0% → 94.0%, mean reward 0.250 → 0.500")
+    graded = final(eval_before=0.0, eval_after=0.0, **rewards)
+    assert graded.endswith("mean reward 0.250 → 0.500  (none solved: all below dataflow.pass_reward)")
+    nothing = final(eval_before=0.0, eval_after=0.0, eval_reward_before=0.0, eval_reward_after=0.0)
+    assert nothing.endswith("accuracy 0.0% → 0.0%, mean reward 0.000 → 0.000")
 
 
 @pytest.mark.parametrize(

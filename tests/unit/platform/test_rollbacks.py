@@ -41,17 +41,24 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_new_step(pauses: list[float]) -> None:
+async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_new_step(
+    pauses: list[float], tmp_path: Path
+) -> None:
     actors = Actors()
     parts: Any = SimpleNamespace(actors=actors)
     trajectories = SimpleNamespace(drop_after=lambda _version: None)
-    instruments: Any = SimpleNamespace(run_dir=Path(), note=lambda _text: None, trajectories=trajectories)
+    instruments: Any = SimpleNamespace(run_dir=tmp_path, note=lambda _text: None, trajectories=trajectories)
     checkpoint: Any = SimpleNamespace(version=3, path=Path("c"))
     lost, rollbacks, config = RanksLostError("planted"), Rollbacks(), object()
+    (tmp_path / "evaluations").mkdir()
+    answers = [tmp_path / "evaluations" / f"step_{step:06d}.parquet" for step in (3, 4)]
+    for file in answers:
+        file.touch()
     for _ in range(MAX_ROLLBACKS_PER_HOUR):
         await asyncio.wait_for(roll_back(config, parts, instruments, lost, checkpoint, rollbacks, 7), 5.0)  # type: ignore[arg-type]
     with pytest.raises(RanksLostError, match="planted"):
         await roll_back(config, parts, instruments, lost, checkpoint, rollbacks, 7)  # type: ignore[arg-type]
+    assert [file.exists() for file in answers] == [True, False], "the answers of steps that are lost"
     assert actors.num_rollbacks == MAX_ROLLBACKS_PER_HOUR
     assert pauses[0] == 0.0
     assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses[1:], (1, 2, 4, 8), strict=True))

@@ -1,0 +1,63 @@
+"""Answers of evaluations as parquet, in the form of the trained trajectories: `evaluations/step_<n>.parquet`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.dataflow.ids import PARTNER, POLICY, PolicyId, TrajectoryId
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.platform.metrics.atomic_file import write_atomically
+from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, trajectory_row
+
+logger = logging.getLogger(__name__)
+
+EVALUATIONS_DIR = "evaluations"
+MAX_ROWS_PER_SET = 256
+"""Answers of one evaluation that are stored per evaluation set: those to its first tasks, the same in each one."""
+_SCHEMA = pa.schema([*TRAJECTORY_SCHEMA, ("evaluation_set", pa.string())])
+
+
+class EvaluationTable:
+    """Writes the answers of each evaluation, at most `MAX_ROWS_PER_SET` of each evaluation set.
+
+    Columns: those of `TrajectoryTable`, where step is the evaluated version, group_id the number of the task in the
+    evaluation and trajectory_id `<group_id>/<answer>`; and evaluation_set (empty if there is only one).
+    """
+
+    def __init__(self, run_dir: Path, policy_id: PolicyId = POLICY) -> None:
+        """Create the table. Answers of the partner policy are in `evaluations/partner/`."""
+        self._directory = run_dir / EVALUATIONS_DIR / (PARTNER if policy_id == PARTNER else "")
+
+    def drop_after(self, step: int) -> None:
+        """Remove the files of later steps, of both policies, whose training was lost."""
+        for path in self._directory.rglob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
+    def write(self, step: int, answers: Sequence[tuple[Task, Sequence[Trajectory]]]) -> None:
+        """Write the file of one evaluation atomically. One that cannot be written is a warning.
+
+        Args:
+            step: Version that was evaluated.
+            answers: Each task with its scored answers.
+        """
+        rows = []
+        num_rows: Counter[str] = Counter()
+        for index, (task, trajectories) in enumerate(answers):
+            for number, one in enumerate(trajectories[: MAX_ROWS_PER_SET - num_rows[task.evaluation_set]]):
+                named = replace(one, trajectory_id=TrajectoryId(f"{index}/{number}"))
+                rows.append({**trajectory_row(step, named, step), "evaluation_set": task.evaluation_set})
+                num_rows[task.evaluation_set] += 1
+        path = self._directory / f"step_{step:06d}.parquet"
+        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+        try:
+            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s. Training goes on without it.", path, error)

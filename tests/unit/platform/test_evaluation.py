@@ -1,0 +1,223 @@
+"""Evaluations of one or several answers per task, answers that fail, and the answers that are stored."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ids import PARTNER, TaskId
+from penstock.dataflow.ports import SamplingParams, Score
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.platform.config.schema import EvaluationConfig
+from penstock.platform.metrics.evaluation_table import MAX_ROWS_PER_SET, EvaluationTable
+from penstock.platform.metrics.hub import undeclared
+from penstock.platform.metrics.trajectory_table import read_trajectories
+from penstock.platform.run.evaluation import MAX_ATTEMPTS, Evaluation, Evaluator, best_of, evaluation_from, pass_at_k
+from tests.answers import answered
+
+
+class Runner:
+    """Each answer is `<member>`; `requests` are the members and sampling parameters."""
+
+    codec = SimpleNamespace(stop_token_ids=(1,))
+    pool = SimpleNamespace(in_use=nullcontext)
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, SamplingParams]] = []
+
+    async def run(self, context: Any, member: int, sampling: SamplingParams) -> Trajectory:
+        self.requests.append((member, sampling))
+        return replace(answered(str(member)), trajectory_id=context.trajectory_id(member))
+
+
+class Rewards:
+    """The prompt of a task lists the rewards of its answers; `x` fails."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: Counter[str] = Counter()
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        self.calls[trajectory.trajectory_id] += 1
+        reward = str(task.prompt).split()[int(trajectory.response) % self.size]
+        if reward == "x":
+            raise TrajectoryError("reward", "the judge is down")
+        return Score(float(reward), {})
+
+
+def tasks_of(*prompts: str, name: str = "") -> list[Task]:
+    return [Task(TaskId(f"t{index}"), prompt, evaluation_set=name) for index, prompt in enumerate(prompts)]
+
+
+def evaluator(runner: Runner, size: int = 1, pass_reward: float = 1.0, **settings: Any) -> Evaluator:
+    config = EvaluationConfig(answers_per_task=size, **settings)
+    sampling = SamplingParams(8, 0.7, (1,), seed=5)
+    return Evaluator(runner, Rewards(size), sampling, config, pass_reward)  # type: ignore[arg-type]
+
+
+async def test_one_answer_per_task_is_greedy_and_has_no_pass_at_k() -> None:
+    runner = Runner()
+    found = await evaluator(runner).evaluate(3, tasks_of("1", "0.5"))
+    assert (found.accuracy, found.reward_mean, found.num_tasks, found.pass_at) == (0.5, 0.75, 2, {})
+    assert [sampling.temperature for _, sampling in runner.requests] == [0.0, 0.0]
+    assert not any(name.startswith("eval/pass_at/") for name in found.metrics())
+
+
+async def test_several_answers_are_sampled_each_with_its_own_seed_and_give_avg_and_pass_at_k() -> None:
+    runner = Runner()
+    found = await evaluator(runner, 6, temperature=0.5).evaluate(3, tasks_of("1 1 1 0 0 0", "0 0 0 0 0 0.5"))
+    assert found.accuracy == 3 / 12, "avg@6"
+    assert found.reward_mean == 3.5 / 12
+    assert found.num_tasks == 2
+    # Of the first task, 3 of the 15 pairs hold no solution, and none of the 15 fours.
+    assert found.pass_at == pytest.approx({"2": (12 / 15) / 2, "4": 0.5, "6": 0.5})
+    assert found.metrics()["eval/pass_at/4"] == 0.5
+    assert undeclared(found.metrics()) == []
+    assert sorted(member for member, _ in runner.requests) == list(range(12))
+    assert {sampling.temperature for _, sampling in runner.requests} == {0.5}
+    assert len({sampling.seed for _, sampling in runner.requests}) == 12
+    assert {sampling.max_new_tokens for _, sampling in runner.requests} == {8}
+    assert evaluation_from(json.loads(json.dumps(asdict(found)))) == found
+
+
+async def test_every_evaluation_set_has_pass_at_k() -> None:
+    tasks = [*tasks_of("1 0", name="easy"), *tasks_of("0 0", name="hard")]
+    metrics = (await evaluator(Runner(), 2, temperature=1.0).evaluate(0, tasks)).metrics()
+    assert (metrics["eval/pass_at/2"], metrics["eval/pass_at/2/easy"], metrics["eval/pass_at/2/hard"]) == (
+        0.5,
+        1.0,
+        0.0,
+    )
+    assert undeclared(metrics) == []
+
+
+async def test_an_answer_solves_its_task_from_pass_reward_on() -> None:
+    found = await evaluator(Runner(), pass_reward=0.5).evaluate(0, tasks_of("0.5", "0.49"))
+    assert found.accuracy == 0.5
+
+
+async def test_failed_answers_are_counted_with_their_reason_and_in_no_figure() -> None:
+    found = await evaluator(Runner(), 2, temperature=1.0, max_failed_share=0.5).evaluate(
+        3, [*tasks_of("1 x", "1 0", name="easy"), *tasks_of("x x", name="gone")]
+    )
+    assert (found.accuracy, found.num_tasks, found.num_unscorable) == (2 / 3, 2, 3)
+    assert found.pass_at == {"2": 1.0}, "only the second task has two answers"
+    assert found.failures == {"reward: the judge is down": 3}
+    assert found.metrics()["eval/unscorable"] == 3
+    assert set(found.sets) == {"easy"}
+
+
+@pytest.mark.parametrize(("num_failed", "fails"), [(5, False), (6, True)])
+async def test_an_evaluation_fails_beyond_the_tolerated_share(num_failed: int, fails: bool) -> None:
+    tasks = tasks_of(*["x"] * num_failed, *["1"] * (100 - num_failed))
+    if not fails:
+        found = await evaluator(Runner()).evaluate(3, tasks)
+        assert (found.accuracy, found.num_tasks, found.num_unscorable) == (1.0, 95, 5)
+        return
+    message = (
+        r"6 of 100 answers could not be .*\.max_failed_share=0.05 tolerates fewer.* t\d: reward: the judge is down"
+    )
+    with pytest.raises(PenstockError, match=message):
+        await evaluator(Runner()).evaluate(3, tasks)
+
+
+async def test_each_answer_has_three_attempts() -> None:
+    one = evaluator(Runner())
+    with pytest.raises(PenstockError, match="1 of 1 answers"):
+        await one.evaluate(0, tasks_of("x"))
+    assert set(one._rewards.calls.values()) == {MAX_ATTEMPTS}  # type: ignore[attr-defined]
+
+
+def test_of_graded_rewards_the_mean_is_the_headline() -> None:
+    solved = Evaluation(0, 0.25, 0.5, 0, 0, 4, pass_at={"2": 0.5})
+    assert str(solved.score) == "accuracy 0.250, mean reward 0.500, pass@2 0.500"
+    assert str(replace(solved, accuracy=0.0).score) == "mean reward 0.500, none solved"
+    assert str(Evaluation(0, 0.0, 0.0, 0, 0, 4).score) == "accuracy 0.000, mean reward 0.000"
+
+
+def test_the_best_evaluation_has_the_highest_accuracy_then_reward_and_is_of_a_trained_policy() -> None:
+    def one(step: int, accuracy: float, reward_mean: float) -> Evaluation:
+        return Evaluation(step, accuracy, reward_mean, step, step, 4)
+
+    before = one(0, 1.0, 1.0)
+    assert best_of([before]) is None
+    graded = [before, one(20, 0.0, 0.4), one(40, 0.0, 0.6), one(60, 0.0, 0.6)]
+    assert best_of(graded) is graded[2], "the first of equals"
+    solved = one(80, 0.1, 0.2)
+    assert best_of([*graded, solved]) is solved
+
+
+def step_files(run_dir: Path) -> list[str]:
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.parquet"))
+
+
+async def test_the_answers_are_stored_with_their_evaluation_set(tmp_path: Path) -> None:
+    one = evaluator(Runner(), 2, temperature=1.0, max_failed_share=0.5)
+    one._table = EvaluationTable(tmp_path)
+    await one.evaluate(20, [*tasks_of("1 x", name="easy"), *tasks_of("0 0.5", name="hard")])
+    assert step_files(tmp_path) == ["evaluations/step_000020.parquet"]
+    rows = read_trajectories(tmp_path / "evaluations" / "step_000020.parquet")
+    shown = [(row["trajectory_id"], row["group_id"], row["evaluation_set"], row["reward"], row["step"]) for row in rows]
+    assert shown == [("0/0", 0, "easy", 1.0, 20), ("1/0", 1, "hard", 0.0, 20), ("1/1", 1, "hard", 0.5, 20)]
+    assert [row["response"] for row in rows] == ["0", "2", "3"]
+
+
+def test_so_many_answers_of_each_set_are_stored_those_to_its_first_tasks(tmp_path: Path) -> None:
+    answers: list[tuple[Task, Sequence[Trajectory]]] = []
+    for name in ("easy", "hard"):
+        tasks = tasks_of(*[""] * (MAX_ROWS_PER_SET // 3 + 5), name=name)
+        answers += [(task, [answered("a"), answered("b"), answered("c")]) for task in tasks]
+    EvaluationTable(tmp_path).write(1, answers)
+    rows = pq.ParquetFile(tmp_path / "evaluations" / "step_000001.parquet").read().to_pylist()
+    assert Counter(row["evaluation_set"] for row in rows) == {"easy": MAX_ROWS_PER_SET, "hard": MAX_ROWS_PER_SET}
+    assert [row["trajectory_id"] for row in rows[:4]] == ["0/0", "0/1", "0/2", "1/0"]
+
+
+def test_files_of_steps_that_were_lost_are_removed_for_both_policies(tmp_path: Path) -> None:
+    for table in (EvaluationTable(tmp_path), EvaluationTable(tmp_path, PARTNER)):
+        for step in (0, 20, 40):
+            table.write(step, [(tasks_of("")[0], [answered("a")])])
+    EvaluationTable(tmp_path).drop_after(20)
+    kept = ["step_000000.parquet", "step_000020.parquet"]
+    assert step_files(tmp_path) == [
+        *(f"evaluations/partner/{name}" for name in kept),
+        *(f"evaluations/{name}" for name in kept),
+    ]
+
+
+def test_a_full_disk_does_not_end_the_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "evaluations").write_text("a file in place of the folder")
+    EvaluationTable(tmp_path).write(3, [(tasks_of("")[0], [answered("a")])])
+    assert "step_000003.parquet cannot be written" in caplog.text
+
+
+def share_of_draws(is_solved: Sequence[bool], k: int, good: Callable[[Sequence[bool]], bool]) -> float:
+    draws = list(combinations(is_solved, k))
+    return sum(good(draw) for draw in draws) / len(draws)
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
+        lambda one: st.tuples(st.just(one), st.integers(1, len(one)))
+    )
+)
+def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_that_hold_a_solution(case: tuple[list[bool], int]) -> None:
+    is_solved, k = case
+    assert pass_at_k(len(is_solved), sum(is_solved), k) == pytest.approx(share_of_draws(is_solved, k, any))
+
+
+def test_pass_at_k_of_many_answers_is_finite() -> None:
+    assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
