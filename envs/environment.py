@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.contract import TaskSource
@@ -64,6 +64,8 @@ class Observation:
         counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
         thread: Thread of the next turn. A new name opens a thread, with this observation as its whole prompt.
         fork_of: Thread to fork: the new thread begins with all its tokens, followed by this observation.
+        tools: Tools that the policy may call, in the form of OpenAI. They are declared before the chat messages that
+            begin a thread; no effect on later observations and on plain text.
     """
 
     content: str | Sequence[Message]
@@ -72,6 +74,7 @@ class Observation:
     counts: Mapping[str, float] = field(default_factory=dict)
     thread: str = MAIN_THREAD
     fork_of: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def messages(self) -> list[Message]:

@@ -146,10 +146,14 @@ async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequen
         say(f"loading {reward.label}")
         await runner.start()
         scored = _Scored(runner, say)
-        garbage = await scored.rewards("garbage", [(task, text) for task in tasks for text in GARBAGE], len(GARBAGE))
+        answers = [(task, text) for task in tasks for text in GARBAGE]
+        garbage = await scored.rewards("garbage", answers, len(GARBAGE))
         if isinstance(garbage, str):
             return [_bad("garbage gets no full reward", garbage)]
-        findings = [Finding("garbage gets no full reward", max(garbage) < FULL_REWARD, f"at most {max(garbage):g}")]
+        best = max(garbage)
+        is_low, (task, text) = best < FULL_REWARD, answers[garbage.index(best)]
+        which = "" if is_low else f": {text!r} for task {task.task_id}; a right answer gets {FULL_REWARD:g} or more"
+        findings = [Finding("garbage gets no full reward", is_low, f"at most {best:g}{which}")]
         gold_response = getattr(source, "gold_response", None)
         if gold_response is None:
             return [*findings, Finding(name, None, "it has no gold_response(task)")]

@@ -87,4 +87,6 @@ async def take_turns(played: PlayedEpisode, reply: EpisodeReply, actions: Sequen
 
 def _observation(reply: ObservationReply) -> Observation:
     role, thread = cast("Role", reply["role"]), reply.get("thread", MAIN_THREAD)
-    return Observation(reply["content"], role, thread=thread, fork_of=reply.get("fork_of"))
+    return Observation(
+        reply["content"], role, thread=thread, fork_of=reply.get("fork_of"), tools=reply.get("tools", [])
+    )

@@ -2,7 +2,8 @@
 
     cd examples
     penstock env check calculator:CalculatorTasks
-    penstock train experiment=text env=gsm8k env.factory=calculator:CalculatorTasks '~env.args' reward=episode --dry-run
+    penstock train experiment=text env.factory=calculator:CalculatorTasks '~env.args' reward=episode \\
+        rollout.sampling.max_new_tokens=128 name=calculator
 
 The policy writes `<tool_call>{"name": "calculate", "arguments": {"expression": "12*34"}}</tool_call>`.
 """

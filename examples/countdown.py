@@ -2,7 +2,7 @@
 
     cd examples
     penstock train experiment=arithmetic env.factory=countdown:CountdownTasks 'env.args={chat: false}' \\
-        reward.fn=countdown:countdown_reward --dry-run
+        reward.fn=countdown:countdown_reward name=countdown
 
 The verifier is exact: fractions, and no `eval` of what the policy wrote. Every task can be solved: the target is
 computed from a random expression, which is its gold trace. Difficulty: `num_numbers`, `max_number`, `max_target`.

@@ -1,4 +1,9 @@
-"""Parallel reasoning: a plan, `k` drafts that fork from it, and an answer that has read them all."""
+"""Parallel reasoning: a plan, `k` drafts that fork from it, and an answer that has read them all.
+
+In this folder:
+
+    penstock train experiment=arithmetic env.factory=drafts:Drafts env.episode.max_threads=4 reward=episode name=drafts
+"""
 
 from penstock.envs.environment import Done, Environment, Observation
 from penstock.envs.tasks.arithmetic import ArithmeticTasks

@@ -3,7 +3,7 @@
     cd examples
     penstock env play guessing:GuessingGame high=100
     penstock train experiment=arithmetic env.factory=guessing:GuessingGame 'env.args={high: 1000, max_guesses: 12}' \\
-        env.episode.max_turns=12 reward=episode evaluation.num_tasks=64 --dry-run
+        env.episode.max_turns=12 reward=episode evaluation.num_tasks=64 name=guessing
 
 With `chat: false` everything is written in characters that the tiny policies know: `?1-30` asks, `<` and `>` answer.
 """

@@ -7,7 +7,7 @@ leaves such a multiple, or if no move does.
     cd examples
     penstock env play nim:NimGame
     penstock train experiment=arithmetic env.factory=nim:NimGame 'env.args={high: 40}' env.episode.max_turns=40 \\
-        reward=episode evaluation.num_tasks=2 --dry-run
+        reward=episode evaluation.num_tasks=2 name=nim
 
 With `chat: false` everything is written in characters that the tiny policies know: `14:` asks, `3` takes three.
 """

@@ -1,4 +1,10 @@
-"""Your own agent program, in its own process; docs/guides/openai-endpoint.md goes through it."""
+"""Your own agent program, in its own process; docs/guides/openai-endpoint.md goes through it.
+
+In this folder:
+
+    penstock train experiment=text env=agent env.args.tasks=own_agent:Codes 'env.args.agent=[python, own_agent.py]' \\
+        reward=episode name=own_agent
+"""
 
 import json
 import sys

@@ -1,4 +1,10 @@
-"""Your own multi-turn environment, and a reward for it; docs/guides/first-environment.md goes through it."""
+"""Your own multi-turn environment, and a reward for it; docs/guides/first-environment.md goes through it.
+
+In this folder:
+
+    penstock train experiment=arithmetic env.factory=own_environment:HotOrCold '~env.args' reward=episode \\
+        reward.fn=own_reward:quick evaluation.num_tasks=64 name=own_environment
+"""
 
 from penstock.envs.environment import Done, Environment, Observation
 from penstock.envs.tasks.generated_tasks import GeneratedTasks

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "data" / "chat_templates"
-END_OF_TURN = {"chatml": "<|im_end|>", "llama": "<|eot_id|>"}
+END_OF_TURN = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "llama": "<|eot_id|>"}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CORPUS = ["the tool answered the user", "call the tool with numbers 12 34 56", "You are helpful. assistant user system"]
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 from penstock.envs.endpoint.requests import ApiError, Call, ChatMessage, ChatRequest, bad_request
 from penstock.envs.environment import Message
-from penstock.envs.tools.functions import CALL_OPENING, describe_tools, parse_calls
-from penstock.envs.tools.tool_environment import with_tools
+from penstock.envs.tools.functions import CALL_OPENING, parse_calls
 
 NewContent = str | list[Message]
-"""The text or chat messages that a request adds to the history; the first request adds the whole prompt."""
+"""The text or chat messages that a request adds to the history, without tools; the first adds the whole prompt."""
 
 
 class MessageHistory:
@@ -35,12 +34,10 @@ class MessageHistory:
         if self._first is None:
             if request.messages is None:
                 return request.prompt
-            messages = [_rendered(message) for message in request.messages]
-            tools = [json.loads(tool) for tool in request.tools]
-            return with_tools(messages, describe_tools(tools)) if tools else messages
+            return [_rendered(message) for message in request.messages]
         if (request.messages is None) != (self._first.messages is None):
             raise _history_changed(request.param, "Chat and plain completions cannot be mixed.")
-        if request.tools != self._first.tools:
+        if request.tool_schemas != self._first.tool_schemas:  # in any order of their keys
             raise _history_changed("tools", "The tools differ from those of the first request.")
         if request.messages is None:
             if not request.prompt.startswith(self._text):

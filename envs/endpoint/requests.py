@@ -113,7 +113,7 @@ class ChatRequest:
     Attributes:
         messages: Messages of a chat; None for a plain completion.
         prompt: Prompt of a plain completion.
-        tools: Tools, each as JSON text with sorted keys.
+        tools: Tools, each as JSON text.
         max_tokens: Limit of the caller.
         ignored: Parameters that have no effect.
     """
@@ -132,6 +132,11 @@ class ChatRequest:
     def param(self) -> str:
         """Name of the parameter with the text, for errors."""
         return "prompt" if self.messages is None else "messages"
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools as objects."""
+        return [json.loads(tool) for tool in self.tools]
 
 
 def _to_text(content: object) -> str:
@@ -270,10 +275,7 @@ def parse_chat(body: object) -> ChatRequest:
     if chat.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's: there is nothing to answer", "messages")
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
-    tools = [
-        json.dumps(tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True), sort_keys=True)
-        for tool in chat.tools
-    ]
+    tools = [json.dumps(tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True)) for tool in chat.tools]
     strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
     return replace(
         common,

@@ -10,6 +10,7 @@ from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece
+from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 
@@ -36,6 +37,8 @@ class ScriptedPolicy:
         Raises:
             ApiError: 429, if there is no answer left.
         """
+        if exchange.request.tools and self.num_answers == 0 and not isinstance(content, str):
+            content = with_tools(content, exchange.request.tool_schemas)
         text = await self._say(content)
         if text is None:
             self.is_over = True

@@ -17,13 +17,15 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
 from jsonschema import Draft202012Validator
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+
+from penstock.envs.environment import Message
 
 Outcome = Literal["ok", "bad_json", "unknown_tool", "bad_arguments", "error", "timeout"]
 
@@ -103,13 +105,26 @@ def _parse(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
-def describe_tools(schemas: Iterable[dict[str, Any]]) -> str:
-    """Text for a system prompt: the tools, and the format of a call."""
+def with_tools(messages: Sequence[Message], schemas: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """The messages, with the tools and the format of a call at the end of their system message.
+
+    For policies whose chat template does not do this itself (rollout/tokenization/turn_template.py).
+    """
     tools = "\n".join(json.dumps(schema) for schema in schemas)
-    return (
+    description = (
         f"You may call these functions:\n<tools>\n{tools}\n</tools>\nFor each call write\n"
         '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
     )
+    first, rest = messages[0], list(messages[1:])
+    if first["role"] == "system":
+        return [{"role": "system", "content": f"{first['content']}\n\n{description}"}, *rest]
+    return [{"role": "system", "content": description}, first, *rest]
+
+
+def asks_for_calls(text: str) -> bool:
+    """Whether a text shows a call in the format that `parse_calls` reads, as chat templates of Qwen and Hermes do."""
+    shown = re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.DOTALL)
+    return any('"name"' in call and '"arguments"' in call for call in shown)
 
 
 class Toolbox:
@@ -147,10 +162,6 @@ class Toolbox:
             }
             for tool in self._tools.values()
         ]
-
-    def describe(self) -> str:
-        """See `describe_tools`."""
-        return describe_tools(self.schemas())
 
     async def run(self, call: ToolCall) -> ToolResult:
         """Make one call and return its result, also after an error. A plain function runs in a thread, which keeps

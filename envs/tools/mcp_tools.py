@@ -20,7 +20,7 @@ from typing import IO, Any
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Observation
 from penstock.envs.tools.functions import DescribedTool, Toolbox, ToolError, ToolServerError
-from penstock.envs.tools.tool_environment import ToolEnvironment, prompt_with_tools
+from penstock.envs.tools.tool_environment import ToolEnvironment
 
 _MAX_STDERR_BYTES = 500
 _CLOSE_S = 8.0
@@ -197,7 +197,7 @@ class McpToolEnvironment(ToolEnvironment):
         self._sessions = [McpSession(server, self.tool_timeout_s) for server in self.servers]
         offered = [await session.open() for session in self._sessions]
         self.toolbox = Toolbox([*self.tools, *(tool for tools in offered for tool in tools)], self.tool_timeout_s)
-        return prompt_with_tools(task, self.toolbox)
+        return Observation(task.prompt, tools=self.toolbox.schemas())
 
     async def close(self) -> None:
         """End the servers."""

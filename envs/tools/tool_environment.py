@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import RewardResult
-from penstock.envs.environment import Action, Done, Environment, Message, Observation
+from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tools.functions import Tool, Toolbox, parse_calls
 
 
@@ -33,9 +33,9 @@ class ToolEnvironment(Environment):
         """Reward of the final answer, the text of the turn without a call."""
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """The prompt; chat messages get the tools in their system message."""
+        """The prompt, and the tools."""
         self.task = task
-        return prompt_with_tools(task, self.toolbox)
+        return Observation(task.prompt, tools=self.toolbox.schemas())
 
     async def step(self, action: Action) -> Observation | Done:
         """Run the calls of a turn one after the other, or score the answer."""
@@ -51,18 +51,3 @@ class ToolEnvironment(Environment):
         if left := len(calls) - len(results):
             messages.append({"role": "tool", "content": f"error: {left} more calls were ignored; {len(results)} fit"})
         return Observation(messages, role="tool", counts={name: float(count) for name, count in counts.items()})
-
-
-def prompt_with_tools(task: Task, toolbox: Toolbox) -> Observation:
-    """The prompt of a task; chat messages get the tools in their system message."""
-    if isinstance(task.prompt, str):
-        return Observation(task.prompt)
-    return Observation(with_tools(task.prompt, toolbox.describe()))
-
-
-def with_tools(messages: Sequence[Message], description: str) -> list[Message]:
-    """The messages, with the description of the tools at the end of their system message."""
-    first, rest = messages[0], list(messages[1:])
-    if first["role"] == "system":
-        return [{"role": "system", "content": f"{first['content']}\n\n{description}"}, *rest]
-    return [{"role": "system", "content": description}, first, *rest]

@@ -23,7 +23,7 @@ import queue
 import resource
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 from penstock.dataflow.errors import ConfigError
@@ -43,6 +43,7 @@ class ObservationReply(TypedDict, total=False):
     role: str
     thread: str
     fork_of: str
+    tools: list[dict[str, Any]]
 
 
 class EpisodeReply(ObservationReply, total=False):
@@ -111,6 +112,8 @@ def _from_one(returned: Observation | Done, method: str) -> EpisodeReply:
     if not all(isinstance(name, str) for name in (returned.thread, returned.fork_of) if name is not None):
         names = f"thread {returned.thread!r:.100} and fork_of {returned.fork_of!r:.100}"
         return {"error": f"{method} returned an Observation with {names}; expected names, as text"}
+    if not _are_objects(list(returned.tools)):
+        return {"error": f"{method} returned an Observation with tools {returned.tools!r:.200}; expected objects"}
     return {**reply, **_to_observation_reply(returned)}
 
 
@@ -122,6 +125,8 @@ def _to_observation_reply(observation: Observation) -> ObservationReply:
         reply["thread"] = observation.thread
     if observation.fork_of is not None:
         reply["fork_of"] = observation.fork_of
+    if observation.tools:
+        reply["tools"] = [dict(tool) for tool in observation.tools]
     return reply
 
 
@@ -133,6 +138,10 @@ def _is_content(content: object) -> bool:
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in content
     )
+
+
+def _are_objects(tools: object) -> bool:
+    return isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
 
 
 def is_episode_hello(hello: object) -> bool:
@@ -164,6 +173,8 @@ def _is_observation_reply(reply: object) -> bool:
     if not isinstance(reply, dict):
         return False
     if not _is_content(reply.get("content")) or reply.get("role") not in get_args(Role):
+        return False
+    if not _are_objects(reply.get("tools", [])):
         return False
     return all(isinstance(reply.get(name, ""), str) for name in ("thread", "fork_of"))
 

@@ -25,6 +25,7 @@ from penstock.envs.registry import factory_path, known_factories
 from penstock.envs.scripted_check import Finding, check_environment
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
+from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
@@ -146,7 +147,8 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
                 actions = []
                 for turn, one in enumerate(said, num_turns):
                     name = "" if one.thread == MAIN_THREAD else f"{one.thread}: "
-                    console.print(f"{name}{one.content}", markup=False)
+                    shown = with_tools(one.messages, one.tools) if one.tools else one.content
+                    console.print(f"{name}{shown}", markup=False)
                     actions.append(Action(await asyncio.to_thread(_line, ask), turn=turn, thread=one.thread))
                 if not all(action.text for action in actions):
                     return 0

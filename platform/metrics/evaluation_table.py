@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId, TrajectoryId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.metrics.atomic_file import write_atomically
-from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, trajectory_row
+from penstock.platform.metrics.run_files import EVALUATIONS_DIR
+from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, TokenTexts, trajectory_row
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS_DIR = "evaluations"
 MAX_ROWS_PER_SET = 256
 """Answers of one evaluation that are stored per evaluation set: those to its first tasks, the same in each one."""
 _SCHEMA = pa.schema([*TRAJECTORY_SCHEMA, ("evaluation_set", pa.string())])
@@ -31,8 +31,17 @@ class EvaluationTable:
     evaluation and trajectory_id `<group_id>/<answer>`; and evaluation_set (empty if there is only one).
     """
 
-    def __init__(self, run_dir: Path, policy_id: PolicyId = POLICY) -> None:
-        """Create the table. Answers of the partner policy are in `evaluations/partner/`."""
+    def __init__(
+        self, run_dir: Path, policy_id: PolicyId = POLICY, token_texts: TokenTexts | None = None
+    ) -> None:
+        """Create the table. Answers of the partner policy are in `evaluations/partner/`.
+
+        Args:
+            run_dir: Directory of the run.
+            policy_id: Whose answers are written.
+            token_texts: Splits token ids into texts; None leaves the column `tokens` empty.
+        """
+        self._token_texts = token_texts
         self._directory = run_dir / EVALUATIONS_DIR / (PARTNER if policy_id == PARTNER else "")
 
     def drop_after(self, step: int) -> None:
@@ -53,7 +62,7 @@ class EvaluationTable:
         for index, (task, trajectories) in enumerate(answers):
             for number, one in enumerate(trajectories[: MAX_ROWS_PER_SET - num_rows[task.evaluation_set]]):
                 named = replace(one, trajectory_id=TrajectoryId(f"{index}/{number}"))
-                rows.append({**trajectory_row(step, named, step), "evaluation_set": task.evaluation_set})
+                rows.append({**trajectory_row(step, named, step, self._token_texts), "evaluation_set": task.evaluation_set})
                 num_rows[task.evaluation_set] += 1
         path = self._directory / f"step_{step:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=_SCHEMA)

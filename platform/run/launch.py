@@ -313,7 +313,7 @@ async def build_run(
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
-        table = EvaluationTable(instruments.run_dir)
+        table = EvaluationTable(instruments.run_dir, token_texts=codec.token_texts)
         runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes, table))
         # With two policies it refuses every change, so the publisher is always that of a single policy.
         publisher = cast("ActorWeightPublisher", runtime.publisher)
@@ -322,7 +322,7 @@ async def build_run(
         if actors.partner is not None:
             view = config.partner_view
             runner = make_runner(view, actors.partner.engines, codec, episodes)
-            table = EvaluationTable(instruments.run_dir, PARTNER)
+            table = EvaluationTable(instruments.run_dir, PARTNER, codec.token_texts)
             partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes, table))
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
@@ -53,8 +53,11 @@ class SimulatedCodec(TokenCodec):
         self.stop_token_ids = (0,)
         self._prompt_tokens = prompt_tokens
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def encode_prompt(
+        self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         assert isinstance(prompt, str)
+        assert not tools
         return prompt_ids(int(prompt), self._prompt_tokens)
 
     def encode_observation(self, content: str | Sequence[dict[str, str]], _last_token: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -122,10 +122,16 @@ class TokenCodec:
         tokenizer_eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokenizer_eos, *generation_eos_ids}))
 
-    def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def encode_prompt(
+        self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Tokenise plain text as it is, or render chat messages with the generation prompt and tokenise that.
 
         No special token is added to plain text: the model sees exactly what the environment wrote.
+
+        Args:
+            prompt: Text or chat messages.
+            tools: Tools in the form of OpenAI, declared with chat messages; no effect on text.
 
         Raises:
             ConfigError: If the task gives messages and the tokenizer has no chat template.
@@ -135,7 +141,7 @@ class TokenCodec:
         if not isinstance(prompt, str) and not _are_messages(prompt):
             gave = f"{prompt!r:.200} of type {type(prompt).__name__}"
             raise TrajectoryError("env", f"the prompt is {gave}; expected text, or chat messages (at least one)")
-        ids = self._encode_text(prompt) if isinstance(prompt, str) else self.turn_template.prompt_ids(prompt)
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self.turn_template.prompt_ids(prompt, tools)
         if not ids:
             raise TrajectoryError("env", f"the prompt {prompt!r} has no tokens, so there is nothing to continue")
         return ids

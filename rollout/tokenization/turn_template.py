@@ -14,16 +14,21 @@ and closes the turn.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.envs.tools.functions import asks_for_calls, with_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _OPENING = [{"role": "user", "content": "?"}]
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class TurnTemplate:
@@ -44,13 +49,36 @@ class TurnTemplate:
             )
         self._check_generation_prompt()
 
-    def prompt_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def prompt_ids(
+        self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Token ids of a whole prompt, generation prompt included.
+
+        Args:
+            messages: The prompt.
+            tools: Tools in the form of OpenAI. The template declares them if it `declares_tools`, else `with_tools`.
 
         Raises:
             TrajectoryError: kind `env`, if the template refuses the messages, or their text cannot be encoded.
         """
-        return tuple(self._applied(messages, _bad_messages, add_generation_prompt=True, tokenize=True))
+        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True}
+        if tools and self.declares_tools:
+            options["tools"] = list(tools)
+        elif tools:
+            messages = with_tools(messages, tools)
+        return tuple(self._applied(messages, _bad_messages, **options))
+
+    @cached_property
+    def declares_tools(self) -> bool:
+        """Whether the template declares tools itself and asks for calls in the format that we parse.
+
+        Seen in what it writes for a tool of ours. Templates that ask for another format (Llama 3, Mistral, Qwen3-Coder)
+        or refuse tools are used without them.
+        """
+        try:
+            return asks_for_calls(self._render(_OPENING, _bad_template, tools=[_TOOL]))
+        except ConfigError:
+            return False
 
     def between(self, messages: Sequence[dict[str, str]], end_of_turn: str) -> str:
         """Text from the end of an answer to the beginning of the next.
@@ -96,10 +124,12 @@ class TurnTemplate:
         problem: Callable[[str], Exception],
         *,
         add_generation_prompt: bool = True,
+        **options: Any,
     ) -> str:
-        return str(self._applied(messages, problem, add_generation_prompt=add_generation_prompt, tokenize=False))
+        options |= {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+        return str(self._applied(messages, problem, **options))
 
-    def _applied(self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], **options: bool) -> Any:
+    def _applied(self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
         except Exception as cause:  # jinja runs the template's own code, which may raise anything

@@ -64,7 +64,7 @@ class Recording:
         if before is not None and len(before.turns) >= self._budget.max_turns:
             self.overrun = self.overrun or "max_turns"
             raise too_many_turns(self._budget.max_turns)
-        token_ids = self._encode(content, request.param)
+        token_ids = self._encode(content, request)
         num_prompt = len(token_ids) + (before.num_tokens if before else 0)
         if num_prompt >= self._budget.max_tokens:
             self.overrun = self.overrun or "max_tokens"
@@ -120,15 +120,15 @@ class Recording:
         episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
         return build_trajectory([conversation], task, trajectory_id, episode)
 
-    def _encode(self, content: NewContent, param: str) -> tuple[int, ...]:
+    def _encode(self, content: NewContent, request: ChatRequest) -> tuple[int, ...]:
         try:
             if self._conversation is None:
-                return self._codec.encode_prompt(content)
+                return self._codec.encode_prompt(content, request.tool_schemas)
             return self._codec.encode_observation(content, self._conversation.token_ids[-1])
         except TrajectoryError as error:
-            raise bad_request(error.detail, param, "invalid_value") from error
+            raise bad_request(error.detail, request.param, "invalid_value") from error
         except ConfigError as error:
-            raise bad_request(" ".join(error.violations), param, "invalid_value") from error
+            raise bad_request(" ".join(error.violations), request.param, "invalid_value") from error
 
 
 class TurnReader:

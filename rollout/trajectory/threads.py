@@ -64,7 +64,7 @@ class Threads:
         for one in observations:
             before = self.conversations.get(one.thread if one.fork_of is None else one.fork_of)
             if before is None:
-                token_ids = self._codec.encode_prompt(one.content)
+                token_ids = self._codec.encode_prompt(one.content, one.tools)
             else:
                 content = one.messages if before.is_chat else one.text
                 token_ids = self._codec.encode_observation(content, before.token_ids[-1])

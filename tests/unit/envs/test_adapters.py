@@ -119,6 +119,14 @@ def test_a_gymnasium_environment_is_played_by_words() -> None:
     environment.close()
 
 
+def test_another_game_gets_no_arguments_of_frozen_lake() -> None:
+    game = compose_config(["experiment=arithmetic", "env=gymnasium", "env.args.id=Taxi-v4", "reward=episode"])
+    assert game.env.args == {"id": "Taxi-v4"}
+    lake = compose_config(["experiment=arithmetic", "env=frozen_lake", "reward=episode"])
+    assert lake.env.factory == "gymnasium"
+    assert lake.env.args["action_names"] == ["left", "down", "right", "up"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

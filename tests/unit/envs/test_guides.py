@@ -25,7 +25,7 @@ from penstock.envs.environment import Action
 from penstock.envs.loading import load_task_source
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
-from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer, character_tokenizer
 from tests.answers import answered
 from tests.model_folder import write_model
 
@@ -115,6 +115,8 @@ def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) ->
 
     for model in ("exported", "runs/arithmetic-seed0/policy"):
         character_tokenizer().save_pretrained(write_model(folder / model))
+    chat = {"vocab_size": 259, "max_position_embeddings": 1024}
+    byte_tokenizer().save_pretrained(write_model(folder / "my-model", **chat))
     words = HERE[line]
     if words[0] in TRAINING | {"sweep"} and "--dry-run" not in words:
         words = [*words, "--dry-run"]  # training itself has its own tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -106,7 +107,7 @@ async def test_tools_are_described_and_called_and_a_server_that_dies_fails_the_a
     monkeypatch.setenv("MY_SECRET", "x")
     tools = ["add", "fail", "secrets", "die"]
     async with episode(stdio(program, variables={"MINE": "1"}, tools=tools)) as playing:
-        prompt = (await playing.reset(TASK)).text
+        prompt = json.dumps((await playing.reset(TASK)).tools)
         assert '"name": "add", "description": "Add two numbers."' in prompt
         assert '"pid"' not in prompt
         assert await said(playing, call("add", a=2)) == "3"

@@ -6,14 +6,16 @@ import asyncio
 import re
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, parse_calls
+from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, parse_calls, with_tools
 from penstock.envs.tools.tool_environment import ToolEnvironment
+from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply
 
 
 def add(a: int, b: int = 1) -> int:
@@ -161,14 +163,23 @@ class Sums(ToolEnvironment):
         return {"right": float(answer == task.fields["answer"])}
 
 
-def test_tools_are_described_in_the_system_message() -> None:
+def test_tools_are_given_with_the_prompt_and_can_be_described_in_the_system_message() -> None:
     user = {"role": "user", "content": "2+3?"}
-    said = Sums().reset(Task(TaskId("t"), [user])).messages
+    begun = Sums().reset(Task(TaskId("t"), [user]))
+    assert begun.messages == [user]
+    assert [tool["function"]["name"] for tool in begun.tools] == ["add", "fails"]
+    said = with_tools([user], begun.tools)
     assert [message["role"] for message in said] == ["system", "user"]
     assert '"name": "add"' in said[0]["content"]
-    said = Sums().reset(Task(TaskId("t"), [{"role": "system", "content": "Be brief."}, user])).messages
+    said = with_tools([{"role": "system", "content": "Be brief."}, user], begun.tools)
     assert said[0]["content"].startswith("Be brief.\n\nYou may call")
     assert said[1:] == [user]
+
+
+@pytest.mark.parametrize("tools", [["add"], [add], "add"])
+def test_tools_that_are_no_objects_are_an_error_of_the_environment(tools: Any) -> None:
+    assert "expected objects" in to_episode_reply(Observation("?", tools=tools), "reset")["error"]
+    assert not is_episode_reply({"content": "?", "role": "user", "tools": ["add"]})
 
 
 async def test_results_are_tool_messages_errors_are_counted_and_the_answer_is_scored() -> None:

@@ -111,7 +111,7 @@ def test_what_is_built_in_passes() -> None:
     ("reward", "code", "found"),
     [
         ("checked_envs:exact", 0, "at least 1 in 8 tasks"),
-        ("checked_envs:generous", 1, "at most 1"),
+        ("checked_envs:generous", 1, "at most 1: '' for task Answered/train/0; a right answer gets 1 or more"),
         ("checked_envs:miserly", 1, "at least 0.5 in 8 tasks"),
         ("checked_envs:raising", 1, "reward: "),
         ("checked_envs:needs_column", 1, "missing 1 required positional argument: 'column'"),

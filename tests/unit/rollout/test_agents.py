@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from tests.agents import CODEC, Program, ReplyingEngine, chat, check_tokens, run_agent, run_agents, user
+from tests.chat_tokenizers import chat_tokenizer
 from tests.fakes import FakeEngine
 
 NUM_CLIENTS = 32
@@ -69,12 +70,17 @@ TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"t
 CALLS = 'One moment.\n<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 
 
+HERMES = TokenCodec(chat_tokenizer("hermes"))
+
+
+@pytest.mark.parametrize("codec", [CODEC, HERMES], ids=["told_by_us", "told_by_the_template"])
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_tool_calls_are_read_as_in_our_own_tool_environments_and_their_results_are_observations(
-    is_stream: bool,
+    is_stream: bool, codec: TokenCodec
 ) -> None:
     def reply(context: str) -> str:
-        assert '<tools>\n{"function": {"name": "add"' in context
+        assert ("# Tools" in context) == (codec is HERMES)
+        assert '<tools>\n{"type": "function", "function": {"name": "add"' in context
         return "3" if "<tool_response>" in context else CALLS
 
     async def program(client: AsyncOpenAI) -> None:
@@ -93,8 +99,8 @@ async def test_tool_calls_are_read_as_in_our_own_tool_environments_and_their_res
         messages += [sent_back, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         assert (await chat(client, messages, tools=TOOLS)).choices[0].message.content == "3"
 
-    engine = ReplyingEngine(reply)
-    trajectory = await run_agent(program, engine)
+    engine = ReplyingEngine(reply, codec)
+    trajectory = await run_agent(program, engine, codec=codec)
     check_tokens(engine, trajectory)
     assert trajectory.episode is not None
     assert [turn.response for turn in trajectory.episode.turns] == [CALLS, "3"]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.trajectory import Task
+from penstock.envs.tools.functions import Toolbox
+from penstock.envs.tools.tool_environment import ToolEnvironment
+from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.tokenization.turn_template import TurnTemplate
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.threads import Threads
 from tests.chat_tokenizers import chat_tokenizer
 
+QUESTION: Any = {"role": "user", "content": "?"}
 TOOL = [{"role": "tool", "content": "4"}]
 
 
@@ -78,12 +88,67 @@ def test_a_template_that_refuses_a_role_is_quoted() -> None:
     assert caught.value.kind == "env"
 
 
+HERMES = chat_tokenizer("hermes").chat_template
+SHOWN = '<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>'
+WITHOUT_OUR_CALLS = {
+    "knows no tools": chat_tokenizer("chatml").chat_template,
+    "asks for calls in another format": HERMES.replace(SHOWN, "<tool_call>\\n<function=name>\\n</tool_call>"),
+    "asks for calls with other keys": HERMES.replace('"arguments": <object>', '"parameters": <object>'),
+    "refuses tools": "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    + chat_tokenizer("chatml").chat_template,
+}
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+TOOLS = Toolbox([add]).schemas()
+
+
+def test_a_template_that_asks_for_calls_that_we_parse_declares_the_tools_itself() -> None:
+    codec = with_template(HERMES)
+    assert codec.decode(codec.encode_prompt([QUESTION], TOOLS)).startswith("system\nYou are helpful.\n\n# Tools\n")
+    wanted = codec.tokenizer.apply_chat_template([QUESTION], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert codec.tokenizer.decode(codec.encode_prompt([QUESTION], TOOLS)) == wanted
+    assert "# Tools" not in codec.decode(codec.encode_prompt([QUESTION]))
+    assert codec.encode_observation(TOOL, codec.stop_token_ids[0]) == with_template(
+        chat_tokenizer("chatml").chat_template
+    ).encode_observation(TOOL, codec.stop_token_ids[0])
+
+
+@pytest.mark.parametrize("name", WITHOUT_OUR_CALLS)
+def test_a_policy_whose_template_does_not_is_told_of_the_tools_in_its_system_message(name: str) -> None:
+    assert name == "knows no tools" or WITHOUT_OUR_CALLS[name] not in (HERMES, WITHOUT_OUR_CALLS["knows no tools"])
+    codec = with_template(WITHOUT_OUR_CALLS[name])
+    text = codec.decode(codec.encode_prompt([{"role": "system", "content": "Be brief."}, QUESTION], TOOLS))
+    assert text.startswith("system\nBe brief.\n\nYou may call these functions:\n<tools>\n{")
+    assert text.count('"name": "add"') == 1
+
+
+class Sums(ToolEnvironment):
+    tools = (add,)
+
+    def score(self, task: Task, answer: str) -> float:
+        return float(answer == "5")
+
+
+def test_the_tools_of_an_environment_reach_the_template_through_its_process() -> None:
+    task = Task(TaskId("t"), [QUESTION])
+    reply = json.loads(json.dumps(to_episode_reply(Sums().reset(task), "reset")))
+    assert is_episode_reply(reply)
+    codec = with_template(HERMES)
+    threads = Threads(task, codec, EpisodeBudget(max_turns=2, max_tokens=1000), SamplingParams(8))
+    threads.receive(reply)
+    assert threads.conversations["main"].token_ids == codec.encode_prompt([QUESTION], TOOLS)
+
+
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}"
     "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTION: Any = {"role": "user", "content": "?"}
 BAD_PROMPTS: dict[str, Any] = {
     "nothing": None,
     "a number": 7,
