@@ -31,9 +31,7 @@ class EvaluationTable:
     evaluation and trajectory_id `<group_id>/<answer>`; and evaluation_set (empty if there is only one).
     """
 
-    def __init__(
-        self, run_dir: Path, policy_id: PolicyId = POLICY, token_texts: TokenTexts | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, policy_id: PolicyId = POLICY, token_texts: TokenTexts | None = None) -> None:
         """Create the table. Answers of the partner policy are in `evaluations/partner/`.
 
         Args:
@@ -62,7 +60,9 @@ class EvaluationTable:
         for index, (task, trajectories) in enumerate(answers):
             for number, one in enumerate(trajectories[: MAX_ROWS_PER_SET - num_rows[task.evaluation_set]]):
                 named = replace(one, trajectory_id=TrajectoryId(f"{index}/{number}"))
-                rows.append({**trajectory_row(step, named, step, self._token_texts), "evaluation_set": task.evaluation_set})
+                rows.append(
+                    {**trajectory_row(step, named, step, self._token_texts), "evaluation_set": task.evaluation_set}
+                )
                 num_rows[task.evaluation_set] += 1
         path = self._directory / f"step_{step:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=_SCHEMA)
