@@ -14,7 +14,7 @@ from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.platform.metrics.trackers.config import TrackerConfig
+from penstock.platform.metrics.trackers.config import ConsoleForm, TrackerConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.trainer.config import (
     AlgorithmConfig,
@@ -235,6 +235,7 @@ class RunConfig(Section):
         run_dir: Directory of the run, relative to the working directory.
         seed: Seed of tasks, sampling and initial weights.
         total_steps: Number of batches to train.
+        console: What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
         resume: `auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start
             the same command again.
@@ -246,6 +247,7 @@ class RunConfig(Section):
     run_dir: str
     seed: int = Field(ge=0, lt=2**32)
     total_steps: int = Field(ge=1, le=100_000_000)
+    console: ConsoleForm = "table"
     overwrite: bool = False
     resume: Literal["never", "auto"] = "never"
     model: ModelConfig

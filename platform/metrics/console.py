@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from penstock.platform.metrics.summary import RunSummary
+from penstock.platform.metrics.trackers.config import ConsoleForm
 
 _RATE_WINDOW = 20
 _REPEAT_HEADING_LINES = 40
@@ -42,16 +45,23 @@ class RunConsole:
     """
 
     def __init__(
-        self, total_steps: int, *, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        form: ConsoleForm = "table",
+        *,
+        stream: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the console.
 
         Args:
             total_steps: Steps the run will do.
+            form: `table`; `quiet`, only `final`; or `json`, an object per line with its `event`.
             stream: Where to print; standard output by default.
             clock: Seconds, for the time left.
         """
         self._total_steps = total_steps
+        self._form = form
         self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._clock = clock
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
@@ -68,6 +78,9 @@ class RunConsole:
             name: Name of the run.
             facts: Label -> text, e.g. `model -> Qwen3, 0.8 M parameters`.
         """
+        if self._form == "json":
+            self._emit("start", {"name": name, **facts})
+            return
         width = max((len(label) for label in facts), default=0)
         self._print()
         self._print(Text.assemble(("penstock", "bold cyan"), (" · ", "dim"), (name, "bold")))
@@ -77,10 +90,16 @@ class RunConsole:
 
     def note(self, message: str) -> None:
         """Print one line apart from the table, e.g. an evaluation or the start of the engines."""
+        if self._form == "json":
+            self._emit("note", {"text": message})
         self._print(Text(f"  {message}", style="dim"))
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one record of the hub; print the step's line if it is a training step's."""
+        if self._form == "json":
+            finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+            self._emit("metrics", {"step": step, "metrics": finite})
+            return
         if (accuracy := metrics.get("eval/accuracy")) is not None:
             reward_mean = metrics.get("eval/reward_mean")
             self._is_solved = self._is_solved or accuracy > 0
@@ -132,6 +151,10 @@ class RunConsole:
 
     def final(self, summary: RunSummary, run_dir: Path) -> None:
         """Print how the run ended and where its files are."""
+        if self._form == "json":
+            self._emit("summary", {**summary.to_dict(), "run_dir": str(run_dir)})
+            return
+        self._form = "table"
         ledger = summary.ledger
         style = "bold green" if summary.status == "completed" else "bold yellow"
         self._print()
@@ -175,8 +198,13 @@ class RunConsole:
     def _fact(self, label: str, text: str, style: str = "") -> None:
         self._print(Text.assemble((f"  {label:<10}", "dim"), (text, style)))
 
+    def _emit(self, event: str, content: Mapping[str, Any]) -> None:
+        self._console.file.write(json.dumps({"event": event, **content}) + "\n")
+        self._console.file.flush()
+
     def _print(self, text: Text | str = "") -> None:
-        self._console.print(text, soft_wrap=True)
+        if self._form == "table":
+            self._console.print(text, soft_wrap=True)
 
 
 def format_duration(seconds: float) -> str:

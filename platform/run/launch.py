@@ -97,7 +97,7 @@ def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None
 
 
 async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None, stop: Stop | None = None) -> int:
-    console = RunConsole(config.total_steps)
+    console = RunConsole(config.total_steps, config.console)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
     memory.start()

@@ -75,7 +75,7 @@ def run_sft(config: RunConfig) -> int:
 
 async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
     """Train until the target accuracy or `sft.max_steps` is reached, and write the policy."""
-    console = RunConsole(sft.max_steps)
+    console = RunConsole(sft.max_steps, config.console)
     path = initial_policy(config, run_dir)
     console.header(
         config.name,
@@ -181,7 +181,7 @@ def _run_preferences(config: RunConfig, command: Command) -> int:
 
 async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
     """Train on all pairs and write the model. The reference of DPO is the policy before the first step."""
-    console, path, size = RunConsole(preference.num_steps), model_path(config), preference.batch_size
+    console, path, size = RunConsole(preference.num_steps, config.console), model_path(config), preference.batch_size
     is_policy = command == "dpo"
     facts = {
         "model": f"{'policy' if is_policy else 'reward model'} from {path}",

@@ -39,6 +39,7 @@ FREE_KEYS = (
     "total_steps",
     "checkpoint",
     "evaluation",
+    "console",
     "tracker",
     "cluster",
     "rollout.num_engines",

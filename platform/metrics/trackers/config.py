@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+ConsoleForm = Literal["table", "quiet", "json"]
+"""What a run prints: a line per step, only how it ended, or a JSON object per line."""
+
 
 class TrackerSection(BaseModel):
     """Base of the tracker sections: unknown keys are errors, values never change after validation."""

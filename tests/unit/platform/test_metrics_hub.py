@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,32 @@ def test_the_hub_feeds_every_sink_keeps_history_and_closes_once() -> None:
         assert [step for step, _ in tracker.records] == [0, 1, 2]
         assert tracker.summaries[0]["ledger"]["admitted"] == 12
         assert tracker.num_closed == 1
+
+
+def test_a_json_console_prints_an_object_per_line(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    console = RunConsole(100, "json", stream=stream)
+    console.header("demo", {"model": "tiny"})
+    console.note("starting")
+    hub = MetricsHub([], console)
+    hub.log(1, STEP | {"loss/policy": float("nan")})
+    console.final(a_summary(), tmp_path)
+    start, note, metrics, summary = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert start == {"event": "start", "name": "demo", "model": "tiny"}
+    assert note == {"event": "note", "text": "starting"}
+    assert (metrics["event"], metrics["step"], metrics["metrics"]) == ("metrics", 1, STEP)
+    assert (summary["event"], summary["run_dir"], summary["ledger"]["admitted"]) == ("summary", str(tmp_path), 12)
+
+
+def test_a_quiet_console_prints_only_how_the_run_ended(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    console = RunConsole(100, "quiet", stream=stream)
+    console.header("demo", {"model": "tiny"})
+    console.note("starting")
+    MetricsHub([], console).log(1, STEP)
+    assert stream.getvalue() == ""
+    console.final(a_summary(), tmp_path)
+    assert "completed · 100 steps" in stream.getvalue()
 
 
 def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() -> None:
