@@ -44,6 +44,7 @@ async def four_gpus() -> AsyncIterator[None]:
 
 
 def colocated(ranks: int, engines: int, width: int) -> RunConfig:
+    """Its model is not on this machine, and none is loaded."""
     return compose_config(
         [
             "experiment=gsm8k_qwen_1gpu",
@@ -51,7 +52,6 @@ def colocated(ranks: int, engines: int, width: int) -> RunConfig:
             f"trainer.num_ranks={ranks}",
             f"rollout.num_engines={engines}",
             f"rollout.engine.tensor_parallel_size={width}",
-            "model.path=/nowhere",  # nothing is loaded
         ]
     )
 
