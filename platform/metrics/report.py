@@ -7,6 +7,7 @@ text. The page's `Content-Security-Policy` forbids network access.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         for label, value in found
         if value is not None
     ]
+    facts += [(label, value) for label, value in _machine(record.environment).items() if value]
     sections = {
         "Learning": [*learning_charts(record), *distribution_charts(record)],
         "Staleness": staleness_charts(record),
@@ -97,7 +99,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         name=record.summary.get("name") or record.config.get("name") or record.run_dir.resolve().name,
         status=record.summary.get("status", "incomplete"),
         version=record.summary.get("version"),
-        command=record.command,
+        command=record.environment.get("command", ""),
         missing=record.missing,
         error=_error(record),
         figures=_headline(record),
@@ -189,6 +191,17 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
 def _part(name: str) -> Markup:
     """A style sheet or script of the page."""
     return Markup((Path(__file__).parent / name).read_text(encoding="utf-8"))  # noqa: S704 - our own file
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Facts of `environment.json`."""
+    cpus, packages = environment.get("cpus"), environment.get("packages", {})
+    return {
+        "Machine": ", ".join(filter(None, [environment.get("system", ""), f"{cpus} CPUs" if cpus else ""])),
+        "Python": environment.get("python", ""),
+        "Revision": environment.get("git") or "",
+        **packages,
+    }
 
 
 def _error(record: RunRecord) -> dict[str, str] | None:

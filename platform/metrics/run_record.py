@@ -54,7 +54,7 @@ class RunRecord:
         outcomes: Step, reward and length (sampled tokens) of the sampled trajectories, of more of the steps.
         answers: Rows of at most three evaluations; empty if none are stored.
         timeline: Events of `timeline.json`; empty if missing.
-        command: The command that started the run; empty if not recorded.
+        environment: `environment.json`: command, versions and machine; empty if missing.
         error: What ended a failed run: the traceback and the newest events of the ledger; empty otherwise.
         failures: Kind and traceback of the first groups that failed.
         missing: One sentence per file that is missing or unreadable.
@@ -70,7 +70,7 @@ class RunRecord:
     outcomes: list[tuple[int, float | None, int]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
-    command: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ def read_run(run_dir: Path) -> RunRecord:
     # Not every run has these.
     record.answers = _read(record, EVALUATIONS_DIR, _read_answers, is_optional=True) or []
     record.timeline = _read(record, TIMELINE_FILE, read_timeline, is_optional=True) or []
-    record.command = (_read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}).get("command", "")
+    record.environment = _read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}
     record.error = _read(record, ERROR_FILE, lambda path: path.read_text(encoding="utf-8"), is_optional=True) or ""
     record.failures = _read(record, FAILURES_FILE, _read_failures, is_optional=True) or []
     return record
