@@ -1,4 +1,4 @@
-"""What a run says on its console when something is wrong: failed attempts, and rewards that are all the same.
+"""What a run says on its console when something is wrong: failed attempts, equal rewards, answers that are cut off.
 
 A reason is said once, when it is first met; the counts are in the summary. So a reward that fails 10,000 times for one
 reason costs one line.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import TrajectoryError
@@ -19,6 +19,9 @@ MAX_REASONS = 20
 """Reasons that are told apart; further ones are counted together."""
 NUM_EQUAL_GROUPS = 32
 """Scored groups in a row without a difference in reward after which a sample is shown."""
+TRUNCATED_SHARE = 0.5
+"""Share of turns cut off at the token limit, in each of `NUM_TRUNCATED_STEPS` steps in a row, that is noted."""
+NUM_TRUNCATED_STEPS = 3
 OTHER_REASONS = "other reasons"
 _PROMPT_CHARACTERS, _ANSWER_CHARACTERS = 80, 300
 
@@ -42,6 +45,8 @@ class Anomalies:
         self._equal_reward: float | None = None
         self._num_equal = 0
         self._shown: set[float] = set()
+        self._num_truncated = 0
+        self._is_truncation_noted = False
 
     def attempt_failed(self, task_id: TaskId, failure: TrajectoryError) -> None:
         """Count a failed attempt at a task, and note a reason that is new."""
@@ -74,6 +79,18 @@ class Anomalies:
             f"One of them, {one.task_id}: prompt {_end(one.prompt)!r}, answer {_start(one.text)!r}, "
             f"finish_reason {one.finish_reason}. See docs/debugging.md, “The reward is flat”."
         )
+
+    def step_trained(self, metrics: Mapping[str, float]) -> None:
+        """Note, once, that most turns of `NUM_TRUNCATED_STEPS` steps in a row were cut off."""
+        share = metrics.get("length/truncated_share", 0.0)
+        self._num_truncated = self._num_truncated + 1 if share >= TRUNCATED_SHARE else 0
+        if self._num_truncated == NUM_TRUNCATED_STEPS and not self._is_truncation_noted:
+            self._is_truncation_noted = True
+            self._note(
+                f"{share:.0%} of the turns of this step were cut off at rollout.sampling.max_new_tokens, as were most of "
+                f"the {NUM_TRUNCATED_STEPS - 1} steps before, so they are scored without their end. See "
+                "docs/debugging.md, “Answers are cut off”."
+            )
 
 
 def _end(text: str) -> str:

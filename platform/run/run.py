@@ -173,6 +173,7 @@ class Run:
             "memory/pss_gib": self._instruments.memory.latest_gib,
         }
         self._instruments.hub.log(self.version, metrics)
+        self.stats.anomalies.step_trained(metrics)
         # A skipped step keeps the version, so its file would overwrite that of the last trained batch.
         if not report.skipped:
             self._instruments.trajectories.write_step(

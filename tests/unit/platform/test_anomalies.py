@@ -87,3 +87,17 @@ async def test_the_flow_reports_failed_attempts_and_equal_rewards() -> None:
     failed, equal = notes
     assert "failed (reward: planted)" in failed
     assert equal.startswith("all rewards of the last 32 groups are 0")
+
+
+def test_steps_whose_turns_are_mostly_cut_off_are_noted_once() -> None:
+    notes: list[str] = []
+    anomalies = Anomalies(notes.append)
+    for share in (0.9, 0.9, 0.1, 0.9, 0.9):
+        anomalies.step_trained({"length/truncated_share": share})
+    assert notes == []
+    for _ in range(10):
+        anomalies.step_trained({"length/truncated_share": 0.75})
+    anomalies.step_trained({})
+    (note,) = notes
+    assert note.startswith("75% of the turns of this step were cut off at rollout.sampling.max_new_tokens")
+    assert "“Answers are cut off”" in note
