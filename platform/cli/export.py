@@ -108,7 +108,8 @@ def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> 
         enter_folder_of(run_dir)
         export_policy(config, checkpoint.path, unfinished)
     packages = _read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
-    (unfinished / CARD).write_text(model_card(config, facts, packages, version), encoding="utf-8")
+    best = _read_json(run_dir / BEST_FILE)
+    (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
     unfinished.rename(target)
     return int(version)
 
@@ -138,7 +139,13 @@ def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:
         trainer.close()
 
 
-def model_card(config: RunConfig, summary: dict[str, Any], packages: dict[str, str], version: int) -> str:
+def model_card(
+    config: RunConfig,
+    summary: dict[str, Any],
+    packages: dict[str, str],
+    version: int,
+    best: dict[str, Any] | None = None,
+) -> str:
     """The facts of the run, and how to use the model, as a model card in Markdown.
 
     Args:
@@ -146,11 +153,14 @@ def model_card(config: RunConfig, summary: dict[str, Any], packages: dict[str, s
         summary: Content of `summary.json`; empty if the run has not ended.
         packages: Versions of the packages that trained it.
         version: Step of the policy.
+        best: Content of `best.json`, if the run has one.
     """
     front = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [penstock, reinforcement-learning]"]
     if (base := _hub_name(config)) is not None:
         front.insert(0, f"base_model: {base}")
-    rows = "\n".join(f"| {name} | {told} |" for name, told in _card_rows(config, summary, packages, version))
+    rows = "\n".join(
+        f"| {name} | {told} |" for name, told in _card_rows(config, summary, packages, version, best or {})
+    )
     adapter = "\n`adapter/` holds the adapters alone, for `peft`.\n" if config.trainer.lora else ""
     return (
         "---\n" + "\n".join(front) + f"\n---\n\n# {config.name}, step {version}\n\n"
@@ -165,7 +175,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], packages: dict[str, s
 
 
 def _card_rows(
-    config: RunConfig, summary: dict[str, Any], packages: dict[str, str], version: int
+    config: RunConfig, summary: dict[str, Any], packages: dict[str, str], version: int, best: dict[str, Any]
 ) -> Iterator[tuple[str, object]]:
     flow, algorithm, sampling = config.dataflow, config.algorithm, config.rollout.sampling
     yield "base model", _hub_name(config) or "a local one"
@@ -178,10 +188,15 @@ def _card_rows(
     yield "adapters", f"LoRA of rank {config.trainer.lora.rank}, merged" if config.trainer.lora else "none"
     yield "seed", config.seed
     yield "steps", f"{version} of {config.total_steps}"
-    if version == summary.get("policy_version") and summary.get("eval_after") is not None:
-        yield "held-out accuracy", _change(summary["eval_before"], summary["eval_after"])
-        if summary.get("eval_reward_after") is not None:
-            yield "held-out reward", _change(summary["eval_reward_before"], summary["eval_reward_after"])
+    accuracy = reward_mean = None
+    if version == summary.get("policy_version"):
+        accuracy, reward_mean = summary.get("eval_after"), summary.get("eval_reward_after")
+    elif version == best.get("step"):
+        accuracy, reward_mean = best["accuracy"], best["reward_mean"]
+    if accuracy is not None:
+        yield "held-out accuracy", _change(summary.get("eval_before"), accuracy)
+    if reward_mean is not None:
+        yield "held-out reward", _change(summary.get("eval_reward_before"), reward_mean)
     if packages:
         yield "packages", ", ".join(f"{name} {number}" for name, number in sorted(packages.items()))
 

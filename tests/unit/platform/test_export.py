@@ -70,12 +70,15 @@ def test_the_policy_of_the_best_evaluation_is_written(run_dir: Path) -> None:
     assert "--best: " in (refused := run(str(run_dir), "--to", "out", "--best"))
     assert refused.startswith("2 ")
     assert "evaluation.keep_best=true writes it" in refused
-    (run_dir / "best.json").write_text('{"step": 40, "accuracy": 0.9, "reward_mean": 0.9}')
+    (run_dir / "best.json").write_text('{"step": 40, "accuracy": 0.9, "reward_mean": 0.95}')
     assert "--best --step 60: the two name different policies" in run(
         str(run_dir), "--to", "out", "--best", "--step", "60"
     )
     assert run(str(run_dir), "--to", "out", "--best") == "0 policy of step 40 written to out\n"
     assert Path("out/config.json").read_text() == "step_40"
+    card = Path("out/README.md").read_text()
+    assert "| held-out accuracy | 0.400 before, 0.900 after |" in card
+    assert "| held-out reward | not measured before, 0.950 after |" in card
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run_dir: Path) -> None:
