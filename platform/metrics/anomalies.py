@@ -87,9 +87,9 @@ class Anomalies:
         if self._num_truncated == NUM_TRUNCATED_STEPS and not self._is_truncation_noted:
             self._is_truncation_noted = True
             self._note(
-                f"{share:.0%} of the turns of this step were cut off at rollout.sampling.max_new_tokens, and most of the "
-                f"{NUM_TRUNCATED_STEPS - 1} steps before too, so they are scored without their end. See docs/debugging.md, "
-                "“Answers are cut off”."
+                f"{share:.0%} of the turns of this step were cut off at rollout.sampling.max_new_tokens, and most of "
+                f"the {NUM_TRUNCATED_STEPS - 1} steps before too, so they are scored without their end. See "
+                "docs/debugging.md, “Answers are cut off”."
             )
 
 
