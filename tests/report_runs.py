@@ -42,6 +42,7 @@ def write_run(run_dir: Path, num_steps: int, num_recorded: int = 40) -> Path:
     for step in range(0, num_steps + 1, max(1, num_steps // 20)):
         tracker.log(step, {f"eval/accuracy/{name}": 0.4 + 0.5 * step / num_steps for name in ("algebra", "geometry")})
         tracker.log(step, {"eval/accuracy": 0.5, "eval/reward_mean": 0.5 + 0.3 * step / num_steps})
+        tracker.log(step, {f"eval/pass_at/{k}": 1 - 0.4 / k for k in (2, 4, 16)})
     for step in range(1, num_steps + 1):
         learned = 1 - math.exp(-3 * step / num_steps)
         noise = float(rng.normal())

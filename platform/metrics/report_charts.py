@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,9 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         record, "Held-out reward", "Mean reward on the same tasks.", "eval/reward_mean",
         record.series.get("eval/reward_mean", Series([], [])), "",
     )  # fmt: skip
-    return charts
+    passed = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/pass_at/\d+", name)}
+    lines = [(f"pass@{k}", passed[k], color) for k, color in zip(sorted(passed, key=int), itertools.cycle(_COLORS))]
+    return charts + _line_chart(record, "Held-out pass@k", "Share of tasks that one of k answers solves.", lines, ".0%")
 
 
 def _evaluation_chart(
