@@ -28,6 +28,9 @@ from penstock.envs.workers.permissions import environment_for, grants_of_reward
 from penstock.envs.workers.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.workers.supervisor import how_it_ended
 
+MAX_LOADS = 3
+"""Processes that may be killed in a row while they load the user's code, before that ends the run."""
+_KILLED = how_it_ended(-signal.SIGKILL)
 _MAX_REPORT_BYTES = 500
 _EXIT_GRACE_S, _SUPERVISOR_S = 0.2, 2.0
 _NO_NAMESPACES = (
@@ -109,6 +112,8 @@ class ChildProcess:
     async def start(self, startup_timeout_s: float) -> None:
         """Start the process and wait until it has loaded the function.
 
+        A process that is killed by SIGKILL meanwhile is replaced, up to `MAX_LOADS` in all: that was someone else.
+
         Raises:
             ConfigError: If the function does not load in time, or should be isolated but the host allows no user
                 namespaces.
@@ -116,6 +121,19 @@ class ChildProcess:
         """
         if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_namespaces)):
             raise ConfigError([_NO_NAMESPACES.format(section=self._spec.section, problem=problem)])
+        for loads_left in reversed(range(MAX_LOADS)):
+            how = await self._load(startup_timeout_s)
+            if not how:
+                return
+            if how != _KILLED or not loads_left:
+                raise ConfigError([f"{self._spec.label}: its process {how} while loading it."])
+
+    async def _load(self, startup_timeout_s: float) -> str:
+        """Start the process; returns how it ended if it did so before its first frame, and else nothing.
+
+        Raises:
+            ConfigError: If the function does not load.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -130,12 +148,13 @@ class ChildProcess:
         except TimeoutError:
             hello = {"error": f"{self._spec.label} was not loaded within {startup_timeout_s:g} s."}
         except (EOFError, OSError):
-            hello = {"error": f"{self._spec.label}: its process {self.end()} while loading it."}
+            return self.end()
         if "error" in hello:
             self.kill()
             raise ConfigError([hello["error"]])
         self.hello = hello
         self._reading = asyncio.create_task(self._read(reader))
+        return ""
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Pass every answer to `on_reply`, until the process ends or sends a malformed frame."""

@@ -4,7 +4,7 @@ import sys
 
 __version__ = "0.1.0"
 
-_TOOLS = ("DescribedTool", "ToolCall", "ToolError", "ToolResult", "ToolServerError", "Toolbox", "describe_tools")
+_TOOLS = ("DescribedTool", "ToolCall", "ToolError", "ToolResult", "ToolServerError", "Toolbox")
 MOVED = {
     **{f"penstock.envs.tools.{name}": f"penstock.envs.tools.functions.{name}" for name in _TOOLS},
     "penstock.envs.agents": "penstock.envs.tasks.agents",

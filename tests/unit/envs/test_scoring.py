@@ -165,6 +165,34 @@ async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> 
     assert await runner.score_many([pair("die once"), pair("fine")]) == [Score(1.0, {}), Score(1.0, {})]
 
 
+@pytest.mark.parametrize(("num_kills", "is_loaded"), [(2, True), (3, False)])
+async def test_a_process_killed_from_outside_while_it_loads_is_replaced_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kills: int, is_loaded: bool
+) -> None:
+    marks = tmp_path / "loads"
+    (tmp_path / "killed_rewards.py").write_text(
+        "import os, signal\n"
+        f"loads = open({str(marks)!r}, 'a+')\n"
+        "loads.write('x')\n"
+        "loads.flush()\n"
+        f"if os.path.getsize({str(marks)!r}) <= {num_kills}:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def one(trajectory, **_):\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runner = RewardRunner(RewardConfig(fn="killed_rewards:one", timeout_s=20.0))
+    try:
+        if is_loaded:
+            assert await runner.score(*pair("fine")) == Score(1.0, {})
+        else:
+            with pytest.raises(ConfigError, match="its process was killed by SIGKILL while loading it"):
+                await runner.start()
+        assert marks.read_text() == "x" * 3
+    finally:
+        await runner.shutdown()
+
+
 async def test_async_functions_run_concurrently_and_are_cancelled_one_by_one(runner_of: Factory) -> None:
     runner = runner_of("obey_async", timeout_s=0.6)
     await runner.start()
