@@ -73,7 +73,9 @@ class Resources:
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Arguments of `.options(...)`."""
         seen = {} if self.assignment is None else self.assignment.environment()
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {**environment, **seen}}}
+        options: dict[str, Any] = {"num_cpus": 0}
+        if variables := {**environment, **seen}:  # none at all would replace those of the job
+            options["runtime_env"] = {"env_vars": variables}
         if self.assignment is not None:
             return options | self.assignment.options()
         if self.num_gpus:
