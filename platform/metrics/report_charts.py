@@ -62,10 +62,11 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         record, "Held-out accuracy", "Share of solved tasks, none of which is trained on.", "eval/accuracy",
         Series(sorted(accuracy), [accuracy[step] for step in sorted(accuracy)]), ".0%",
     )  # fmt: skip
-    charts += _evaluation_chart(
-        record, "Held-out reward", "Mean reward on the same tasks.", "eval/reward_mean",
-        record.series.get("eval/reward_mean", Series([], [])), "",
-    )  # fmt: skip
+    rewards = record.values("eval/reward_mean")
+    if rewards != logged.values:  # with rewards of 0 and 1 they are the same
+        overall = record.series.get("eval/reward_mean", Series([], []))
+        caption = "Mean reward on the same tasks."
+        charts += _evaluation_chart(record, "Held-out reward", caption, "eval/reward_mean", overall, "")
     passed = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/pass_at/\d+", name)}
     lines = [(f"pass@{k}", passed[k], color) for k, color in zip(sorted(passed, key=int), itertools.cycle(_COLORS))]
     return charts + _line_chart(record, "Held-out pass@k", "Share of tasks that one of k answers solves.", lines, ".0%")
