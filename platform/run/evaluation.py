@@ -204,7 +204,7 @@ class Evaluator:
                     raise PenstockError(
                         f"evaluation: {len(failures)} of {size * len(tasks)} answers could not be sampled or scored in "
                         f"{MAX_ATTEMPTS} attempts; evaluation.max_failed_share={self._config.max_failed_share:g} "
-                        f"tolerates fewer. The last one, to {context.task.task_id}: {failure}"
+                        f"tolerates fewer. The last one, to {context.task.task_id}: {failure.kind}: {failure.cause}"
                     ) from failure
                 return None
 
