@@ -518,6 +518,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     simulation = Simulation(config, seed, seams or Seams(), is_checked)
     loop = VirtualTimeLoop()
     violation: str | None = None
+    num_turns = 0
     random_state = random.getstate()
     random.seed(seed)  # shipping code shortens its pauses by the global generator
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
@@ -529,6 +530,9 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
             loop.has_failed = True
             if simulation.actors is not None:
                 simulation.actors.kill()  # else they would sample, and be checked, while the loop is closed
+        finally:
+            # Not those of closing the loop: it ends the async generators that the garbage collector has not found yet.
+            num_turns = loop.num_turns
     random.setstate(random_state)
     total = Counters()
     for engine in simulation.engines:
@@ -547,7 +551,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
         engines=total,
         faults=world.faults,
         ignored=core.ignored.total() if core else 0,
-        num_turns=loop.num_turns,
+        num_turns=num_turns,
         environment_s=world.environment_s,
     )
 

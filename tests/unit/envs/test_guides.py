@@ -33,7 +33,8 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
 OF_A_STARTED_RUN = {"checkpoints", "export", "resume"}
 RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve"), ("scale", "runs/long"), ("compare", "runs/first")}
-"""By tests/unit/platform/test_cli_sandbox.py and test_comparison.py, and tests/integration/test_fleet.py."""
+RUN_ELSEWHERE |= {("report", "runs/first")}
+"""By test_cli_sandbox, test_comparison and test_report in tests/unit/platform, and by tests/integration/test_fleet."""
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -145,6 +146,7 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     create_policy(config.model, character_tokenizer(), "policy", 0)
     run_dir = prepare_run_dir(config)
     (run_dir / "metrics.jsonl").touch()
+    (run_dir / "best.json").write_text('{"step": 40, "accuracy": 0.5, "reward_mean": 0.5}')
     saved = CheckpointFolder(run_dir)
     saved.prepare()
     for version in (40, 60):
@@ -160,7 +162,7 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     is_list = words[0] == "checkpoints"
-    assert taken == ([] if is_list else ["step_40" if "40" in words else "step_60"])
+    assert taken == ([] if is_list else ["step_40" if {"40", "--best"} & set(words) else "step_60"])
     assert not is_list or result.output.count("complete") == 2
 
 
