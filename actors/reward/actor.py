@@ -19,11 +19,11 @@ class RewardActor:
     """One reward worker; the user's code runs in a killable child process below it."""
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig, device: Device) -> None:
+        keep_output("rewards")
         self._runner = RewardRunner(config, sandbox, device)
 
     async def start(self) -> None:
         """Answers once the reward is loaded."""
-        keep_output("rewards")
         await self._runner.start()
 
     async def is_alive(self) -> None:
