@@ -1,8 +1,8 @@
 """Logs of the worker processes: `runs/NAME/logs/ROLE.log`.
 
-Ray keeps the output of its workers in folders of its own, under names that tell nothing. A worker of a run therefore
-appends what it prints, and what its children print, to a file in the run's directory. On a node that cannot reach that
-directory its output stays with Ray.
+Ray keeps the output of its workers in folders of its own, under names that do not say which is which. A worker of a run
+therefore appends what it prints, and what its children print, to a file in the run's directory. On a node that cannot
+reach that directory its output stays with Ray.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ class ChildProcess:
     async def start(self, startup_timeout_s: float) -> None:
         """Start the process and wait until it has loaded the function.
 
-        A process that is killed by SIGKILL meanwhile is replaced, up to `MAX_LOADS` in all: that was someone else.
+        A process that is killed by SIGKILL meanwhile is replaced, up to `MAX_LOADS` in all: another process did that,
+        or the kernel, which was out of memory.
 
         Raises:
             ConfigError: If the function does not load in time, or should be isolated but the host allows no user

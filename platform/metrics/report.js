@@ -25,8 +25,7 @@ for (const chart of document.querySelectorAll(".plotly-graph-div")) widths.obser
 // ---- Timeline
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLORS = { generate: "#14b8a6", score: "#f59e0b", wait: "#94a3b8", train: "#7c3aed",
-                 trainer: "#2563eb", publish: "#e11d48", evaluation: "#65a30d", checkpoint: "#92400e" };
+const COLORS = { ...data.phase_colors, trainer: "#2563eb", publish: "#e11d48", evaluation: "#65a30d", checkpoint: "#92400e" };
 
 function shape(parent, tag, attributes, text) {
   const made = document.createElementNS(SVG, tag);
@@ -241,7 +240,7 @@ if (list) {
   if (list.firstElementChild) list.firstElementChild.open = true;
 }
 
-// ---- News of a run that goes on: reload, unless someone is reading.
+// ---- A run that goes on: reload when its files have changed, unless someone is reading.
 
 const live = document.getElementById("live");
 if (live) {
@@ -253,7 +252,7 @@ if (live) {
     const newest = await fetch("/stamp").then(answer => answer.text()).catch(() => stamp);
     if (newest === stamp) return;
     if (!isReading) location.reload();
-    live.replaceChildren(element("button", { text: "There is news: load it" }));
+    live.replaceChildren(element("button", { text: "New data: reload" }));
     live.firstElementChild.addEventListener("click", () => location.reload());
   }, 5000);
 }

@@ -7,6 +7,7 @@ text. The page's `Content-Security-Policy` forbids network access.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ _FACTS = (
     ("Seed", "seed"),
 )
 PHASE_COLORS = {"generate": "#14b8a6", "score": "#f59e0b", "wait": "#94a3b8", "train": "#7c3aed"}
-"""Of groups in the timeline; as in report.js."""
+"""Of groups in the timeline."""
 _LEDGER_ENDS = ("trained", "dropped", "filtered", "failed", "live")
 
 
@@ -69,7 +70,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
 
     Args:
         record: The run.
-        stamp: State of the run's files if the page is served while the run goes on; it then asks its server for news.
+        stamp: State of the run's files if the page is served while the run goes on; it then polls its server.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -115,6 +116,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
             **groups_data(record.trajectories, record.answers),
             "timeline": timeline_data(record.timeline),
             "staleness_colors": STALENESS_COLORS,
+            "phase_colors": PHASE_COLORS,
         },
         phases=PHASE_COLORS,
         legend=[
@@ -209,7 +211,7 @@ def _error(record: RunRecord) -> dict[str, str] | None:
     if not record.error or record.summary.get("status") == "completed":
         return None
     trace = record.error.partition("\nThe newest events of the ledger")[0].strip()
-    # The exception is the last unindented line that begins with its type, and what follows it.
+    # The exception is the last line that begins with its type, and what follows it.
     lines = trace.splitlines()
-    start = max((index for index, line in enumerate(lines) if line[:1].strip() and ": " in line), default=0)
+    start = max((index for index, line in enumerate(lines) if re.match(r"(\w+\.)*[A-Z]\w*: ", line)), default=0)
     return {"reason": "\n".join(lines[start:]), "text": record.error}

@@ -30,7 +30,7 @@ def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]
         answers: Answers of evaluations, with `evaluation_set`.
 
     Returns:
-        `groups`, and `num_left_out`, the number of those for which there was no room.
+        `groups`, and `num_left_out`, the number of those beyond `MAX_GROUPS_BYTES`.
     """
     shown: list[dict[str, Any]] = []
     num_bytes = num_left_out = 0
@@ -42,7 +42,7 @@ def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]
         for _, members in sorted(by_group.items(), key=lambda item: -item[0][0]):
             group = _group(source, members)
             size = len(json.dumps(group))
-            # Training and evaluation share the room, so neither is all that is shown.
+            # Training groups take at most 70 % of the size, so that answers of evaluations are shown, too.
             if num_bytes + size > MAX_GROUPS_BYTES * (0.7 if source == "training" else 1.0):
                 num_left_out += 1
                 continue
@@ -162,7 +162,7 @@ def _window(
     slices: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], tracks: dict[int, str], *, is_first: bool
 ) -> dict[str, Any]:
     end = max(step["ts"] + step["dur"] for step in steps)
-    # What precedes the first step, e.g. an evaluation, is shown as far as it leaves room for the steps.
+    # What precedes the first step, e.g. an evaluation, takes at most a third of the width.
     begin = min(event["ts"] for event in slices) if is_first else steps[0]["ts"]
     begin = max(begin, steps[0]["ts"] - (end - steps[0]["ts"]) // 2)
     inside = [event for event in slices if event["ts"] < end and event["ts"] + event["dur"] > begin]

@@ -40,7 +40,7 @@ _PHASES = {
 class Timeline:
     """Writes the timeline; a callback of `Ledger`. The disk is used by a thread of its own.
 
-    The file is an array of events that is closed when the run ends. Perfetto also reads one that was not. It is
+    The file is an array of events that is closed when the run ends; the format allows one that is not closed. It is
     bounded: groups of about `BATCHES_SHOWN` batches are in it, of each at most `GROUPS_PER_BATCH`.
 
     Attributes:
@@ -150,6 +150,10 @@ class Timeline:
                 return
             with self._path.open("rb+") as file:
                 text = file.read()
+                if not text.startswith(b"[\n"):  # the earlier process ended before its first write
+                    text = b"[\n"
+                    file.seek(0)
+                    file.write(text)
                 whole = text.removesuffix(b"\n]\n")
                 file.truncate(len(whole) if whole != text else text.rfind(b"\n") + 1)
                 file.seek(0, 2)

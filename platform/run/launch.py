@@ -369,7 +369,7 @@ async def build_run(
 
 
 def close_file(file: LedgerLog | Timeline, what: str, instruments: Instruments) -> None:
-    """Write the rest of a file; one that is not complete is said."""
+    """Write the rest of a file, and note on the console if it is incomplete."""
     file.close()
     if file.error is not None:
         instruments.note(f"{what} is not complete, since it could not be written: {file.error}")

@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.actors.engine import actor
+from penstock.actors.engine.actor import EngineActor
 from penstock.actors.worker_log import LOGS_VARIABLE, keep_output, last_error
+from penstock.dataflow.errors import EngineLostError
 
 PROGRAM = """
 import os, subprocess, sys
@@ -72,3 +76,22 @@ def test_a_log_without_an_error_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
     (tmp_path / "engine-1.log").write_text("INFO loading\n" * 100_000)
     assert last_error("engine-1") == f"see {tmp_path}/engine-1.log"
+
+
+async def test_an_engine_that_cannot_start_is_reported_with_the_last_error_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_spec: object) -> None:
+        with (tmp_path / "engine-3.log").open("a") as log:
+            log.write("(EngineCore pid=7) ERROR 11-25 12:00:01 [core.py:99] ValueError: head_dim 12 is not supported\n")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(actor, "keep_output", lambda _role: None)  # it would take the output of the tests
+    monkeypatch.setattr(actor, "create_engine", fails)
+    with pytest.raises(EngineLostError) as raised:
+        await EngineActor(SimpleNamespace(engine_id="engine-3")).start()
+    assert str(raised.value) == (
+        "engine-3 cannot start: RuntimeError: Engine core initialization failed. See root cause above.; its last error "
+        f"is: ValueError: head_dim 12 is not supported ({tmp_path}/engine-3.log)"
+    )

@@ -278,11 +278,14 @@ def test_a_failed_run_shows_its_reason_first(run_dir: Path) -> None:
     (run_dir / "summary.json").unlink()
     (run_dir / "error.txt").write_text(
         "Traceback (most recent call last):\n  File 'x.py', line 3\n"
-        "penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log.\n"
+        "penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log: logs/trainer-1.log\n"
         "\nThe newest events of the ledger, by time before the error:\n   -0.1 s  group 3 ready\n"
     )
     page = without_plotly(write_report(run_dir).read_text(encoding="utf-8"))
-    assert "<p>penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log.</p>" in page
+    assert (
+        "<p>penstock.dataflow.errors.TrainingError: trainer: rank 1 is lost.\nSee its log: logs/trainer-1.log</p>"
+        in page
+    )
     assert "group 3 ready" in page
 
 

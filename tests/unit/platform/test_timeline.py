@@ -104,13 +104,15 @@ def test_the_closed_file_is_json_that_perfetto_takes(tmp_path):
     assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"run", "groups"}
 
 
-@pytest.mark.parametrize("how", ["closed", "left open", "cut in a line"])
+@pytest.mark.parametrize("how", ["closed", "left open", "cut in a line", "empty"])
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, how):
     first = Timeline(tmp_path, batch_groups=2, total_steps=3)
     first.add("trainer", "step v1", 1.0, 2.0)
     first.close()
     path = tmp_path / "timeline.json"
-    if how != "closed":
+    if how == "empty":
+        path.write_text("")
+    elif how != "closed":
         text = path.read_text().removesuffix("\n]\n") + ",\n"
         path.write_text(text + ('{"ph":"X","pi' if how == "cut in a line" else ""))
         assert read_timeline(path)
@@ -118,7 +120,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, how):
     second.add("trainer", "step v2", 3.0, 4.0)
     second.close()
     check_trace_events(json.loads(path.read_text()))
-    assert [one["name"] for one in slices(tmp_path, RUN)] == ["step v1", "step v2"]
+    assert [one["name"] for one in slices(tmp_path, RUN)] == ["step v1", "step v2"][how == "empty" :]
 
 
 def test_a_disk_that_refuses_costs_the_timeline_alone(tmp_path):
