@@ -64,6 +64,9 @@ function drawTimeline(window, picture) {
     shape(made, "title", {}, `${name}, ${length.toFixed(3)} s${tooltip ? `\n${tooltip}` : ""}`);
   }
   picture.replaceChildren(drawing);
+  if (window.num_lanes_left_out) {
+    picture.append(element("p", { className: "caption", text: `${window.num_lanes_left_out} more lanes of groups are in the file only.` }));
+  }
 }
 
 const picture = document.getElementById("timeline-picture");

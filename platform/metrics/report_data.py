@@ -19,7 +19,8 @@ MAX_TEXT_SHOWN = 20_000
 MAX_GROUPS_BYTES = 5_000_000
 """Size of all groups as JSON. Further ones are left out, and the page says how many."""
 STEPS_PER_WINDOW = 16
-MAX_GROUP_SLICES = 1500
+MAX_GROUP_SLICES = 4000
+"""Slices of groups in a window. Whole lanes beyond it are left out, and the page says how many."""
 
 
 def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -166,9 +167,13 @@ def _window(
     begin = min(event["ts"] for event in slices) if is_first else steps[0]["ts"]
     begin = max(begin, steps[0]["ts"] - (end - steps[0]["ts"]) // 2)
     inside = [event for event in slices if event["ts"] < end and event["ts"] + event["dur"] > begin]
-    of_groups = [event for event in inside if event["pid"] == GROUPS][:MAX_GROUP_SLICES]
-    places = [(RUN, track) for track in sorted(tracks)]
-    places += [(GROUPS, lane) for lane in sorted({event["tid"] for event in of_groups})]
+    # Whole lanes, since a lane that ends early would look as if nothing was generated any more.
+    counts = sorted(Counter(event["tid"] for event in inside if event["pid"] == GROUPS).items())
+    totals = itertools.accumulate(count for _, count in counts)
+    lanes = [lane for (lane, _), total in zip(counts, totals, strict=True) if total <= MAX_GROUP_SLICES]
+    kept = set(lanes)
+    of_groups = [event for event in inside if event["pid"] == GROUPS and event["tid"] in kept]
+    places = [*((RUN, track) for track in sorted(tracks)), *((GROUPS, lane) for lane in lanes)]
     row_of = {place: row for row, place in enumerate(places)}
     shown = []
     for event in (*(one for one in inside if one["pid"] == RUN), *of_groups):
@@ -180,6 +185,7 @@ def _window(
         "label": f"{steps[0]['name']} … {steps[-1]['name']}",
         "seconds": (end - begin) / 1e6,
         "tracks": [tracks[track] for track in sorted(tracks)],
-        "num_lanes": len(places) - len(tracks),
+        "num_lanes": len(lanes),
+        "num_lanes_left_out": len(counts) - len(lanes),
         "slices": shown,
     }

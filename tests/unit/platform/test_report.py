@@ -18,7 +18,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
-from penstock.platform.metrics import report_server
+from penstock.platform.metrics import report_data, report_server
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
@@ -302,6 +302,22 @@ def test_the_timeline_of_a_long_run_is_shown_in_windows_with_groups(tmp_path: Pa
             0 <= begin <= begin + length <= window["seconds"] + 1e-3 for _, begin, length, *_ in window["slices"]
         )
         assert {row for row, *_ in window["slices"]} <= set(range(4 + window["num_lanes"]))
+
+
+@pytest.mark.parametrize(("limit", "num_left_out"), [(10_000, 0), (100, 8)])
+def test_lanes_of_the_timeline_are_shown_to_the_end_of_the_window_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, num_left_out: int
+) -> None:
+    monkeypatch.setattr(report_data, "MAX_GROUP_SLICES", limit)
+    write_timeline(tmp_path, 100, np.random.default_rng(0))
+    last = timeline_data(read_timeline(tmp_path / "timeline.json"))[-1]
+    assert last["num_lanes_left_out"] == num_left_out
+    ends: dict[int, float] = {}
+    for row, begin, length, *_ in last["slices"]:
+        ends[row] = max(ends.get(row, 0.0), begin + length)
+    of_groups = [end for row, end in ends.items() if row >= len(last["tracks"])]
+    assert len(of_groups) == last["num_lanes"] > 0
+    assert min(of_groups) > 0.75 * last["seconds"]
 
 
 def test_a_live_report_is_made_again_when_the_run_has_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
