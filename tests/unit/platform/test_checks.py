@@ -24,6 +24,12 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
     return problem
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """The policy that `make demo` leaves in runs/ would be read."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
