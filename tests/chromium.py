@@ -28,17 +28,21 @@ async function probe(width) {
   const opened_s = (performance.now() - began) / 1000;
   const inner = frame.contentWindow, page = inner.document;
   inner.addEventListener("error", event => errors.push(String(event.message)));
-  await new Promise(resolve => setTimeout(resolve, 1500));
+  // Charts are resized one after the other, which takes long on a busy machine: after 15 s they never will.
+  const drawn = () => [...page.querySelectorAll(".plotly-graph-div")].map(one => {
+    const svg = one.querySelector("svg.main-svg");
+    return [Math.round(one.getBoundingClientRect().width), svg ? Math.round(svg.getBoundingClientRect().width) : 0];
+  });
+  const fits = () => drawn().every(([card, chart]) => Math.abs(card - chart) <= 1);
+  for (let waited = 0; waited < 1500 || (waited < 15000 && !fits()); waited += 500)
+    await new Promise(resolve => setTimeout(resolve, 500));
   const result = { width, opened_s, errors, title: page.title };
   result.page_width = page.documentElement.scrollWidth;
   result.too_wide = [...page.querySelectorAll("main *")].filter(one => {
     const box = one.getBoundingClientRect(), scrolls = one.closest("pre, .chart-scroll");
     return box.width && box.right > width + 1 && !scrolls && !one.closest("svg");
   }).map(one => `${one.tagName}.${one.className} ${Math.round(one.getBoundingClientRect().right)}`).slice(0, 10);
-  result.charts = [...page.querySelectorAll(".plotly-graph-div")].map(one => {
-    const drawn = one.querySelector("svg.main-svg");
-    return [Math.round(one.getBoundingClientRect().width), drawn ? Math.round(drawn.getBoundingClientRect().width) : 0];
-  });
+  result.charts = drawn();
   result.counts = Object.fromEntries(COUNTED.map(selector => [selector, page.querySelectorAll(selector).length]));
   results.push(result);
   frame.remove();
