@@ -14,7 +14,6 @@ from typing import Any, Literal
 from penstock.actors.cluster import (
     ObjectStore,
     Resources,
-    ray_session,
     start_engines,
     start_rewards,
     start_trainer,
@@ -42,6 +41,7 @@ from penstock.actors.weights.transports import (
 from penstock.dataflow.errors import ConfigError, EngineLostError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles
+from penstock.platform.cluster.session import cluster_session
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
@@ -198,7 +198,7 @@ class RunActors:
 @asynccontextmanager
 async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
     """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit."""
-    async with ray_session(config.cluster.address, config.weights.directory, Path(config.run_dir) / LOGS_FOLDER):
+    async with cluster_session(config, Path(config.run_dir) / LOGS_FOLDER) as config:
         rewards = reward_workers(config)
         devices = await share_devices(config)
         async with asyncio.TaskGroup() as starting:

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.actors.cluster import ray_session
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
@@ -24,6 +23,7 @@ from penstock.envs.endpoint.session import Questions
 from penstock.envs.streams import load_held_out
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
+from penstock.platform.cluster.session import cluster_session
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator, SetScore
@@ -115,7 +115,7 @@ class Serving(NamedTuple):
 @asynccontextmanager
 async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]:
     """Start engines that serve the checkpoint at `model.path` as version 0; all actors are stopped on exit."""
-    async with ray_session(config.cluster.address):
+    async with cluster_session(config) as config:
         rewards = reward_workers(config, command)
         engines = await start_engine_group(config, command)
         try:
