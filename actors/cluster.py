@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.devices import DeviceAssignment
+from penstock.actors.devices import BundlePlace, DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.job_environment import passed_variables, shipped_folder, user_locations
@@ -60,8 +60,9 @@ class Resources:
 
     Attributes:
         num_gpus: GPUs of its own; 0 on a CPU pool, or with an assignment.
-        accelerator_type: Ray's accelerator label, or None for any.
+        accelerator_type: Ray's accelerator label, or None for any; of a process without a place.
         assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
+        place: Where its own GPUs are reserved; None for a process that joins later.
         near: Node on which it is started if that is possible: the one that a lost process was on, since the route of
             the weights depends on it.
     """
@@ -69,6 +70,7 @@ class Resources:
     num_gpus: float = 0.0
     accelerator_type: str | None = None
     assignment: DeviceAssignment | None = None
+    place: BundlePlace | None = None
     near: str | None = None
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -79,6 +81,8 @@ class Resources:
             options["runtime_env"] = {"env_vars": variables}
         if self.assignment is not None:
             return options | self.assignment.options()
+        if self.place is not None:
+            return options | self.place.options(self.num_gpus)
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:

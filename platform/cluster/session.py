@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.actors.cluster import JobNeeds, ray_session
+from penstock.platform.cluster.preflight import check_nodes
+from penstock.platform.config.findings import Command
 from penstock.platform.config.import_paths import import_paths, module_of
 from penstock.platform.config.schema import RunConfig
 
@@ -23,18 +25,19 @@ _VARIABLE_KEYS = ("key_variable", "token_variable", "variables")
 
 
 @asynccontextmanager
-async def cluster_session(config: RunConfig, logs: Path | None = None) -> AsyncIterator[RunConfig]:
-    """Start or join Ray for the duration of a run.
+async def cluster_session(config: RunConfig, command: Command, logs: Path | None = None) -> AsyncIterator[RunConfig]:
+    """Start or join Ray for the duration of a run. The nodes of a joined cluster are checked first.
 
     Args:
         config: Configuration of the run.
+        command: What is run.
         logs: Folder for the output of the workers; None: it stays in Ray's logs.
 
     Yields:
         The configuration for processes on any node.
 
     Raises:
-        PlacementError: If no cluster answers at `cluster.address`, or it has other versions of Python or Ray.
+        PlacementError: If no cluster answers at `cluster.address`, or its nodes cannot take the run.
         ConfigError: If the user's modules are too large to be sent to the nodes.
     """
     if not is_joined(config):
@@ -44,6 +47,7 @@ async def cluster_session(config: RunConfig, logs: Path | None = None) -> AsyncI
     config = with_absolute_paths(config)
     needs = JobNeeds(modules=user_modules(config), variables=tuple(_named_variables(config)))
     async with ray_session(config.cluster.address, config.weights.directory, logs, needs):
+        await check_nodes(config, command)
         yield config
 
 
