@@ -38,7 +38,7 @@ from penstock.actors.weights.transports import (
     WeightTransport,
     is_one_node,
 )
-from penstock.dataflow.errors import ConfigError, EngineLostError
+from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.placement import Role, plan_placement
@@ -182,6 +182,11 @@ class RunActors:
         """Create the weight transport, by the configuration and the nodes on which Ray placed trainer and engines."""
         weights, dtype = config.weights, config.model.dtype
         route, first = weight_route(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if route == "cuda_ipc" and (problem := await self._no_peer_access()):
+            if weights.transport == "cuda_ipc":
+                raise PlacementError(f"weights.transport=cuda_ipc: {problem}. Use weights.transport=auto.")
+            logger.warning("weights: %s, so versions go through shared memory instead of CUDA IPC", problem)
+            route = "shared_memory"
         if weights.codec != "full" and route not in GROUP_ROUTES:
             logger.warning("weights.codec=%s has no effect: the weight route is %s", weights.codec, route)
         if route == "gather":
@@ -202,6 +207,19 @@ class RunActors:
             return InPlaceTransport(self.trainer, EngineReceivers(pool, first), layout, dtype, weights)
         receivers = EngineReceivers(pool, first) if route == "engine_devices" else NodeReceivers(pool, first, weights)
         return ProcessGroupTransport(self.trainer, receivers, layout, dtype, weights)
+
+    async def _no_peer_access(self) -> str:
+        """Why a rank cannot write into the memory of an engine's device; empty if all can."""
+        by_engine = await asyncio.gather(*(engine.seen_devices() for engine in self.engines))
+        try:
+            closed = await self.trainer.without_peer_access([name for names in by_engine for name in names])
+        except WeightSyncError as error:
+            return str(error).removeprefix("weights: ").rstrip(".")
+        if not closed:
+            return ""
+        (one, other), more = closed[0], len(closed) - 1
+        others = f" and {more} more pairs" if more else ""
+        return f"GPU {one} of the trainer and GPU {other} of an engine{others} have no peer access"
 
 
 @asynccontextmanager
