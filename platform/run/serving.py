@@ -20,6 +20,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.episodes import spread_episodes
 from penstock.actors.ray_errors import answer_of
 from penstock.dataflow.errors import ConfigError, WeightSyncError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
@@ -34,7 +35,7 @@ from penstock.platform.cluster.actor_factory import (
     rewards_are_loaded,
     start_engine_group,
 )
-from penstock.platform.cluster.session import cluster_session
+from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator, SetScore
@@ -84,7 +85,8 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     """Yield an episode player. Its processes and endpoint start with the first episode that needs them."""
     limits, context = config.env.episode, config.model.max_context_tokens
     budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
-    host = EpisodeHost(config.env, config.seed)
+    is_spread = is_joined(config) and config.env.episode.num_workers > 1
+    host = (spread_episodes if is_spread else EpisodeHost)(config.env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
         yield EpisodePlayer(host, codec, budget, endpoint)
