@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,25 +22,11 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from penstock.actors.bundles import Bundle, described
 from penstock.actors.ray_errors import ray_boundary, silence_limit
 from penstock.dataflow.errors import PlacementError
 
 RAY_LEAVES_DEVICES_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """GPUs of one node that are reserved together.
-
-    Attributes:
-        num_gpus: How many.
-        accelerator_type: Ray's label that the node must have; None: any.
-        processes: Those whose GPUs they are; none if colocated roles use the bundle in turns.
-    """
-
-    num_gpus: int
-    accelerator_type: str | None = None
-    processes: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +128,7 @@ async def reserve_devices(bundles: Sequence[Bundle], timeout_s: float) -> Reserv
     except TimeoutError:
         remove_placement_group(group)
         raise PlacementError(
-            f"cluster: {_asked(bundles)} could not be reserved within {timeout_s:.0f} s; free are {_free_gpus()}. "
+            f"cluster: {described(bundles)} could not be reserved within {timeout_s:.0f} s; free are {_free_gpus()}. "
             "A run takes all its GPUs or none: wait until other runs have ended, or use fewer trainer.num_ranks or "
             "rollout.num_engines, or a smaller rollout.engine.tensor_parallel_size."
         ) from None
@@ -153,16 +138,6 @@ async def reserve_devices(bundles: Sequence[Bundle], timeout_s: float) -> Reserv
 def _ray_bundle(bundle: Bundle) -> dict[str, float]:
     label = {f"accelerator_type:{bundle.accelerator_type}": 0.001} if bundle.accelerator_type else {}
     return {"GPU": float(bundle.num_gpus), **label}
-
-
-def _asked(bundles: Sequence[Bundle]) -> str:
-    """`10 GPUs (2 x 4 H100 of one node, 2 x 1)`."""
-    equal = Counter((one.num_gpus, one.accelerator_type) for one in bundles)
-    parts = [
-        f"{count} x {size}{f' {kind}' if kind else ''}{' of one node' if size > 1 else ''}"
-        for (size, kind), count in equal.items()
-    ]
-    return f"{sum(one.num_gpus for one in bundles)} GPUs ({', '.join(parts)})"
 
 
 def _free_gpus() -> str:

@@ -24,7 +24,6 @@ from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER
 from penstock.platform.cluster.memory import GIB
-from penstock.platform.cluster.preflight import NodeNeeds, show_nodes
 
 Status = Literal["ok", "warn", "bad"]
 IMPORT_TIMEOUT_S = 120
@@ -75,6 +74,7 @@ def run_cluster_doctor(address: str, console: Console) -> int:
     """
     from penstock.actors.cluster import JobNeeds, ray_session
     from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
+    from penstock.platform.cluster.preflight import NodeNeeds, show_nodes
 
     async def probe() -> tuple[NodeReport, list[NodeReport]]:
         async with ray_session(address, needs=JobNeeds()):

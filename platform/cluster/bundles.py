@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.actors.devices import Bundle
+from penstock.actors.bundles import Bundle
 from penstock.dataflow.ids import PolicyId
 from penstock.platform.cluster.placement import Role, RolePlacement, plan_placement, shared_bundles
 from penstock.platform.config.findings import Command

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.actors.devices import Bundle
+from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.cluster.bundles import device_bundles

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 import ray
 
+from penstock.actors.bundles import Bundle
 from penstock.actors.cluster import engine_actor, trainer_ranks
-from penstock.actors.devices import Bundle, reserve_devices
+from penstock.actors.devices import reserve_devices
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import (

@@ -18,8 +18,9 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors import node_probe
+from penstock.actors.bundles import Bundle
 from penstock.actors.cluster import JobNeeds, ray_session
-from penstock.actors.devices import Bundle, BundlePlace, reserve_devices
+from penstock.actors.devices import BundlePlace, reserve_devices
 from penstock.actors.node_probe import ProbeRequest, probe_nodes
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.checks.load import compose_config

@@ -7,7 +7,8 @@ from typing import cast
 import pytest
 from ray.util.placement_group import PlacementGroup
 
-from penstock.actors.devices import Bundle, ReservedDevices
+from penstock.actors.bundles import Bundle, described
+from penstock.actors.devices import ReservedDevices
 from penstock.dataflow.ids import PARTNER, POLICY
 from penstock.platform.cluster.actor_factory import resources
 from penstock.platform.cluster.bundles import device_bundles
@@ -62,6 +63,11 @@ def test_colocated_roles_use_bundles_in_turns_that_hold_an_engine_and_a_group_of
     assert [bundle.processes for bundle in device_bundles(config, "eval")] == [
         (("engine", POLICY, index),) for index in range(4)
     ]
+
+
+def test_a_dry_run_says_what_is_reserved() -> None:
+    config = configured("trainer.sequence_parallel_size=2", "cluster.pools.train.accelerator_type=H100")
+    assert described(device_bundles(config)) == "8 GPUs (2 x 2 H100 of one node, 4 x 1)"
 
 
 def test_processes_on_cpus_reserve_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.actors.devices import Bundle
+from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.bundles import device_bundles
