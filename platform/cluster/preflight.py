@@ -25,6 +25,8 @@ from penstock.platform.config.import_paths import import_paths
 from penstock.platform.config.schema import PoolConfig, RunConfig
 
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 60.0
+_TABLE_WIDTH = 160
+"""In a file, whose lines have no width of their own."""
 _MEMORY_TOLERANCE = 0.9
 """Share of `memory_gib` that a GPU must have: a card sold as 80 GB shows 79.6 GiB."""
 
@@ -90,7 +92,7 @@ async def check_nodes(config: RunConfig, command: Command) -> None:
 
 def show_nodes(here: NodeReport, nodes: Sequence[NodeReport], needs: NodeNeeds, console: Console) -> list[str]:
     """Print the table and the warnings; returns the problems that would end a run."""
-    console.print(node_table([here, *nodes]))
+    console.print(node_table([here, *nodes]), width=None if console.is_terminal else _TABLE_WIDTH)
     findings = list(node_findings(here, nodes, needs))
     for finding in findings:
         if finding.severity == "warning":

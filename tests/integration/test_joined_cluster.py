@@ -23,9 +23,9 @@ from penstock.actors.cluster import JobNeeds, ray_session
 from penstock.actors.devices import BundlePlace, reserve_devices
 from penstock.actors.node_probe import ProbeRequest, probe_nodes
 from penstock.dataflow.errors import PlacementError
-from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.preflight import NodeNeeds, node_findings
 from penstock.platform.cluster.session import cluster_session
+from penstock.platform.config.compose import compose_all
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_summary, run_cli
 from tests.small_run import small_run_overrides
@@ -34,13 +34,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(300
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
 REWARD = """
+import random
 from pathlib import Path
 
 import my_tools
 
 
 def score(trajectory, **task):
-    return float(Path("points.txt").read_text()) * my_tools.ONE
+    return float(Path("points.txt").read_text()) * my_tools.ONE + random.random() / 10
 """
 """Of the user: it imports a module beside it, and opens a file by a relative path."""
 
@@ -85,21 +86,13 @@ def on_each_node(options: dict[str, Any], function: Any) -> list[Any]:
     return ray.get(calls, timeout=120)
 
 
-def look() -> tuple[str | None, str | None, str, int, float]:
-    import my_reward
-
-    names = ("NCCL_DEBUG", "OMP_NUM_THREADS")
-    values = [os.environ.get(name) for name in names]
-    return (*values, str(Path.cwd()), os.getpriority(os.PRIO_PROCESS, 0), my_reward.score(None))  # type: ignore[return-value]
-
-
 async def test_workers_have_the_variables_modules_and_files_of_the_driver_and_normal_priority(
     cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     (folder / "runs" / "x").mkdir(parents=True)
     (folder / "policy").mkdir()
-    config = compose_config(
+    config = compose_all(
         [
             "experiment=arithmetic",
             "reward.fn=my_reward:score",
@@ -107,12 +100,21 @@ async def test_workers_have_the_variables_modules_and_files_of_the_driver_and_no
             "run_dir=runs/x",
             f"cluster.address={cluster.address}",
         ]
-    )
+    ).config
+    assert config is not None
+
+    def look() -> tuple[str | None, str | None, str, int, float]:
+        import my_reward
+
+        variable, threads = os.environ.get("NCCL_DEBUG"), os.environ.get("OMP_NUM_THREADS")
+        return variable, threads, str(Path.cwd()), os.getpriority(os.PRIO_PROCESS, 0), my_reward.score(None)
+
     async with cluster_session(config, "train", Path(config.run_dir) / "logs") as at_nodes:
         assert (at_nodes.run_dir, at_nodes.model.path) == (str(folder / "runs" / "x"), str(folder / "policy"))
         for options in ({}, {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "3"}}}):
             for variable, threads, where, niceness, points in on_each_node(options, look):
-                assert (variable, niceness, points) == ("WARN", 0, 0.5), "an actor's own variables are added to these"
+                assert (variable, niceness) == ("WARN", 0), "an actor's own variables are added to these"
+                assert 0.5 <= points < 0.6
                 assert threads == "3" or not options
                 assert where != str(folder), "a copy"
     assert not list((folder / "runs" / "x").glob(".preflight-*"))
@@ -165,7 +167,11 @@ async def test_a_node_that_does_not_answer_is_named_within_the_limit(
 async def test_gpus_are_reserved_on_nodes_with_their_label_and_groups_on_one_node(cluster: Cluster) -> None:
     async with ray_session(cluster.address, needs=JobNeeds()):
         kinds = {
-            node["NodeID"]: kind for node in ray.nodes() if node["Alive"] for kind in node["Resources"] if ":" in kind
+            node["NodeID"]: kind
+            for node in ray.nodes()
+            if node["Alive"]
+            for kind in node["Resources"]
+            if kind.startswith("acc")
         }
         bundles = [Bundle(2, "L4", ("a", "b")), Bundle(1, "H100", ("c",))]
         devices = await reserve_devices(bundles, timeout_s=60)
@@ -198,7 +204,7 @@ def test_a_run_with_relative_paths_and_its_own_reward_trains_on_it(cluster: Clus
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = folder / "runs" / "joined"
     assert read_summary(run_dir)["ledger"]["failed"] == 0
-    assert read_summary(run_dir)["reward_last"] == 0.5
+    assert 0.5 <= read_summary(run_dir)["reward_last"] < 0.6
     assert (run_dir / "policy" / "model.safetensors").exists()
     assert (run_dir / "logs" / "trainer-0.log").exists()
     assert "nodes" in done.stderr, "the table"
