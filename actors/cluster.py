@@ -17,9 +17,10 @@ from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.devices import DeviceAssignment
+from penstock.actors.devices import BundlePlace, DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.job_environment import passed_variables, shipped_folder, user_locations
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.ray_errors import answer_of, ray_boundary, silence_limit
 from penstock.actors.reward.actor import RewardActor
@@ -59,8 +60,9 @@ class Resources:
 
     Attributes:
         num_gpus: GPUs of its own; 0 on a CPU pool, or with an assignment.
-        accelerator_type: Ray's accelerator label, or None for any.
+        accelerator_type: Ray's accelerator label, or None for any; of a process without a place.
         assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
+        place: Where its own GPUs are reserved; None for a process that joins later.
         near: Node on which it is started if that is possible: the one that a lost process was on, since the route of
             the weights depends on it.
     """
@@ -68,6 +70,7 @@ class Resources:
     num_gpus: float = 0.0
     accelerator_type: str | None = None
     assignment: DeviceAssignment | None = None
+    place: BundlePlace | None = None
     near: str | None = None
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -78,6 +81,8 @@ class Resources:
             options["runtime_env"] = {"env_vars": variables}
         if self.assignment is not None:
             return options | self.assignment.options()
+        if self.place is not None:
+            return options | self.place.options(self.num_gpus)
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:
@@ -87,28 +92,63 @@ class Resources:
         return options
 
 
+@dataclass(frozen=True, slots=True)
+class JobNeeds:
+    """What the workers of a joined cluster need from the driver.
+
+    Attributes:
+        modules: Names of the modules that the configuration names; those that are not installed are sent.
+        variables: Names of environment variables that the configuration names.
+    """
+
+    modules: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
 @asynccontextmanager
-async def ray_session(address: str, publish_in: str | None = None, logs: Path | None = None) -> AsyncIterator[None]:
+async def ray_session(
+    address: str, publish_in: str | None = None, logs: Path | None = None, needs: JobNeeds | None = None
+) -> AsyncIterator[None]:
     """Ray for the duration of a run: started here for `local`, joined otherwise.
 
     Args:
         address: Address of the cluster, or `local`.
         publish_in: Parent of the folders of published versions; None: shared memory.
         logs: Folder for the output of the workers (worker_log.py); None: it stays in Ray's logs.
+        needs: Of the workers of a joined cluster; None: those of `local` inherit all from this process.
+
+    Raises:
+        PlacementError: If no cluster can be joined at `address`.
+        ConfigError: If the user's modules are too large.
     """
     variables = {} if logs is None else {LOGS_VARIABLE: str(logs.absolute())}
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
+    if needs is not None:
+        # Ray lowers the priority of a worker in the worker itself, so that this also reaches those of other nodes.
+        own = {key: os.environ[key] for key in RAY_ENVIRONMENT}
+        variables = own | passed_variables(os.environ, needs.variables) | variables
+        # A driver that `ray job submit` has started inherits a runtime environment: what is given here replaces it.
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address=address,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=True,
-        runtime_env={"env_vars": variables},
-    )
+    with shipped_folder(user_locations(needs.modules if needs is not None else ()), Path.cwd()) as sent:
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+                runtime_env={"env_vars": variables, **sent},
+            )
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            if needs is None:
+                raise
+            raise PlacementError(
+                f"cluster.address={address} cannot be joined: {' '.join(str(error).split())} Check with `ray status "
+                f"--address {address}`; every node needs the same versions of Python and Ray as this machine."
+            ) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler exits at once and leaves processes behind
     try:
         yield

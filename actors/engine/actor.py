@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from penstock.actors.devices import seen_devices
 from penstock.actors.worker_log import keep_output, last_error
 from penstock.dataflow.errors import ConfigError, EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
@@ -107,6 +108,10 @@ class EngineActor:
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call any other method of `LocalEngine`: load, layout, version buffers, transfer groups, sleep."""
         return await getattr(self._running(), method)(*arguments)
+
+    async def seen_devices(self) -> list[str]:
+        """The GPUs of its ranks, by their names on the node."""
+        return seen_devices()
 
     async def forget_versions(self) -> None:
         """Drop all requests and answers, and go back to no version. See `LocalEngine`."""

@@ -213,6 +213,16 @@ class RemoteEngine:
             raise EngineLostError(f"{self.engine_id}: weights: layout: no answer within {SWITCH_S:g} s") from None
         return layout
 
+    async def seen_devices(self) -> list[str]:
+        """The GPUs of its ranks, by their names on the node.
+
+        Raises:
+            EngineLostError: The engine died.
+        """
+        call = self._actor.seen_devices.remote()
+        found: list[str] = await answer_of(call, SWITCH_S, EngineLostError, f"{self.engine_id}: devices")
+        return found
+
     async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
     ) -> list[list[VersionBufferHandle]]:

@@ -6,6 +6,7 @@ between the ranks themselves (gloo or NCCL), never through Ray.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,10 @@ import numpy as np
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from penstock.actors.devices import seen_devices
+from penstock.actors.trainer.meeting import MEETING_S, interface_of, meet
 from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import POLICY, EngineId
@@ -30,13 +34,19 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import DType
-from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle, device_identity
+from penstock.weights.transport.device_memory import (
+    OpenedVersionBuffers,
+    VersionBufferHandle,
+    device_identity,
+    without_peer_access,
+)
 from penstock.weights.transport.process_group.endpoints import (
     BucketChecksums,
     SendReport,
     TransferGroupSpec,
     WeightSender,
 )
+from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
@@ -53,19 +63,36 @@ class TrainerRank:
         self._writers_of: dict[EngineId, ShardWriter] = {}
         self._sender = WeightSender(rank, torch.device(spec.device))
         self._snapshot: TrainerSnapshot | None = None
+        self._store: TCPStore | None = None
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this rank's node, for the rendezvous of the ranks (rank 0 only)."""
-        return ray.util.get_node_ip_address(), free_port()
+    def rendezvous(self) -> tuple[str, int, int]:
+        """Where the ranks meet: the address that Ray knows this node by, the port of a store, and a free port.
 
-    def start(self, host: str, port: int) -> tuple[str, int]:
+        Every rank is asked, so that the driver knows that each has a process; the answer of rank 0 is used.
+        """
+        address = ray.util.get_node_ip_address()
+        if self._rank == 0 and self._spec.trainer.num_ranks > 1:
+            self._store = serve_store(address)
+        return address, 0 if self._store is None else self._store.port, free_port()
+
+    def start(self, host: str, store_port: int, port: int) -> tuple[str, int]:
         """Join the other ranks and load the policy, or continue from a checkpoint (`TrainerSpec.restore_from`).
 
         Returns:
             The node that this rank runs on, and the policy version: 0, or that of the checkpoint.
+
+        Raises:
+            TrainingError: If a rank does not reach rank 0.
         """
         partner = "" if self._spec.policy_id == POLICY else f"{self._spec.policy_id}-"
         keep_output(f"{partner}trainer-{self._rank}")
+        if (num_ranks := self._spec.trainer.num_ranks) > 1:
+            limit_s = min(MEETING_S, self._spec.trainer.start_timeout_s)
+            own = ray.util.get_node_ip_address()
+            addresses = meet((host, store_port), self._store, self._rank, num_ranks, own, limit_s)
+            if len(set(addresses)) > 1 and (interface := interface_of(own)) is not None:
+                # gloo would use what the host's name resolves to, on many systems 127.0.1.1.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._trainer = build_trainer(self._spec, self._rank, master_addr=host, master_port=port)
         if self._rank == 0:
             self._outbound = private_directory(self._spec.publish_in)
@@ -141,6 +168,14 @@ class TrainerRank:
     def device(self) -> str:
         """Identity of the device that this rank computes on."""
         return device_identity(torch.device(self._spec.device))
+
+    def seen_devices(self) -> list[str]:
+        """The GPU of this rank, by its name on the node."""
+        return seen_devices()
+
+    def without_peer_access(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Pairs of devices of this node between which memory cannot be mapped."""
+        return without_peer_access(pairs)
 
     def open_version_buffers(
         self, engine_id: EngineId, transfer: ShardTransfer, handles: Sequence[Sequence[VersionBufferHandle]]

@@ -63,8 +63,24 @@ class TrainerClient:
         self._hangs = False
 
     async def start(self, timeout_s: float) -> None:
-        ((host, port),) = await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()], timeout_s)
-        started = await self._all("start", host, port, timeout_s=timeout_s)
+        """Start all ranks: each has a process, then reaches rank 0, then loads the policy.
+
+        Raises:
+            TrainingError: If one does not within the limit; the ranks that are missing are named.
+        """
+        calls = [asyncio.ensure_future(call) for call in self._call("rendezvous")]
+        late = await late_calls(calls, timeout_s, asyncio.FIRST_EXCEPTION)
+        for call in late:
+            call.cancel()
+        with ray_boundary(TrainingError, "trainer: rendezvous"):
+            answers = [call.result() for call in calls if call not in late]
+        if late:
+            missing = ", ".join(str(rank) for rank, call in enumerate(calls) if call in late)
+            raise TrainingError(
+                f"trainer: {len(late)} of {len(calls)} ranks ({missing}) have no process after {timeout_s:g} s "
+                "(trainer.start_timeout_s). Ray has not placed them, or their nodes do not answer: see `ray status`."
+            )
+        started = await self._all("start", *answers[0], timeout_s=timeout_s)
         self.nodes = [node for node, _ in started]
         self.version = started[0][1]
 
@@ -141,6 +157,18 @@ class TrainerClient:
         """How the ranks shard the model, and rank 0's folder in shared memory."""
         ((training, folder),) = await self._answers("training_sharding", [self._ranks[0].training_sharding.remote()])
         return training, folder
+
+    async def without_peer_access(self, engine_devices: Sequence[str]) -> list[tuple[str, str]]:
+        """Pairs of a rank's and an engine's device on rank 0's node between which memory cannot be mapped.
+
+        Raises:
+            WeightSyncError: If it cannot be found out.
+        """
+        own = [device for devices in await self.call_transfer("seen_devices") for device in devices]
+        pairs = [(one, other) for one in own for other in engine_devices]
+        call, what = self._ranks[0].without_peer_access.remote(pairs), "trainer: peer access between GPUs"
+        found: list[tuple[str, str]] = await answer_of(call, self._step_timeout_s, WeightSyncError, what)
+        return found
 
     async def plan_transfer(self, engine: EngineLayout, dtype: DType, first_node: str | None = None) -> ShardTransfer:
         """Plan how the ranks publish into the engines' layout; across nodes, the first receiver is on `first_node`.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.envs.import_path import load_object
 from penstock.envs.workers import process_tree
 from penstock.envs.workers.supervisor import how_it_ended
+from penstock.platform.config.import_paths import import_paths, module_of
 
 if TYPE_CHECKING:  # the child imports this module, and should import little
     from penstock.platform.config.findings import Finding
@@ -26,38 +27,16 @@ IMPORT_TIMEOUT_S = 30.0
 """Longest time for the imports of all modules, seconds. Importing torch and vLLM takes up to 20 s on two cores."""
 
 
-def import_paths(config: RunConfig) -> dict[str, str]:
-    """Return key -> import path for every function or class that the configuration names."""
-    env, flow, algorithm = config.env, config.dataflow, config.algorithm
-    named: dict[str, str | None] = {
-        "env.factory": env.factory,
-        **{f"env.streams.{name}.factory": stream.factory for name, stream in env.streams.items()},
-        "env.curriculum": env.curriculum,
-        "reward.fn": config.reward.fn,
-        **{f"reward.parts.{name}.fn": part.fn for name, part in config.reward.parts.items()},
-        "dataflow.group_sizing": flow.group_sizing,
-        "dataflow.length_limiting": flow.length_limiting,
-        "dataflow.filters.user": flow.filters.user,
-        "algorithm.advantage.function": algorithm.advantage.name,
-        "algorithm.loss.function": algorithm.loss.name,
-    }
-    # Arguments that environments import by themselves (envs/adapters/rows.py, envs/tasks/agents.py).
-    for name in ("rows", "agent"):
-        value = env.args.get(name)
-        named[f"env.args.{name}"] = value if isinstance(value, str) else None
-    return {key: path for key, path in named.items() if path is not None and ("." in path or ":" in path)}
-
-
 def check_imports(config: RunConfig) -> Iterator[Finding]:
     """Check that importing the user's modules neither ends nor blocks a process."""
     from penstock.platform.config.findings import error
 
-    left = {key: path for key, path in import_paths(config).items() if not _is_harmless(_module_of(path))}
+    left = {key: path for key, path in import_paths(config).items() if not _is_harmless(module_of(path))}
     while left:
         key, outcome = _try_imports(left)
         if outcome is None:
             return
-        module = _module_of(left[key])
+        module = module_of(left[key])
         yield error(
             f"{key}={left[key]!r}: {module} cannot be imported: a process that tried {outcome}. Every process of a run "
             "imports it, so the run would end without a message. Let the top level of the module only define things, "
@@ -65,11 +44,7 @@ def check_imports(config: RunConfig) -> Iterator[Finding]:
             key,
         )
         keys = list(left)
-        left = {one: left[one] for one in keys[keys.index(key) + 1 :] if _module_of(left[one]) != module}
-
-
-def _module_of(path: str) -> str:
-    return path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
+        left = {one: left[one] for one in keys[keys.index(key) + 1 :] if module_of(left[one]) != module}
 
 
 def _is_harmless(module: str) -> bool:

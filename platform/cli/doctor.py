@@ -5,6 +5,7 @@ Heavy imports run in child processes with a time limit, so a package that hangs 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -21,14 +22,13 @@ from rich.text import Text
 
 from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cluster import hardware
+from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER
 from penstock.platform.cluster.memory import GIB
 
 Status = Literal["ok", "warn", "bad"]
 IMPORT_TIMEOUT_S = 120
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
 """Requirements of the demo."""
-MIN_NVIDIA_DRIVER = "580.65.06"
-"""Minimum for CUDA 13.0, which the pinned torch is built with, by NVIDIA's compatibility table of CUDA 13.x."""
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
@@ -65,6 +65,27 @@ def run_doctor(console: Console | None = None) -> int:
             console.print(line)
     console.print("something is broken: see the lines marked bad" if is_broken else "ready")
     return int(is_broken)
+
+
+def run_cluster_doctor(address: str, console: Console) -> int:
+    """Print a table of the nodes of a Ray cluster, and what is wrong with them; returns 1 if something is, else 0.
+
+    The working directory is taken for a run directory, which all nodes must see.
+    """
+    from penstock.actors.cluster import JobNeeds, ray_session
+    from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
+    from penstock.platform.cluster.preflight import NodeNeeds, show_nodes
+
+    async def probe() -> tuple[NodeReport, list[NodeReport]]:
+        async with ray_session(address, needs=JobNeeds()):
+            return await probe_nodes(ProbeRequest(Path.cwd() if os.access(Path.cwd(), os.W_OK) else None))
+
+    here, nodes = asyncio.run(probe())
+    problems = show_nodes(here, nodes, NodeNeeds(), console)
+    for problem in problems:
+        console.print(Text("bad  ", style=_STYLES["bad"]).append(problem, style="default"))
+    console.print(f"{len(problems)} problems on {len(nodes)} nodes" if problems else f"{len(nodes)} nodes are ready")
+    return int(bool(problems))
 
 
 def check_python() -> Iterator[Diagnosis]:
@@ -165,15 +186,11 @@ def _compare_driver(version: str | None) -> Diagnosis:
     if version is None:
         advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
         return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
-    if _numbers(version) >= _numbers(MIN_NVIDIA_DRIVER):
+    if hardware.version_numbers(version) >= hardware.version_numbers(MIN_NVIDIA_DRIVER):
         return Diagnosis("nvidia driver", "ok", version)
     found = f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer"
     advice = "torch will find no GPU. Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
     return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", found, advice)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split("."))
 
 
 def _free_space(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:

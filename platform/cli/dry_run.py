@@ -9,8 +9,10 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from penstock.actors.bundles import described
 from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import LoadedConfig
+from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.memory import published_gib, shared_gib
 from penstock.platform.cluster.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
@@ -35,6 +37,8 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
         parts = first.memory.device if first.device == "gpu" else first.memory.host
         told = ", ".join(f"{name} {gib:.2f} GiB" for name, gib in parts.items() if gib >= _LEAST_GIB)
         console.print(f"each {role}: {told}")
+    if bundles := device_bundles(config, command):
+        console.print(f"reserved at once: {described(bundles)}")
     for pool, load in device_load_gib(config, placements).items():
         of_one = config.cluster.pools[pool].memory_gib
         console.print(f"pool {pool}: up to {load:.1f} of {of_one:g} GiB on a GPU (estimate)")

@@ -359,11 +359,17 @@ def compare(
 
 @app.command()
 @exits
-def doctor() -> int:
+def doctor(
+    *,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Check all nodes of a Ray cluster instead, e.g. auto or HOST:PORT."),
+    ] = None,
+) -> int:
     """Check this machine and its packages. Each line says what was found and how to fix it."""
-    from penstock.platform.cli.doctor import run_doctor
+    from penstock.platform.cli.doctor import run_cluster_doctor, run_doctor
 
-    return run_doctor()
+    return run_doctor() if cluster is None else run_cluster_doctor(cluster, plain_console())
 
 
 @app.command()

@@ -14,12 +14,11 @@ from typing import Any, Literal
 from penstock.actors.cluster import (
     ObjectStore,
     Resources,
-    ray_session,
     start_engines,
     start_rewards,
     start_trainer,
 )
-from penstock.actors.devices import SharedDevices, reserve_devices
+from penstock.actors.devices import ReservedDevices, reserve_devices
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward.client import RewardClient
@@ -39,9 +38,11 @@ from penstock.actors.weights.transports import (
     WeightTransport,
     is_one_node,
 )
-from penstock.dataflow.errors import ConfigError, EngineLostError
+from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
-from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles
+from penstock.platform.cluster.bundles import device_bundles
+from penstock.platform.cluster.placement import Role, plan_placement
+from penstock.platform.cluster.session import cluster_session
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
@@ -69,7 +70,8 @@ class RunActors:
     reference: ReferenceClient | None
     teacher: ReferenceClient | None
     partner: RunActors | None = None
-    devices: SharedDevices | None = None
+    devices: ReservedDevices | None = None
+    policy_id: PolicyId = POLICY
     num_engines_started: int = 0
     layout: EngineLayout | None = None
 
@@ -150,6 +152,9 @@ class RunActors:
             EngineLostError: If it fails to start.
         """
         index, self.num_engines_started = self.num_engines_started, self.num_engines_started + 1
+        if self.devices is not None:
+            need = resources(config, "engine", "train")[0]
+            self.devices.reuse(("engine", self.policy_id, index), int(need.num_gpus), need.accelerator_type)
         engine = await self.start_engine(config, index)
         self.engines.append(engine)
         return engine
@@ -160,6 +165,8 @@ class RunActors:
         All engines that are not colocated need the same resources.
         """
         need = replace(resources(config, "engine", "train")[0], near=near)
+        if self.devices is not None:
+            need = replace(need, place=self.devices.place(("engine", self.policy_id, index)))
         (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
         return engine
 
@@ -168,11 +175,18 @@ class RunActors:
         self.engines.remove(engine)
         await engine.close()
         engine.kill()
+        if self.devices is not None:
+            self.devices.release(("engine", self.policy_id, engine_index(engine.engine_id)))
 
     async def _export(self, pool: EnginePool, config: RunConfig) -> WeightTransport:
         """Create the weight transport, by the configuration and the nodes on which Ray placed trainer and engines."""
         weights, dtype = config.weights, config.model.dtype
         route, first = weight_route(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if route == "cuda_ipc" and (problem := await self._no_peer_access()):
+            if weights.transport == "cuda_ipc":
+                raise PlacementError(f"weights.transport=cuda_ipc: {problem}. Use weights.transport=auto.")
+            logger.warning("weights: %s, so versions go through shared memory instead of CUDA IPC", problem)
+            route = "shared_memory"
         if weights.codec != "full" and route not in GROUP_ROUTES:
             logger.warning("weights.codec=%s has no effect: the weight route is %s", weights.codec, route)
         if route == "gather":
@@ -194,23 +208,36 @@ class RunActors:
         receivers = EngineReceivers(pool, first) if route == "engine_devices" else NodeReceivers(pool, first, weights)
         return ProcessGroupTransport(self.trainer, receivers, layout, dtype, weights)
 
+    async def _no_peer_access(self) -> str:
+        """Why a rank cannot write into the memory of an engine's device; empty if all can."""
+        by_engine = await asyncio.gather(*(engine.seen_devices() for engine in self.engines))
+        try:
+            closed = await self.trainer.without_peer_access([name for names in by_engine for name in names])
+        except WeightSyncError as error:
+            return str(error).removeprefix("weights: ").rstrip(".")
+        if not closed:
+            return ""
+        (one, other), more = closed[0], len(closed) - 1
+        others = f" and {more} more pairs" if more else ""
+        return f"GPU {one} of the trainer and GPU {other} of an engine{others} have no peer access"
+
 
 @asynccontextmanager
 async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
     """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit."""
-    async with ray_session(config.cluster.address, config.weights.directory, Path(config.run_dir) / LOGS_FOLDER):
-        rewards = reward_workers(config)
-        devices = await share_devices(config)
+    async with cluster_session(config, "train", Path(config.run_dir) / LOGS_FOLDER) as config:
+        devices = await reserve_run_devices(config)
+        rewards = reward_workers(config, devices=devices)
         async with asyncio.TaskGroup() as starting:
             partner_start = (
-                starting.create_task(_start_partner(config, rewards, restore_from)) if config.partner else None
+                starting.create_task(_start_partner(config, rewards, devices, restore_from)) if config.partner else None
             )
             trainer_start = starting.create_task(
                 start_trainer_group(config, devices=devices, restore_from=restore_from)
             )
             engines_start = starting.create_task(start_engine_group(config, devices=devices))
             starting.create_task(rewards_are_loaded(config, rewards))
-            frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
+            frozen_starts = [starting.create_task(start_frozen_group(config, role, devices)) for role in FROZEN_ROLES]
         reference, teacher = (start.result() for start in frozen_starts)
         actors = RunActors(
             engines_start.result(),
@@ -231,14 +258,17 @@ async def start_actors(config: RunConfig, restore_from: str | None = None) -> As
             await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
 
 
-async def _start_partner(config: RunConfig, rewards: RewardClient, restore_from: str | None) -> RunActors:
+async def _start_partner(
+    config: RunConfig, rewards: RewardClient, devices: ReservedDevices | None, restore_from: str | None
+) -> RunActors:
     """Start the trainer and the engines of the partner policy."""
     view = config.partner_view
     folder = None if restore_from is None else str(Path(restore_from) / PARTNER)
     trainer, engines = await asyncio.gather(
-        start_trainer_group(view, policy_id=PARTNER, restore_from=folder), start_engine_group(view)
+        start_trainer_group(view, policy_id=PARTNER, devices=devices, restore_from=folder),
+        start_engine_group(view, devices=devices, policy_id=PARTNER),
     )
-    return RunActors(engines, trainer, rewards, ObjectStore(), None, None)
+    return RunActors(engines, trainer, rewards, ObjectStore(), None, None, devices=devices, policy_id=PARTNER)
 
 
 async def _all_ended(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -248,17 +278,14 @@ async def _all_ended(starts: Sequence[Coroutine[Any, Any, None]]) -> None:
             raise end
 
 
-async def share_devices(config: RunConfig) -> SharedDevices | None:
-    """Reserve the GPUs that trainer and engines share; None if they are not colocated or use no GPUs.
+async def reserve_run_devices(config: RunConfig, command: Command = "train") -> ReservedDevices | None:
+    """Reserve all GPUs that `command` uses, at once; None if it uses none.
 
     Raises:
         PlacementError: If the cluster does not have these GPUs.
     """
-    bundles = shared_bundles(config)
-    if not bundles:
-        return None
-    accelerator_type = config.cluster.pools[config.cluster.trainer_pool].accelerator_type
-    return await reserve_devices(bundles, accelerator_type, config.rollout.start_timeout_s)
+    bundles = device_bundles(config, command)
+    return await reserve_devices(bundles, config.rollout.start_timeout_s) if bundles else None
 
 
 async def start_trainer_group(
@@ -267,7 +294,7 @@ async def start_trainer_group(
     kind: ModelKind = "policy",
     command: Command = "train",
     policy_id: PolicyId = POLICY,
-    devices: SharedDevices | None = None,
+    devices: ReservedDevices | None = None,
     restore_from: str | None = None,
     near: Sequence[str] = (),
 ) -> TrainerClient:
@@ -276,7 +303,7 @@ async def start_trainer_group(
     Rank i is started on node `near[i]` if that is possible.
     """
     spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
-    needs = resources(config, "trainer", command, devices)
+    needs = resources(config, "trainer", command, devices, policy_id)
     needs = [replace(need, near=node) for need, node in zip_longest(needs, near)]
     return await start_trainer(spec, needs, torch_environment(config, spec.device))
 
@@ -305,7 +332,9 @@ def trainer_spec(
     )
 
 
-async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceClient | None:
+async def start_frozen_group(
+    config: RunConfig, role: FrozenRole, devices: ReservedDevices | None = None
+) -> ReferenceClient | None:
     """Start the processes of the reference policy or the teacher; None if the algorithm needs none."""
     if not config.num_frozen(role):
         return None
@@ -320,7 +349,8 @@ async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceCl
     )
     environment = torch_environment(config, spec.device)
     start_timeout_s = config.trainer.start_timeout_s
-    return await start_references(role, spec, resources(config, role, "train"), environment, start_timeout_s)
+    needs = resources(config, role, "train", devices)
+    return await start_references(role, spec, needs, environment, start_timeout_s)
 
 
 def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
@@ -333,10 +363,12 @@ def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
     } | copy_environment()
 
 
-def reward_workers(config: RunConfig, command: Command = "train") -> RewardClient:
+def reward_workers(
+    config: RunConfig, command: Command = "train", devices: ReservedDevices | None = None
+) -> RewardClient:
     """Start the reward workers, on the devices of `reward.pool` if it is set."""
     device = "cpu" if config.reward.pool is None else pool_device(config, config.reward.pool)
-    return start_rewards(config.reward, config.sandbox, resources(config, "reward", command), device)
+    return start_rewards(config.reward, config.sandbox, resources(config, "reward", command, devices), device)
 
 
 async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
@@ -346,10 +378,13 @@ async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
 
 
 async def start_engine_group(
-    config: RunConfig, command: Command = "train", devices: SharedDevices | None = None
+    config: RunConfig,
+    command: Command = "train",
+    devices: ReservedDevices | None = None,
+    policy_id: PolicyId = POLICY,
 ) -> list[RemoteEngine]:
     """Start the rollout engines of `config`."""
-    needs = resources(config, "engine", command, devices)
+    needs = resources(config, "engine", command, devices, policy_id)
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
 
 
@@ -382,21 +417,36 @@ def engine_index(engine_id: EngineId) -> int:
     return int(engine_id.removeprefix("engine-"))
 
 
-def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:
-    """Ray resources of each process of a role; with `devices`, the shared devices that it uses."""
-    placements = [
-        placement
-        for placement in plan_placement(config, command)
-        if (placement.role, placement.policy_id) == (role, POLICY)
-    ]
-    return [
-        Resources(
+def resources(
+    config: RunConfig,
+    role: Role,
+    command: Command,
+    devices: ReservedDevices | None = None,
+    policy_id: PolicyId = POLICY,
+) -> list[Resources]:
+    """Ray resources of each process of a role.
+
+    Args:
+        config: Configuration of one policy.
+        role: Of the processes.
+        command: What is run.
+        devices: Reserved devices of the run; None: Ray looks for GPUs when each process starts.
+        policy_id: The policy that `config` is of.
+    """
+    needs = []
+    for placement in plan_placement(config, command):
+        if (placement.role, placement.policy_id) != (role, POLICY):
+            continue
+        need = Resources(
             num_gpus=placement.num_gpus,
             accelerator_type=config.cluster.pools[placement.pool].accelerator_type if placement.pool else None,
-            assignment=None if devices is None else devices.assign(placement.slot, placement.num_slots),
         )
-        for placement in placements
-    ]
+        if devices is not None and placement.num_gpus:
+            need = replace(need, place=devices.place((role, policy_id, placement.index)))
+        elif devices is not None and placement.device == "gpu":
+            need = replace(need, assignment=devices.assign(placement.slot, placement.num_slots))
+        needs.append(need)
+    return needs
 
 
 def pool_device(config: RunConfig, pool: str) -> Literal["cpu", "cuda"]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a mount point, not a temporary file
+MIN_NVIDIA_DRIVER = "580.65.06"
+"""Minimum for CUDA 13.0, which the pinned torch is built with, by NVIDIA's compatibility table of CUDA 13.x."""
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -29,6 +31,11 @@ def nvidia_driver_version() -> str | None:
     )
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", said or "")
     return found[0] if found else None
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Numbers of a driver's version, in the order in which they are compared."""
+    return tuple(int(number) for number in version.split("."))
 
 
 def num_nvidia_gpus() -> int | None:

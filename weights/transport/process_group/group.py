@@ -81,6 +81,15 @@ Part = tuple[int, torch.Tensor]
 """Peer and contiguous tensor."""
 
 
+def gloo_devices(address: str) -> list[Any]:
+    """The network interfaces of `GLOO_SOCKET_IFNAME`, as torch's default group uses them, else that of `address`."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [ProcessGroupGloo.create_device(interface=name.strip()) for name in named.split(",")]
+    return [ProcessGroupGloo.create_device(hostname=address)]
+
+
 class GlooLinks:
     """Messages between CPUs."""
 
@@ -89,7 +98,7 @@ class GlooLinks:
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to name a device
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+        options._devices = gloo_devices(address)  # noqa: SLF001
         options._timeout = timeout  # noqa: SLF001
         self._backend: Any = ProcessGroupGloo(store, rank, world_size, options)
         self._tail = torch.zeros(1, dtype=torch.uint8)

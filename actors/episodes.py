@@ -1,0 +1,271 @@
+"""Episodes of environments on several nodes of a joined cluster: a Ray actor per node around `EpisodeHost`.
+
+Agent programs talk to the endpoint of the driver, which listens on the driver's machine only. So the first episodes
+are played there, and all of them if an environment runs itself.
+
+Consumes: calls of trajectories. Waits for: the reply of the environment's node. Unblocked by: the reply, the time-out
+of the environment with a margin, or the loss of the node, which fails the episode (kind `env`); nodes that are lost, or
+where the environments do not load, get no further episodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.actors.ray_errors import answer_of
+from penstock.actors.worker_log import keep_output
+from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig
+from penstock.envs.environment import Action, EndpointAccess
+from penstock.envs.workers.child_process import MAX_LOADS
+from penstock.envs.workers.episode_child import EpisodeReply
+from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 100_000
+"""Above the number of pending calls: further calls would wait inside the actor."""
+MARGIN_S = 30.0
+"""How much longer than the time-out of the environment an answer may take: the actor reports that time-out itself."""
+
+Failure = TrajectoryError | ConfigError
+
+
+class EpisodeActor:
+    """The environment processes of one node. Failures are returned, so that Ray does not wrap them."""
+
+    def __init__(self, env: EnvConfig, seed: int) -> None:
+        keep_output("environments")
+        self._host = EpisodeHost(env, seed)
+        self._open: dict[int, tuple[AsyncExitStack, PlayedEpisode]] = {}
+
+    async def open(self, key: int, task: bytes) -> Failure | None:
+        """Open an episode of a pickled task; returns why it cannot be opened."""
+        episode = AsyncExitStack()
+        try:
+            played = await episode.enter_async_context(self._host.open(pickle.loads(task)))  # noqa: S301 - of our driver
+        except (TrajectoryError, ConfigError) as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            what = "the task cannot be unpickled on the node of the environment"
+            return TrajectoryError("env", f"{what}: {type(error).__name__}: {error}")
+        self._open[key] = episode, played
+        return None
+
+    async def call(self, key: int, method: str, arguments: Sequence[Any]) -> EpisodeReply | Failure:
+        """Call a method of an open episode."""
+        try:
+            reply: EpisodeReply = await getattr(self._open[key][1], method)(*arguments)
+        except (TrajectoryError, ConfigError) as error:
+            return error
+        return reply
+
+    async def close(self, key: int) -> None:
+        """Close an episode, if it is open."""
+        if key in self._open:
+            await self._open.pop(key)[0].aclose()
+
+    async def shutdown(self) -> None:
+        """End all processes."""
+        await self._host.close()
+
+
+class EpisodeNode(Protocol):
+    """Where episodes are played: the driver's machine or another node.
+
+    Attributes:
+        num_workers: Its environment processes.
+        failure: Why no further episode is opened there; empty if there is no reason.
+    """
+
+    num_workers: int
+    failure: str
+
+    def open(self, task: Task) -> Any: ...
+
+    async def close(self) -> None: ...
+
+
+class DriverEpisodes:
+    """Episodes on the driver's machine."""
+
+    failure = ""
+
+    def __init__(self, env: EnvConfig, seed: int) -> None:
+        self._host = EpisodeHost(env, seed)
+        self.num_workers = env.episode.num_workers
+        self.open = self._host.open
+        self.close = self._host.close
+
+
+class RemoteEpisodes:
+    """Episodes on another node, whose actor starts with the first one."""
+
+    def __init__(self, name: str, env: EnvConfig, start: Callable[[], ActorHandle]) -> None:
+        self.num_workers = env.episode.num_workers
+        self.failure = ""
+        self._name = name
+        self._limits = env.episode
+        self._start = start
+        self._actor: ActorHandle | None = None
+        self._keys = itertools.count()
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[PlayedEpisode]:
+        """Open an episode of `task`.
+
+        Raises:
+            TrajectoryError: kind `env`, if the task cannot be sent, or the environments do not load there.
+        """
+        try:
+            body = pickle.dumps(task, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise TrajectoryError("env", f"{task.task_id} cannot be sent to another node: {error!r}") from error
+        if self._actor is None:
+            self._actor = self._start()
+        actor, key = self._actor, next(self._keys)
+        limit_s = MAX_LOADS * self._limits.startup_timeout_s + MARGIN_S
+        try:
+            await self.answer(actor.open.remote(key, body), limit_s, f"open {task.task_id}")
+            yield _RemoteEpisode(self, actor, key, self._limits.timeout_s + MARGIN_S)
+        finally:
+            with suppress(ray.exceptions.RayError):
+                actor.close.remote(key)
+
+    async def answer(self, call: Any, limit_s: float, what: str) -> Any:
+        """The answer to a call of an episode.
+
+        Raises:
+            TrajectoryError: kind `env`.
+        """
+        what = f"environments on {self._name}: {what}"
+        try:
+            answer = await answer_of(call, limit_s, PenstockError, what)
+        except PenstockError as lost:
+            self.failure = str(lost)
+            raise TrajectoryError("env", str(lost)) from lost
+        if isinstance(answer, ConfigError):  # they load on the driver's machine, or the run would not have begun
+            self.failure = f"{what}: {' '.join(answer.violations)}"
+            raise TrajectoryError("env", self.failure)
+        if isinstance(answer, TrajectoryError):
+            raise answer
+        return answer
+
+    async def close(self) -> None:
+        """End the environment processes of the node."""
+        if self._actor is not None:
+            with suppress(PenstockError):
+                await answer_of(self._actor.shutdown.remote(), MARGIN_S, PenstockError, "environments: shutdown")
+            ray.kill(self._actor)
+
+
+class _RemoteEpisode:
+    def __init__(self, node: RemoteEpisodes, actor: ActorHandle, key: int, timeout_s: float) -> None:
+        self._node = node
+        self._actor = actor
+        self._key = key
+        self._timeout_s = timeout_s
+
+    async def reset(self) -> EpisodeReply:
+        return await self._call("reset")
+
+    async def step(self, action: Action) -> EpisodeReply:
+        return await self._call("step", action)
+
+    async def step_all(self, actions: Sequence[Action]) -> EpisodeReply:
+        return await self._call("step_all", list(actions))
+
+    async def run(self, access: EndpointAccess) -> EpisodeReply:  # noqa: ARG002 - of `PlayedEpisode`
+        raise AssertionError("programs run on the driver's machine")
+
+    async def _call(self, method: str, *arguments: Any) -> EpisodeReply:
+        call = self._actor.call.remote(self._key, method, arguments)
+        reply: EpisodeReply = await self._node.answer(call, self._timeout_s, method)
+        return reply
+
+
+class SpreadEpisodes:
+    """`EpisodeSource` over several nodes: an episode is opened where there are the fewest per process."""
+
+    def __init__(self, nodes: Sequence[EpisodeNode]) -> None:
+        """Play on these nodes; the first one is the driver's machine."""
+        self._nodes = nodes
+        self._num_open = dict.fromkeys(range(len(nodes)), 0)
+        self._runs_itself: bool | None = None
+        self._told: set[int] = set()
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[PlayedEpisode]:
+        """Open an episode of `task`; as `EpisodeHost.open`."""
+        index = self._choose()
+        self._num_open[index] += 1
+        try:
+            async with self._nodes[index].open(task) as played:
+                yield _FirstReply(played, self, is_here=index == 0)
+        finally:
+            self._num_open[index] -= 1
+            if self._nodes[index].failure and index not in self._told:
+                self._told.add(index)
+                logger.warning("%s. No more episodes are played there", self._nodes[index].failure.rstrip("."))
+
+    async def close(self) -> None:
+        for node in self._nodes:
+            await node.close()
+
+    def learn(self, *, runs_itself: bool) -> None:
+        """Remember whether an environment has run itself."""
+        self._runs_itself = self._runs_itself or runs_itself
+
+    def _choose(self) -> int:
+        usable = [index for index, node in enumerate(self._nodes) if not node.failure]
+        if self._runs_itself is not False:  # also while that is not known
+            return 0
+        return min(usable, key=lambda index: self._num_open[index] / self._nodes[index].num_workers)
+
+
+class _FirstReply:
+    """An episode whose first reply says whether its environment runs itself."""
+
+    def __init__(self, played: PlayedEpisode, source: SpreadEpisodes, *, is_here: bool) -> None:
+        self._played = played
+        self._source = source
+        self._is_here = is_here
+        self.step, self.step_all, self.run = played.step, played.step_all, played.run
+
+    async def reset(self) -> EpisodeReply:
+        reply = await self._played.reset()
+        runs_itself = bool(reply.get("runs_itself"))
+        self._source.learn(runs_itself=runs_itself)
+        if runs_itself and not self._is_here:
+            raise TrajectoryError("env", "it runs itself, so it is played again on the driver's machine")
+        return reply
+
+
+def spread_episodes(env: EnvConfig, seed: int) -> SpreadEpisodes:
+    """Spread `env.episode.num_workers` processes over the nodes of the cluster that is joined, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    used = alive[: env.episode.num_workers]
+    each, more = divmod(env.episode.num_workers, len(used))
+    nodes: list[EpisodeNode] = []
+    for index, node in enumerate(used):
+        episode = env.episode.model_copy(update={"num_workers": each + (index < more)})
+        of_node = env.model_copy(update={"episode": episode})
+        nodes.append(DriverEpisodes(of_node, seed) if index == 0 else _on_node(node, of_node, seed))
+    return SpreadEpisodes(nodes)
+
+
+def _on_node(node: dict[str, Any], env: EnvConfig, seed: int) -> RemoteEpisodes:
+    place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    options = ray.remote(EpisodeActor).options(num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=place)
+    return RemoteEpisodes(node["NodeManagerAddress"], env, lambda: options.remote(env, seed))

@@ -1,0 +1,205 @@
+"""Environments on several nodes: where an episode is opened, and what a lost node or a broken environment costs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+import ray
+
+from penstock.actors import episodes
+from penstock.actors.episodes import EpisodeActor, EpisodeNode, RemoteEpisodes, SpreadEpisodes
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig
+
+ENV = EnvConfig(factory="arithmetic")
+
+
+class Played:
+    """An episode whose environment answers what the task says."""
+
+    def __init__(self, task: Task, where: str) -> None:
+        self.task = task
+        self.where = where
+
+    async def reset(self) -> dict[str, Any]:
+        if "error" in self.task.fields:
+            raise TrajectoryError("env", str(self.task.fields["error"]))
+        return {"runs_itself": True} if "program" in self.task.fields else {"content": self.where}
+
+    async def step(self, action: Any) -> dict[str, Any]:
+        return {"content": f"{self.where}: {action}"}
+
+    async def step_all(self, actions: Any) -> dict[str, Any]:
+        return {"content": f"{self.where}: {len(actions)}"}
+
+    async def run(self, access: Any) -> dict[str, Any]:
+        return {"done": True}
+
+
+class Host:
+    """In place of `EpisodeHost`."""
+
+    def __init__(self, where: str, refusal: Exception | None = None) -> None:
+        self.where = where
+        self.refusal = refusal
+        self.num_open = 0
+        self.is_closed = False
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Played]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.num_open += 1
+        yield Played(task, self.where)
+        self.num_open -= 1
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Actor:
+    """Answers as a Ray actor does: `actor.method.remote(...)` is a call that was made already."""
+
+    def __init__(self, actor: EpisodeActor) -> None:
+        self._actor = actor
+        self.is_dead = False
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if self.is_dead:
+                raise ray.exceptions.RayActorError
+            return await getattr(self._actor, method)(*arguments)
+
+        remote = staticmethod(lambda *arguments: asyncio.ensure_future(call(*arguments)))
+        return type("Method", (), {"remote": remote})
+
+
+class Here:
+    """The driver's machine, with one process."""
+
+    num_workers, failure = 1, ""
+
+    def __init__(self) -> None:
+        self.host = Host("here")
+        self.open, self.close = self.host.open, self.host.close
+
+
+Nodes = Callable[..., tuple[SpreadEpisodes, Here, Host, Actor]]
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """The driver's machine and another node, which has two processes."""
+
+    def make(refusal: Exception | None = None) -> tuple[SpreadEpisodes, Here, Host, Actor]:
+        there = Host("there", refusal)
+        monkeypatch.setattr(episodes, "EpisodeHost", lambda _env, _seed: there)
+        monkeypatch.setattr(ray, "kill", lambda _actor: None)
+        actor, here = Actor(EpisodeActor(ENV, 0)), Here()
+        remote = RemoteEpisodes("10.0.0.2", ENV, lambda: cast("Any", actor))
+        remote.num_workers = 2
+        return SpreadEpisodes([cast("EpisodeNode", here), remote]), here, there, actor
+
+    return make
+
+
+def task(**fields: Any) -> Task:
+    return Task(TaskId("t"), "prompt", fields)
+
+
+async def reset(source: SpreadEpisodes, **fields: Any) -> str:
+    async with source.open(task(**fields)) as played:
+        return str((await played.reset()).get("content"))
+
+
+async def test_an_episode_is_opened_where_there_are_the_fewest_per_process(two_nodes: Nodes) -> None:
+    source, here, there, _ = two_nodes()
+    assert await reset(source) == "here", "it may run itself"
+    async with AsyncExitStack() as stack:
+        where = []
+        for _ in range(6):
+            played = await stack.enter_async_context(source.open(task()))
+            where.append((await played.reset())["content"])
+        assert (where.count("here"), where.count("there")) == (2, 4)
+        assert (await played.step("go"))["content"] == f"{where[-1]}: go"
+        assert (await played.step_all(["a", "b"]))["content"] == f"{where[-1]}: 2"
+    await asyncio.sleep(0.01)
+    assert (here.host.num_open, there.num_open) == (0, 0), "all are closed"
+    await source.close()
+    assert here.host.is_closed
+    assert there.is_closed
+
+
+async def test_programs_run_on_the_machine_of_the_endpoint(two_nodes: Nodes) -> None:
+    source, _, there, _ = two_nodes()
+    async with AsyncExitStack() as stack:
+        for _ in range(4):
+            played = await stack.enter_async_context(source.open(task(program=True)))
+            assert (await played.reset())["runs_itself"]
+            assert (await played.run(None))["done"]  # type: ignore[arg-type]
+        assert there.num_open == 0
+
+
+async def test_a_program_among_other_environments_is_played_again_there(two_nodes: Nodes) -> None:
+    source, _, _, _ = two_nodes()
+    await reset(source)
+    async with source.open(task()):
+        with pytest.raises(TrajectoryError, match="played again on the driver's machine"):
+            await reset(source, program=True)
+    assert await reset(source, program=True) == "None"
+
+
+async def test_an_environment_that_raises_fails_its_own_episode(two_nodes: Nodes) -> None:
+    source, _, _, _ = two_nodes()
+    await reset(source)
+    async with source.open(task()):
+        with pytest.raises(TrajectoryError, match="no board") as failed:
+            await reset(source, error="no board")
+        assert failed.value.kind == "env"
+        assert await reset(source) == "there"
+
+
+class Unreadable:
+    """A task's field that raises where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (int, ("no number",))
+
+
+async def test_a_task_that_cannot_be_sent_or_read_fails_its_own_episode(two_nodes: Nodes) -> None:
+    source, _, _, _ = two_nodes()
+    await reset(source)
+    async with source.open(task()):
+        with pytest.raises(TrajectoryError, match=r"cannot be unpickled on the node .*: ValueError: .*no number"):
+            await reset(source, field=Unreadable())
+        with pytest.raises(TrajectoryError, match="t cannot be sent to another node"):
+            await reset(source, field=lambda: None)
+        assert await reset(source) == "there"
+    assert pickle.loads(pickle.dumps(task())) == task()
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["the node is lost", "the environments do not load there"])
+async def test_a_node_that_cannot_play_costs_one_attempt_and_is_said_once(
+    two_nodes: Nodes, caplog: pytest.LogCaptureFixture, *, is_lost: bool
+) -> None:
+    source, _, _, actor = two_nodes(None if is_lost else ConfigError(["env.factory='my.Env': no module 'my'."]))
+    actor.is_dead = is_lost
+    await reset(source)
+    async with source.open(task()):
+        with caplog.at_level(logging.WARNING):
+            with pytest.raises(TrajectoryError) as failed:
+                await reset(source)
+            assert failed.value.kind == "env"
+            assert await reset(source) == await reset(source) == "here"
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "environments on 10.0.0.2: open t" in warning
+    assert ("process died" if is_lost else "no module 'my'") in warning
+    assert "No more episodes are played there" in warning
