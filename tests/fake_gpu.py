@@ -1,13 +1,12 @@
 """A fake GPU and a fake NCCL for machines without a GPU: tensors that report `cuda`, and a backend for only those.
 
 The elements are in main memory, and torch's own operations run on them. Errors of a GPU are reproduced: operands on
-different devices, and messages from or to main memory. Streams, events and memory shared between processes are not
-reproduced: code whose correctness depends on their order is not tested by this.
+different devices, and messages from or to main memory. The order of streams is checked by `tests.fake_streams`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -51,6 +50,8 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return GPU
     if function is torch.device:
         return function(*args, **kwargs)
+    if function is torch.Tensor.to and isinstance(args[1], str):
+        args = (args[0], torch.device(args[1]), *args[2:])
     between = function in _BETWEEN_DEVICES
     if ours and not between and any(tensor.ndim for tensor in tensors if not isinstance(tensor, GpuTensor)):
         raise RuntimeError(f"{function}: Expected all tensors to be on the same device, but found cuda:0 and cpu!")
@@ -67,10 +68,17 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": "cpu"}
     results = function(*tree_map(here, args), **tree_map(here, kwargs))
     if function is torch.Tensor.copy_:
+        observe(function, args, kwargs, args[0])
         return args[0]
-    return tree_map(
+    results = tree_map(
         lambda one: one.as_subclass(GpuTensor) if is_ours and isinstance(one, torch.Tensor) else one, results
     )
+    observe(function, args, kwargs, results)
+    return results
+
+
+def observe(function: Any, args: Any, kwargs: dict[str, Any], results: Any) -> None:
+    """Called for every operation; `tests.fake_streams` puts its own in this place."""
 
 
 def in_main_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +92,11 @@ def on_a_gpu() -> Iterator[None]:
     """Allow this thread to create tensors on the GPU."""
     with _Factories():
         yield
+
+
+def observe_messages(sent: list[torch.Tensor], received: list[torch.Tensor]) -> Callable[[], None]:
+    """Called for every group of messages, likewise; the result is called when its end was waited for."""
+    return lambda: None
 
 
 class FakeNccl:
@@ -105,6 +118,8 @@ class FakeNccl:
         over_gloo._timeout = options._timeout
         self._gloo = ProcessGroupGloo(store, rank, size, over_gloo)
         self._begun: list[Any] | None = None
+        self._sent: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []
         self.num_unfinished = 0
 
     def eager_connect_single_device(self, *args: Any) -> None:
@@ -112,9 +127,11 @@ class FakeNccl:
 
     def send(self, tensors: list[torch.Tensor], *args: Any) -> None:
         self._messages().append(Backend.send(self._gloo, _of_gpu(tensors), *args))
+        self._sent += tensors
 
     def recv(self, tensors: list[torch.Tensor], *args: Any) -> None:
         self._messages().append(Backend.recv(self._gloo, _of_gpu(tensors), *args))
+        self._received += tensors
 
     def _start_coalescing(self, *args: Any) -> None:
         _takes(Backend._start_coalescing, self._gloo, *args)
@@ -125,10 +142,13 @@ class FakeNccl:
         _takes(Backend._end_coalescing, self._gloo, *args)
         works, self._begun = self._messages(), None
         self.num_unfinished += 1
+        wait_for_order = observe_messages(self._sent, self._received)
+        self._sent, self._received = [], []
 
         def wait(timeout: timedelta) -> None:
             for work in works:
                 work.wait(timeout)
+            wait_for_order()
             self.num_unfinished -= 1
 
         return SimpleNamespace(wait=wait)

@@ -20,6 +20,8 @@ from penstock.envs.contract import Device, RewardContext
 class RewardModelReward:
     """The score at the last token. Waiting answers are batched into one forward pass.
 
+    The body is float32 on a CPU and bfloat16 on a GPU, where that is half of the memory; the head is always float32.
+
     Args:
         path: Directory of the classifier.
         max_batch: Largest number of answers in one forward pass.
@@ -55,7 +57,9 @@ class RewardModelReward:
             from transformers import AutoModelForSequenceClassification
 
             torch.set_num_threads(reward.num_threads)
-            model = AutoModelForSequenceClassification.from_pretrained(reward.path, dtype=torch.float32)
+            dtype = torch.float32 if reward.device == "cpu" else torch.bfloat16
+            model = AutoModelForSequenceClassification.from_pretrained(reward.path, dtype=dtype)
+            model.score.float()
             reward._model = model.to(reward.device).eval()
         return reward
 
@@ -103,5 +107,6 @@ class RewardModelReward:
         with torch.no_grad():
             padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
             hidden = self._model.base_model(input_ids=padded, use_cache=False).last_hidden_state
-            scores: list[float] = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0].tolist()
+            last = hidden[torch.arange(len(rows)), lengths - 1].float()
+            scores: list[float] = self._model.score(last)[:, 0].tolist()
         return scores

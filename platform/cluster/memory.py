@@ -19,7 +19,8 @@ divided by t.
                          engine, also while it sleeps (weights.transport=cuda_ipc)
     with adapters        of A parameters: gradients, master weights and moments for A only; 4·A in shared memory, and
                          P·b of main memory per engine; if full weights are sent, P·b while a version is merged
-    reference, teacher   4·P (of that model) + activations of one layer; also for a reward worker with a pool
+    reference, teacher   P·b (of that model) + activations of one layer
+    reward with a pool   the same; 2·P on a GPU, 4·P on a CPU
     base                 process without weights (measured on CPU; the CUDA context on GPU)
 
 Accurate to about 20 %, and rather too high.
@@ -33,7 +34,7 @@ from typing import Literal
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
-from penstock.weights.model_config import DTYPE_BYTES
+from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 GIB = 1 << 30
@@ -124,14 +125,21 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     )
 
 
-def frozen_memory(config: RunConfig, pool: PoolConfig, weights: int | None = None) -> Memory:
-    """Memory of one process with a frozen float32 model, which keeps nothing for a backward pass.
+def frozen_memory(
+    config: RunConfig, pool: PoolConfig, weights: int | None = None, dtype: DType | None = None
+) -> Memory:
+    """Memory of one process with a frozen model, which keeps nothing for a backward pass.
 
-    `weights` is its number of parameters; None: as many as the policy.
+    Args:
+        config: Of the run.
+        pool: Where the process runs.
+        weights: Number of its parameters; None: as many as the policy.
+        dtype: Its dtype; None: that of the policy.
     """
-    shape, tokens = config.model.shape, config.trainer.max_group_tokens
-    passing = 4 * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
-    parts: dict[Part, float] = {"weights": 4 * (weights or shape.num_parameters) / GIB, "activations": passing / GIB}
+    shape, tokens, width = config.model.shape, config.trainer.max_group_tokens, DTYPE_BYTES[dtype or config.model.dtype]
+    passing = width * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
+    held = width * (weights or shape.num_parameters)
+    parts: dict[Part, float] = {"weights": held / GIB, "activations": passing / GIB}
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
     return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})

@@ -105,7 +105,10 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         placements += place("teacher", config.frozen_pool("teacher"), config.num_frozen("teacher"), of_teacher)
     num_rewards = config.reward.num_workers if num_engines else 0
     if config.reward.pool is not None:
-        of_reward = partial(frozen_memory, weights=config.reward.num_parameters)
+        on_gpu = cluster.pools[config.reward.pool].device == "gpu"
+        of_reward = partial(
+            frozen_memory, weights=config.reward.num_parameters, dtype="bfloat16" if on_gpu else "float32"
+        )
         return [*placements, *place("reward", config.reward.pool, num_rewards, of_reward)]
     small = Memory({}, {"base": BASE_HOST_GIB["reward"]})
     return [*placements, *(RolePlacement("reward", index, None, "cpu", 0, 0.0, small) for index in range(num_rewards))]

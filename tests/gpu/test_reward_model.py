@@ -36,4 +36,5 @@ def test_scores_of_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
         reward = RewardModelReward.build(context, path=str(tmp_path / "judge"), max_batch=3)
         return await asyncio.gather(*(reward(one) for one in members))
 
-    np.testing.assert_allclose(asyncio.run(scores("cuda")), asyncio.run(scores("cpu")), atol=1e-3)
+    # In bfloat16, and scores vary by 2.5: in that dtype on a CPU they differ by 0.03.
+    np.testing.assert_allclose(asyncio.run(scores("cuda")), asyncio.run(scores("cpu")), atol=0.1)

@@ -37,7 +37,7 @@ class FrozenPolicy:
 
     @classmethod
     def load(cls, path: str, model: ModelConfig, device: str, max_tokens: int, temperature: float) -> FrozenPolicy:
-        """Load it in float32.
+        """Load it in `model.dtype`, as the trained policy: rounded alike, equal weights diverge by nothing.
 
         Raises:
             ConfigError: If there is no such model, it cannot be loaded, or it has another vocabulary than the policy.

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import ModelConfig
 
 
@@ -123,11 +123,11 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> PolicyModel:
-    """Load a policy in float32 regardless of the checkpoint's dtype, because master weights are float32.
+    """Load a policy in `model.dtype`, since DeepSpeed would cast more precise weights before it copies its masters.
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Its attention implementation is used.
+        model: Its dtype and attention implementation are used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -140,7 +140,9 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     if path.startswith(("/", ".")) and not Path(path).is_dir():
         raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
-        causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=model.attention)
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            path, dtype=TORCH_DTYPES[model.dtype], attn_implementation=model.attention
+        )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PolicyModel(causal_lm).train()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.trainer.models.policy_model import hidden_at
 from penstock.trainer.validation import check_vocabulary
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import ModelConfig
 
 
@@ -58,7 +59,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Its attention implementation is used.
+        model: Its dtype and attention implementation are used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -72,7 +73,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
     with boundary(ConfigError, f"critic or reward model: {path} cannot be loaded"):
         classifier, loading = AutoModelForSequenceClassification.from_pretrained(
             path,
-            dtype=torch.float32,
+            dtype=TORCH_DTYPES[model.dtype],
             attn_implementation=model.attention,
             num_labels=1,
             output_loading_info=True,

@@ -8,6 +8,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.memory import (
     GIB,
     engine_memory,
+    frozen_memory,
     kv_cache_gib,
     published_gib,
     shared_gib,
@@ -89,15 +90,24 @@ def test_reward_workers_have_no_device_unless_they_are_given_a_pool():
 
 
 def test_a_reward_worker_with_a_pool_needs_memory_for_a_model_there():
-    # By hand: 4 bytes for each of 3e9 parameters, on the GPU; what is computed on top does not depend on them.
+    # By hand: 2 bytes for each of 3e9 parameters, on the GPU; what is computed on top does not depend on them.
     own = ["experiment=gsm8k_qwen_1gpu", "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"]
     small, large = (
         compose_config([*own, "reward.pool=judge", "reward.num_workers=1", f"reward.num_parameters={number}"])
         for number in (1_000_000_000, 4_000_000_000)
     )
     loads = [device_load_gib(config, plan_placement(config)) for config in (small, large)]
-    assert loads[1]["judge"] - loads[0]["judge"] == pytest.approx(4 * 3e9 / GIB)
+    assert loads[1]["judge"] - loads[0]["judge"] == pytest.approx(2 * 3e9 / GIB)
     assert loads[0]["gpu"] == device_load_gib(small, plan_placement(compose_config(own[:1])))["gpu"]
+
+
+def test_a_frozen_policy_is_held_in_the_dtype_of_the_policy():
+    # By hand: 7.616e9 parameters of 2 bytes.
+    config = compose_config(
+        ["experiment=math_qwen_8gpu", "algorithm.kl.coefficient=0.01", "cluster.pools.train.count=5"]
+    )
+    parts = frozen_memory(config, config.cluster.pools["train"]).device
+    assert parts["weights"] == pytest.approx(2 * 7.616e9 / GIB, rel=1e-3)
 
 
 def test_commands_start_only_what_they_need():

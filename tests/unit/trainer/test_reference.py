@@ -11,17 +11,20 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError, TrainingError
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
+from penstock.kernels.portable.logprob import CPU_TILE
 from penstock.trainer.algorithms.kl import k2, k3
 from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
-from tests.tiny_policy import SPECIAL_TOKENS
+from tests.live_bytes import LiveBytes
+from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
-from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of
+from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of, trajectory
 
 TARGET, REFERENCE = [-1.0, -2.5, -0.1], [-1.0, -1.5, -3.0]
 
@@ -62,6 +65,33 @@ def test_a_frozen_policy_scores_every_sampled_token(policy: str, batch: list[Gro
     for group, found in zip(batch, scores(policy, batch), strict=True):
         expected = np.concatenate([logprobs_of(model, one) for one in group.trajectories])
         np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+BFLOAT16 = MODEL.model_copy(update={"dtype": "bfloat16"})
+
+
+def test_a_frozen_policy_is_held_in_the_dtype_of_the_policy(policy: str, batch: list[GroupPayload]) -> None:
+    frozen = FrozenPolicy.load(policy, BFLOAT16, "cpu", 60, TEMPERATURE)
+    assert {parameter.dtype for parameter in frozen.model.parameters()} == {torch.bfloat16}
+    frequencies = [one for name, one in frozen.model.named_buffers() if "inv_freq" in name]
+    assert {one.dtype for one in frequencies} == {torch.float32}, "rounded, they would turn late positions by radians"
+    for group, expected in zip(batch, scores(policy, batch), strict=True):
+        found = frozen.logprobs(group)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, atol=0.05)
+
+
+def test_a_frozen_policy_makes_no_matrix_of_tokens_times_vocabulary(tmp_path: Path) -> None:
+    vocab_size, rng = 4096, np.random.default_rng(0)
+    model = BFLOAT16.model_copy(update={"shape": tiny_shape(vocab_size)})
+    create_policy(model, SPECIAL_TOKENS, str(tmp_path), seed=0)
+    members = [trajectory(str(n), [2, 3], rng.integers(2, vocab_size, 25).tolist(), rng, None) for n in range(2)]
+    frozen = FrozenPolicy.load(str(tmp_path), model, "cpu", 60, TEMPERATURE)
+    with LiveBytes() as live:
+        live.reset_peak()
+        frozen.logprobs(GroupPayload(GroupId(0), tuple(members)))
+    weights = max(parameter.numel() for parameter in frozen.model.parameters())
+    assert live.largest <= max(weights, 50 * CPU_TILE.vocab_size) < 50 * vocab_size
 
 
 def test_without_a_coefficient_the_reference_has_no_effect(

@@ -1,0 +1,53 @@
+"""Bytes of the tensors that exist at once, counted while code runs: on the CPU, or of tensors without memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations of this thread create inside the context, until they are freed.
+
+    Memory that an operation takes and returns within itself is not seen, nor what an allocator rounds up.
+
+    Attributes:
+        now: Bytes of the live ones.
+        peak: Largest value of `now` since `reset_peak`.
+        largest: Most elements of one new tensor since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for one in tree_leaves(results):
+            if isinstance(one, torch.Tensor):
+                self.count(one)
+        return results
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, tensor.numel())
+        weakref.finalize(storage, self._freed, key, size)
+
+    def reset_peak(self) -> None:
+        self.peak, self.largest = self.now, 0
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
