@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit
+from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit, wait_started
 from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
@@ -64,7 +64,9 @@ class TrainerClient:
 
     async def start(self, timeout_s: float) -> None:
         ((host, port),) = await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()], timeout_s)
-        started = await self._all("start", host, port, timeout_s=timeout_s)
+        starts = {f"trainer rank {rank}": call for rank, call in enumerate(self._call("start", host, port))}
+        hint = "Raise trainer.start_timeout_s if they are only slow; see logs/ of the run."
+        started = await wait_started("trainer: start", starts, timeout_s, TrainingError, hint)
         self.nodes = [node for node, _ in started]
         self.version = started[0][1]
 
