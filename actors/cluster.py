@@ -22,7 +22,7 @@ from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.job_environment import passed_variables, shipped_folder, user_locations
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.ray_errors import answer_of, ray_boundary, silence_limit
+from penstock.actors.ray_errors import answer_of, wait_started
 from penstock.actors.reward.actor import RewardActor
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.actor import TrainerRank
@@ -193,16 +193,13 @@ async def start_engines(
         EngineLostError: If one fails to start, with its cause.
     """
     actors = [engine_actor(spec, need) for spec, need in zip(specs, resources, strict=True)]
+    starts = {str(spec.engine_id): actor.start.remote() for spec, actor in zip(specs, actors, strict=True)}
+    hint = "Lower rollout.num_engines, or raise rollout.start_timeout_s if they are only slow; see logs/ of the run."
     try:
-        with ray_boundary(EngineLostError, "cluster: starting the engines"):
-            async with silence_limit(timeout_s):
-                nodes = await asyncio.gather(*(actor.start.remote() for actor in actors))
-    except TimeoutError:
-        raise PlacementError(
-            f"cluster: {len(actors)} engines were not up within {timeout_s:.0f} s. Ray has "
-            f"{ray.available_resources()} free of {ray.cluster_resources()}. "
-            "Lower rollout.num_engines or raise rollout.start_timeout_s."
-        ) from None
+        nodes = await wait_started("cluster: starting the engines", starts, timeout_s, EngineLostError, hint)
+    except PlacementError as late:
+        has = f"Ray has {ray.available_resources()} free of {ray.cluster_resources()}."
+        raise PlacementError(f"{late} {has}") from None
     return [RemoteEngine(spec.engine_id, actor, node) for spec, actor, node in zip(specs, actors, nodes, strict=True)]
 
 

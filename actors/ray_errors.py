@@ -8,15 +8,21 @@ event loop therefore does not count towards these limits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import ray
 
-from penstock.dataflow.errors import PenstockError, WeightSyncError
+from penstock.dataflow.errors import PenstockError, PlacementError, WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+NOTE_S = 60.0
+"""Between two messages about processes that are still starting, seconds."""
 _NUM_CHECKS = 8
 _LATE_S = 1.0
 """A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
@@ -108,6 +114,47 @@ async def late_calls(
         async with silence_limit(limit_s):
             await asyncio.wait(calls, return_when=return_when)
     return {call for call in calls if not call.done()}
+
+
+async def wait_started(
+    what: str, starts: Mapping[str, Awaitable[_Answer]], limit_s: float, error: type[PenstockError], hint: str
+) -> list[_Answer]:
+    """The answers of processes that start; every `NOTE_S` seconds, those that are not up yet are logged.
+
+    Args:
+        what: The start, for messages.
+        starts: Name of each process -> its start.
+        limit_s: Longest wait, seconds.
+        error: Raised if one fails, with its cause, without waiting for the others.
+        hint: What to do if one is too slow.
+
+    Raises:
+        PlacementError: If some are not up in time, with their names.
+    """
+    calls = {name: asyncio.ensure_future(start) for name, start in starts.items()}
+
+    def pending() -> str:
+        return ", ".join(name for name, call in calls.items() if not call.done())
+
+    async def note_pending() -> None:
+        for passed_s in itertools.count(NOTE_S, NOTE_S):
+            await asyncio.sleep(NOTE_S)
+            logger.warning("%s: waiting for %s, %.0f s so far; the limit is %g s", what, pending(), passed_s, limit_s)
+
+    noting = asyncio.create_task(note_pending())
+    try:
+        late = await late_calls(calls.values(), limit_s, asyncio.FIRST_EXCEPTION)
+        missing = pending()
+    finally:
+        noting.cancel()
+        for call in calls.values():
+            call.cancel()
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first failure is enough
+    with ray_boundary(error, what):
+        answers = [call.result() for call in calls.values() if call not in late]
+    if late:
+        raise PlacementError(f"{what}: {missing} not up within {limit_s:g} s. {hint}")
+    return answers
 
 
 async def gather_answers(

@@ -19,6 +19,8 @@ _TAIL_BYTES = 65_536
 _ERROR = re.compile(
     r"^(?:\S+ )?(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt|Exit)\b: ?.*|.*\b(?:out of memory|Killed)\b.*"
 )
+_POINTS_ELSEWHERE = re.compile(r"initialization failed|see (?:the )?(?:root cause|stack trace)", re.IGNORECASE)
+"""What vLLM's other processes say after the one that failed."""
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:(?:ERROR|CRITICAL|WARNING) [\d-]+ [\d:.,]+ \[[^\]]*\] ?)?")
 """What vLLM puts before each line: process, level, time and place."""
 
@@ -50,7 +52,7 @@ def log_path(role: str) -> Path | None:
 
 
 def last_error(role: str) -> str:
-    """The last line of the log of `role` that looks like an error, and where the rest is; empty if there is none."""
+    """The last line of the log of `role` that names an error, and where the rest is; empty if there is none."""
     path = log_path(role)
     if path is None or not path.is_file():
         return ""
@@ -58,4 +60,5 @@ def last_error(role: str) -> str:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode("utf-8", "replace").splitlines()
     errors = [text for line in lines if _ERROR.match(text := _PREFIX.sub("", line).strip())]
-    return f"its last error is: {errors[-1]:.500} ({path})" if errors else f"see {path}"
+    causes = [line for line in errors if not _POINTS_ELSEWHERE.search(line)] or errors
+    return f"its last error is: {causes[-1]:.500} ({path})" if causes else f"see {path}"

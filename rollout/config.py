@@ -20,10 +20,11 @@ class VllmEngineConfig(BaseModel):
         type: Always `vllm`.
         max_num_seqs: Trajectories decoded at once by one engine.
         tensor_parallel_size: Devices that one engine is split over.
-        kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
+        kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None takes what
             `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
         gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and the
-            staged version that waits for its swap.
+            staged version that waits for its swap; with `cluster.colocated=true` also for what the trainer keeps
+            between steps. Without effect if `kv_cache_gib` is set.
         enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
@@ -42,20 +43,38 @@ class VllmEngineConfig(BaseModel):
         """KV cache of one engine on `device`, GiB; None if vLLM computes it from the memory that is left."""
         return CPU_KV_CACHE_GIB if self.kv_cache_gib is None and device == "cpu" else self.kv_cache_gib
 
-    def utilization_without(self, staged_bytes: float, device_bytes: float) -> float:
-        """The share of a device of `device_bytes` for vLLM when `staged_bytes` of it are reserved for the next version.
+    def vllm_utilization(self, weights_bytes: float, staged_bytes: float, device_bytes: float) -> float:
+        """`gpu_memory_utilization` for vLLM, which refuses to start if less than this share of the device is free.
+
+        With `kv_cache_gib`, vLLM computes nothing else from it, and a trainer may already have the rest of the device:
+        (weights + KV cache) / device. Without, vLLM's share ends where the memory for the next version begins.
+
+        Args:
+            weights_bytes: Weights of the engine on one device.
+            staged_bytes: What the next version takes there while it waits for its swap.
+            device_bytes: Memory of the device.
 
         Raises:
-            ConfigError: If nothing is left.
+            ConfigError: If the device is too small.
         """
+        device = f"{device_bytes / 2**30:.1f} GiB"
+        if self.kv_cache_gib is not None:
+            share = (weights_bytes + self.kv_cache_gib * 2**30) / device_bytes
+            if share > 1:
+                raise ConfigError(
+                    [
+                        f"rollout.engine.kv_cache_gib={self.kv_cache_gib:g} and {weights_bytes / 2**30:.1f} GiB of "
+                        f"weights exceed the {device} of the device. Lower it, or use a larger tensor_parallel_size."
+                    ]
+                )
+            return share
         left = self.gpu_memory_utilization - staged_bytes / device_bytes
         if left <= 0:
             raise ConfigError(
                 [
-                    f"rollout.engine.gpu_memory_utilization={self.gpu_memory_utilization:g} of "
-                    f"{device_bytes / 2**30:.1f} GiB is less than the {staged_bytes / 2**30:.1f} GiB that the next "
-                    "version takes while it waits for its swap. Raise it, use a larger tensor_parallel_size, or "
-                    "weights.staging=bucket."
+                    f"rollout.engine.gpu_memory_utilization={self.gpu_memory_utilization:g} of {device} is less than "
+                    f"the {staged_bytes / 2**30:.1f} GiB that the next version takes while it waits for its swap. "
+                    "Raise it, use a larger tensor_parallel_size, or weights.staging=bucket."
                 ]
             )
         return left
@@ -114,7 +133,8 @@ class RolloutConfig(BaseModel):
             receives the current version before it serves. Colocated engines are not restarted.
         routing: `prefix_aware` keeps the trajectories of a group on one engine while that is not too busy
             (rollout/pool/routing.py); `least_loaded` does not.
-        start_timeout_s: Longest wait for all engines to start, seconds.
+        start_timeout_s: Longest wait for all engines to start, seconds: a download, loading, compilation. Those that
+            are not up are named every minute.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -126,4 +146,4 @@ class RolloutConfig(BaseModel):
     max_resumes: int = Field(default=3, ge=0)
     max_engine_restarts_per_hour: int = Field(default=6, ge=0)
     routing: RoutingName = "prefix_aware"
-    start_timeout_s: float = Field(default=300.0, ge=1, le=MAX_TIMEOUT_S)
+    start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)

@@ -102,7 +102,8 @@ class TrainerConfig(BaseModel):
         compile: Run the layers through torch.compile.
         lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
-        start_timeout_s: Longest wait for all ranks to start, seconds.
+        start_timeout_s: Longest wait for all ranks to start, seconds: a download, loading. Those that are not up are
+            named every minute.
         step_timeout_s: Longest wait for one training step, seconds.
     """
 
@@ -121,7 +122,7 @@ class TrainerConfig(BaseModel):
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
-    start_timeout_s: float = Field(default=300.0, ge=1, le=MAX_TIMEOUT_S)
+    start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
     step_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
 
     @property

@@ -28,6 +28,7 @@ class TrainerSpec:
         critic: The critic of gae; None without one.
         record_every: The tokens of one group in so many are reported with a step; 0: of none.
         streams: Whether parts of a batch are trained while the rest is still being generated.
+        shares_devices: Whether engines use the ranks' devices between their calls (colocated).
     """
 
     model_path: str
@@ -41,6 +42,7 @@ class TrainerSpec:
     max_new_tokens: int
     publish_in: str | None = None
     streams: bool = False
+    shares_devices: bool = False
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"
     policy_id: PolicyId = POLICY

@@ -9,6 +9,7 @@ within the engine's slots.
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +29,14 @@ from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
 EngineOutput = tuple[RequestId, Answer]
+
+
+_LACKS_MEMORY = re.compile("Free memory on device|No available memory for the cache|out of memory", re.IGNORECASE)
+_MORE_MEMORY = (
+    "The device has less free memory than planned. End the other processes on it (nvidia-smi), set "
+    "cluster.pools.POOL.memory_gib to what it really has, or lower rollout.engine.kv_cache_gib or "
+    "gpu_memory_utilization."
+)
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
@@ -70,6 +79,8 @@ class EngineActor:
             raise
         except Exception as error:
             said = f"{type(error).__name__}: {error}; {last_error(self._spec.engine_id)}".removesuffix("; ")
+            if _LACKS_MEMORY.search(said):
+                said += f". {_MORE_MEMORY}"
             raise EngineLostError(f"{self._spec.engine_id} cannot start: {said}") from error
         return ray.get_runtime_context().get_node_id()
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import ray
@@ -50,12 +51,31 @@ from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
+_Call = Callable[Concatenate["TrainerRank", _Arguments], _Answer]
+
+
+def gives_memory_back(call: _Call[_Arguments, _Answer]) -> _Call[_Arguments, _Answer]:
+    """A call after which torch returns its cached memory to the device, if engines share it."""
+
+    @wraps(call)
+    def called(rank: TrainerRank, /, *arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Answer:
+        try:
+            return call(rank, *arguments, **options)
+        finally:
+            if rank.shares_devices:
+                torch.cuda.empty_cache()
+
+    return called
+
 
 class TrainerRank:
     """One rank in its own process."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
+        self.shares_devices = spec.shares_devices
         self._rank = rank
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
@@ -75,6 +95,7 @@ class TrainerRank:
             self._store = serve_store(address)
         return address, 0 if self._store is None else self._store.port, free_port()
 
+    @gives_memory_back
     def start(self, host: str, store_port: int, port: int) -> tuple[str, int]:
         """Join the other ranks and load the policy, or continue from a checkpoint (`TrainerSpec.restore_from`).
 
@@ -100,6 +121,7 @@ class TrainerRank:
         version = 0 if restore_from is None else self._trainer.restore(restore_from)
         return ray.get_runtime_context().get_node_id(), version
 
+    @gives_memory_back
     def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
         """Train a batch, or the last part of a batch that was sent in parts."""
         return self._running().step(payloads_of(groups), version)
@@ -112,14 +134,17 @@ class TrainerRank:
         """Compute logprobs of groups of a batch that is not complete yet. Collective."""
         self._running().early_logprobs(payloads_of(groups), version)
 
+    @gives_memory_back
     def learn(self, method: str, *arguments: Any) -> Any:
         """Call a method of `PolicyTrainer` for given answers: supervised steps, preferences, measurements."""
         return getattr(self._running(), method)(*arguments)
 
+    @gives_memory_back
     def export(self, version: int) -> WeightManifest | None:
         """Write this version for the engines and remove the previous one. Collective; rank 0 returns the manifest."""
         return self._write_file(self._running().export_weights(), version, self._spec.model.dtype)
 
+    @gives_memory_back
     def export_adapters(self, version: int) -> WeightManifest | None:
         """Write the adapters, which engines add to the weights they were loaded with; otherwise as `export`."""
         return self._write_file(self._running().export_adapters(), version, "float32")
@@ -145,6 +170,7 @@ class TrainerRank:
         """Publish by this plan from now on."""
         self._writer = ShardWriter(transfer, self._rank, ShardFiles(transfer))
 
+    @gives_memory_back
     def write_shards(self, version: int) -> list[PartialSum]:
         """Write this rank's part of a version into shared memory, in the engines' layout."""
         assert self._writer is not None, "share_weights comes first"
@@ -190,6 +216,7 @@ class TrainerRank:
         self._writers_of[engine_id] = ShardWriter(transfer, self._rank, opened)
         return ""
 
+    @gives_memory_back
     def write_version_buffers(self, version: int, engine_ids: Sequence[EngineId]) -> list[PartialSum]:
         """Write this rank's part of a version into these engines' version buffers, and release those of all others."""
         self._writers_of = {engine_id: self._writers_of[engine_id] for engine_id in engine_ids}
@@ -221,6 +248,7 @@ class TrainerRank:
         """The version's file as bytes, for engines on other nodes (through the object store)."""
         return np.fromfile(manifest.location, dtype=np.uint8)
 
+    @gives_memory_back
     def save_hf(self, path: str) -> None:
         """Write the policy and its tokenizer in Hugging Face form. Collective."""
         save_policy(self._running(), path, self._spec.model_path)

@@ -15,7 +15,7 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit
+from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit, wait_started
 from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
@@ -80,7 +80,9 @@ class TrainerClient:
                 f"trainer: {len(late)} of {len(calls)} ranks ({missing}) have no process after {timeout_s:g} s "
                 "(trainer.start_timeout_s). Ray has not placed them, or their nodes do not answer: see `ray status`."
             )
-        started = await self._all("start", *answers[0], timeout_s=timeout_s)
+        starts = {f"trainer rank {rank}": call for rank, call in enumerate(self._call("start", *answers[0]))}
+        hint = "Raise trainer.start_timeout_s if they are only slow; see logs/ of the run."
+        started = await wait_started("trainer: start", starts, timeout_s, TrainingError, hint)
         self.nodes = [node for node, _ in started]
         self.version = started[0][1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -41,6 +41,7 @@ from penstock.actors.weights.transports import (
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.bundles import device_bundles
+from penstock.platform.cluster.memory import kv_cache_gib
 from penstock.platform.cluster.placement import Role, plan_placement
 from penstock.platform.cluster.session import cluster_session
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
@@ -48,6 +49,7 @@ from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.metrics.flow_stats import sampled_every
 from penstock.platform.metrics.run_files import LOGS_FOLDER
+from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
@@ -57,6 +59,9 @@ from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
+
+RESERVE_S = 300.0
+"""Longest wait for GPUs, seconds: nothing is loaded in it."""
 
 
 @dataclass(slots=True)
@@ -88,9 +93,17 @@ class RunActors:
     async def roll_back(self, config: RunConfig, restore_from: str, policy_id: PolicyId = POLICY) -> None:
         """Start the trainer again from a checkpoint. Engines stay up, and forget versions of the lost lineage.
 
+        Colocated engines sleep meanwhile, since a trainer that loads needs more memory than one between steps.
+
         Raises:
             TrainingError, EngineLostError, PlacementError: The first failure, after all starts have ended.
         """
+        if config.cluster.colocated:
+            await _all_ended([engine.sleep() for engine in self.engines])
+            await self._restart_trainer(config, policy_id, restore_from)
+            await _all_ended([engine.wake() for engine in self.engines])
+            await self.renew_engines(config)
+            return
         starts = [self._restart_trainer(config, policy_id, restore_from), self.renew_engines(config)]
         if self.partner is not None:
             folder = str(Path(restore_from) / PARTNER)
@@ -224,7 +237,10 @@ class RunActors:
 
 @asynccontextmanager
 async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
-    """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit."""
+    """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit.
+
+    Colocated engines start after the trainer: loading takes more memory than it keeps, and vLLM measures what is free.
+    """
     async with cluster_session(config, "train", Path(config.run_dir) / LOGS_FOLDER) as config:
         devices = await reserve_run_devices(config)
         rewards = reward_workers(config, devices=devices)
@@ -235,7 +251,8 @@ async def start_actors(config: RunConfig, restore_from: str | None = None) -> As
             trainer_start = starting.create_task(
                 start_trainer_group(config, devices=devices, restore_from=restore_from)
             )
-            engines_start = starting.create_task(start_engine_group(config, devices=devices))
+            first = trainer_start if config.cluster.colocated else None
+            engines_start = starting.create_task(start_engine_group(config, devices=devices, after=first))
             starting.create_task(rewards_are_loaded(config, rewards))
             frozen_starts = [starting.create_task(start_frozen_group(config, role, devices)) for role in FROZEN_ROLES]
         reference, teacher = (start.result() for start in frozen_starts)
@@ -285,7 +302,9 @@ async def reserve_run_devices(config: RunConfig, command: Command = "train") -> 
         PlacementError: If the cluster does not have these GPUs.
     """
     bundles = device_bundles(config, command)
-    return await reserve_devices(bundles, config.rollout.start_timeout_s) if bundles else None
+    if not bundles:
+        return None
+    return await reserve_devices(bundles, min(RESERVE_S, config.rollout.start_timeout_s))
 
 
 async def start_trainer_group(
@@ -325,6 +344,7 @@ def trainer_spec(
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
         streams=config.dataflow.stream_micro_batches,
+        shares_devices=cluster.colocated,
         kind=kind,
         policy_id=policy_id,
         record_every=sampled_every(config.dataflow.batch_groups, config.dataflow.group_size),
@@ -382,8 +402,11 @@ async def start_engine_group(
     command: Command = "train",
     devices: ReservedDevices | None = None,
     policy_id: PolicyId = POLICY,
+    after: Awaitable[TrainerClient] | None = None,
 ) -> list[RemoteEngine]:
-    """Start the rollout engines of `config`."""
+    """Start the rollout engines of `config`, once `after` has ended."""
+    if after is not None:
+        await after
     needs = resources(config, "engine", command, devices, policy_id)
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
 
@@ -395,12 +418,15 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
 
 def engine_spec(config: RunConfig, index: int) -> EngineSpec:
     """Settings of the engine `engine-<index>`."""
-    cluster = config.cluster
+    cluster, engine = config.cluster, config.rollout.engine
+    if cluster.colocated and isinstance(engine, VllmEngineConfig):  # as planned: vLLM would take the trainer's share
+        planned = kv_cache_gib(config, cluster.pools[cluster.rollout_pool])
+        engine = engine.model_copy(update={"kv_cache_gib": planned})
     return EngineSpec(
         engine_id=EngineId(f"engine-{index}"),
         model_path=model_path(config),
         model=config.model,
-        engine=config.rollout.engine,
+        engine=engine,
         device=pool_device(config, cluster.rollout_pool),
         update_mode=config.weights.kv_mode,
         bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,

@@ -12,8 +12,12 @@ divided by t.
     gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
+    between steps        a rank keeps weights and optimizer, and its gradients if DeepSpeed never frees their buffer: at
+                         Z = 3, and at Z = 1 in bfloat16; not with offload_optimizer
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for a staged version
-                         (64 MiB with weights.staging=bucket, none with weights.transport=gather)
+                         (64 MiB with weights.staging=bucket, none with weights.transport=gather);
+                         activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
+    engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
     critic               as a second policy; only one of them has activations at a time
     published            P·b in shared memory, twice unless weights.transport=gather; or P·b / tp on each device of an
                          engine, also while it sleeps (weights.transport=cuda_ipc)
@@ -39,6 +43,8 @@ from penstock.weights.planner.plan import BUCKET_BYTES
 
 GIB = 1 << 30
 LOGITS_CHUNK_TOKENS = 1024
+ENGINE_BATCH_TOKENS = 2048
+"""Most tokens of one step of a vLLM engine, its default."""
 LIVE_PARAMETERS = 1_000_000_000
 
 PAYLOAD_BYTES_PER_TOKEN = 16
@@ -107,6 +113,30 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, host)
 
 
+def resident_gib(config: RunConfig, rank: Memory) -> float:
+    """Device memory that a trainer rank keeps between steps, e.g. while colocated engines generate, GiB.
+
+    Args:
+        config: Configuration of the run.
+        rank: Memory of the rank during a step (`trainer_memory`).
+    """
+    passing = {"activations"} if keeps_gradients(config) else {"activations", "gradients"}
+    return sum(gib for part, gib in rank.device.items() if part not in passing)
+
+
+def keeps_gradients(config: RunConfig) -> bool:
+    """Whether DeepSpeed keeps the device memory of the gradients after a step.
+
+    ZeRO-3 has one flat buffer for them (`grad_partitions_flat_buffer`), and so has its optimizer of bfloat16
+    parameters with float32 gradients, which is that of ZeRO-1 (`fp32_groups_gradients_flat`). All others set gradients
+    to None when they step.
+    """
+    trainer = config.trainer
+    if trainer.backend != "deepspeed" or trainer.offload_optimizer:
+        return False
+    return trainer.zero_stage == 3 or (trainer.zero_stage == 1 and config.model.dtype == "bfloat16")
+
+
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one rollout engine: per device, and total main memory."""
     engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
@@ -117,12 +147,24 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
         buffers = weights * (weight_route(config) in DEVICE_BUFFER_ROUTES)
         parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": buffers}
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
-    asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
-    on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}
+    asleep: dict[Part, float] = {"weights": 2 * weights * config.cluster.colocated + kept}
     return Memory(
-        {"base": CUDA_CONTEXT_GIB, "kv_cache": kv_cache, **on_device},
+        {**_engine_without_cache(config), "kv_cache": kv_cache},
         {"base": BASE_GPU_HOST_GIB * num_devices, **asleep},
     )
+
+
+def _engine_without_cache(config: RunConfig) -> dict[Part, float]:
+    """Memory of an engine on each of its GPUs, without the KV cache, GiB."""
+    engine = config.rollout.engine
+    tp, shape = engine.tensor_parallel_size, config.model.shape
+    layer = ENGINE_BATCH_TOKENS * _layer_width(config, tp) * DTYPE_BYTES[config.model.dtype]
+    return {
+        "base": CUDA_CONTEXT_GIB,
+        "weights": published_gib(config) / tp,
+        "activations": (layer + 3 * 4 * shape.vocab_size * engine.max_num_seqs) / GIB,
+        "published": staged_gib(config),
+    }
 
 
 def frozen_memory(
@@ -193,8 +235,9 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
         stated = engine.cache_gib(pool.device)
         if stated is not None:
             return stated
-        weights = published_gib(config) / engine.tensor_parallel_size
-        taken = weights + staged_gib(config) + CUDA_CONTEXT_GIB
+        taken = sum(_engine_without_cache(config).values())
+        if config.cluster.colocated:  # vLLM cannot measure it: a trainer's moments are only allocated in the first step
+            taken += resident_gib(config, trainer_memory(config, pool))
         return max(pool.memory_gib * engine.gpu_memory_utilization - taken, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 

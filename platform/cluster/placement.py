@@ -19,6 +19,7 @@ from penstock.platform.cluster.memory import (
     Part,
     engine_memory,
     frozen_memory,
+    resident_gib,
     shared_gib,
     trainer_memory,
 )
@@ -138,8 +139,8 @@ def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:
 def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
     """Peak memory of the fullest GPU of every pool, GiB.
 
-    Colocated roles take turns, but the trainer's weights and optimizer state stay while the engine generates:
-    max(whole trainer, trainer without gradients and activations + engine). Buffers for versions stay as well.
+    Colocated roles take turns, but what a rank keeps between steps stays while the engine generates, and so do the
+    context and the version buffers of an engine that sleeps: max(whole rank + sleeping engine, resting rank + engine).
     """
     by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
     for placement in placements:
@@ -160,16 +161,12 @@ def host_load_gib(placements: list[RolePlacement]) -> float:
 def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     if not config.cluster.colocated:
         return sum(placement.memory.device_gib for placement in here)
-    training = sum(placement.memory.device_gib for placement in here if placement.role == "trainer")
-    passing = sum(
-        placement.memory.device.get("gradients", 0.0) + placement.memory.device.get("activations", 0.0)
-        for placement in here
-        if placement.role == "trainer"
-    )
+    ranks = [placement.memory for placement in here if placement.role == "trainer"]
     engines = [placement.memory for placement in here if placement.role == "engine"]
     others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
-    buffers = sum(memory.device.get("published", 0.0) for memory in engines) * (
-        weight_route(config) in DEVICE_BUFFER_ROUTES
-    )
-    turns = max(training + buffers, training - passing + sum(memory.device_gib for memory in engines))
+    has_buffers = weight_route(config) in DEVICE_BUFFER_ROUTES
+    asleep = sum(memory.device["base"] + memory.device["published"] * has_buffers for memory in engines)
+    training = sum(memory.device_gib for memory in ranks) + asleep
+    generating = sum(resident_gib(config, memory) for memory in ranks) + sum(memory.device_gib for memory in engines)
+    turns = max(training, generating)
     return turns + others

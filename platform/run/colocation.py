@@ -21,7 +21,9 @@ class TimeSharedTrainer:
     """A `TrainerGroup` that has exclusive use of the devices during each step.
 
     Consumes: a closed batch. Waits for: all engines to be idle (evaluations included), then asleep. Unblocked by: the
-    engines in service; one that fails to sleep or wake up is fenced, and the step continues without it.
+    engines in service; one that fails to sleep or wake up is fenced, and the step continues without it. After a step
+    that fails they stay asleep, because its ranks may still hold the memory; going back to a checkpoint wakes them
+    (`RunActors.roll_back`).
     """
 
     def __init__(self, trainer: TrainerGroup, pool: EnginePool) -> None:
@@ -32,10 +34,9 @@ class TimeSharedTrainer:
         groups = [group async for group in batch]
         await self._pool.wait_idle()
         await self._for_each_engine(lambda engine: engine.sleep())
-        try:
-            return await self._trainer.step(iterate_groups(groups))
-        finally:
-            await self._for_each_engine(lambda engine: engine.wake())
+        report = await self._trainer.step(iterate_groups(groups))
+        await self._for_each_engine(lambda engine: engine.wake())
+        return report
 
     async def save(self, path: str) -> None:
         await self._trainer.save(path)

@@ -1,9 +1,12 @@
 """The logprob parity check: compares the logprobs of the engines with those of the trainer at equal weights.
 
 Symbols: π_e, π_t = token probabilities of an engine and of the trainer at one version. The check measures
-max |log π_e(y) − log π_t(y)| over tokens y that the engine samples from a few held-out prompts. Checksums prove that
+d(y) = |log π_e(y) − log π_t(y)| over tokens y that the engine samples from a few held-out prompts. Checksums prove that
 the weights arrived; this check shows that both sides compute the same with them (layouts, kernels, temperature, a tied
 head). Without it, a difference would only appear as importance ratios with a small permanent bias.
+
+A run is stopped by the 99 % quantile of d of one engine. Its maximum only warns: d grows as the probability of a token
+falls, so in bfloat16 rounding alone exceeds any useful limit at single tokens, while a wrong computation changes most.
 
 Consumes: a finished publish, after which actors/weights/publisher.py calls it. Waits for: the engines' answers, then
 the trainer's forward pass. Unblocked by: these or their time limits. Prefix caches are salted by version, so no KV
@@ -18,10 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
-from penstock.dataflow.ids import RequestId
+from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.model_config import DType
@@ -30,10 +34,14 @@ logger = logging.getLogger(__name__)
 
 NUM_PARITY_PROMPTS = 4
 """Prompts per check."""
-NUM_TOKENS = 16
-"""Tokens sampled per prompt and engine."""
+NUM_TOKENS = 64
+"""Tokens sampled per prompt and engine; with so many, two may exceed the tolerance."""
+QUANTILE = 0.99
+"""Share of an engine's tokens within the tolerance."""
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference explained by rounding, in nats. Measured over 10,000 tokens: 4e-6 in float32, 0.05 in bfloat16."""
+"""What rounding explains at almost all tokens, in nats. The maxima over 10,000 tokens of tiny policies on CPUs were
+4e-6 in float32 and 0.05 in bfloat16; nothing has been measured on GPUs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class LogprobParityCheck:
         """Return the largest logprob difference of a token in nats; None if no engine answered.
 
         Raises:
-            WeightSyncError: If the difference exceeds the tolerance.
+            WeightSyncError: If more than a share of 1 − `QUANTILE` of an engine's tokens exceeds the tolerance.
         """
         engines = [engine for engine in self._pool.engines() if engine.version == version]
         requests = [self._sample(engine, version, index) for engine in engines for index in range(len(self._prompts))]
@@ -89,21 +97,31 @@ class LogprobParityCheck:
             return None
         logprobs = await self._trainer.token_logprobs([(answer.prompt, answer.token_ids) for answer in answers])
         offsets = np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
-        largest = 0.0
+        scored: dict[EngineId, list[tuple[_Answer, NDArray[np.float64]]]] = {}
         for answer, expected in zip(answers, np.split(logprobs, offsets), strict=True):
-            differences = np.abs(np.array(answer.logprobs) - expected)
-            worst = int(differences.argmax())
-            largest = max(largest, float(differences[worst]))
-            # Negated, so that a NaN fails the check as well.
-            if not differences[worst] <= self._tolerance:
-                raise WeightSyncError(
-                    f"logprob parity check at v{version}: {answer.engine.engine_id} gives token {worst + 1} of an "
-                    f"answer the logprob {answer.logprobs[worst]:.4f}, the trainer {expected[worst]:.4f}; rounding "
-                    f"explains {self._tolerance:g}. Their weights have equal checksums, so their implementations "
-                    "differ and every importance ratio would be biased. Compare model.attention, model.dtype and the "
-                    "engine's kernels with the trainer's; weights.probe_every=0 disables the check."
-                )
-        return largest
+            scored.setdefault(answer.engine.engine_id, []).append((answer, expected))
+        return max(self._compare(engine_id, version, answered) for engine_id, answered in scored.items())
+
+    def _compare(self, engine_id: EngineId, version: int, scored: list[tuple[_Answer, NDArray[np.float64]]]) -> float:
+        """The largest difference of one engine, nat, over its answers and the trainer's logprobs of them."""
+        ours = np.concatenate([answer.logprobs for answer, _ in scored])
+        theirs = np.concatenate([expected for _, expected in scored])
+        differences = np.abs(ours - theirs)
+        worst, usual = int(differences.argmax()), float(np.quantile(differences, QUANTILE))
+        said = (
+            f"logprob parity check at v{version}: {engine_id} gives a token the logprob {ours[worst]:.4f}, the "
+            f"trainer {theirs[worst]:.4f}; the {QUANTILE:.0%} quantile of the difference over {len(ours)} tokens is "
+            f"{usual:.2g}, of which rounding explains {self._tolerance:g}."
+        )
+        if not usual <= self._tolerance:  # negated, so that a NaN fails the check as well
+            raise WeightSyncError(
+                f"{said} Their weights have equal checksums, so their implementations differ and every importance "
+                "ratio would be biased. Compare model.attention, model.dtype and the engine's kernels with the "
+                "trainer's; weights.probe_every=0 disables the check."
+            )
+        if differences[worst] > self._tolerance:
+            logger.warning("%s Single tokens may differ by more in bfloat16; watch weights/max_logprob_diff.", said)
+        return float(differences[worst])
 
     async def _sample(self, engine: Engine, version: int, index: int) -> _Answer | None:
         """Sample from one prompt; None if the engine was lost, timed out, refused it or received newer weights."""

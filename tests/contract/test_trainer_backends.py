@@ -7,11 +7,13 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.platform.cluster.memory import keeps_gradients
 from penstock.trainer.spec import free_port
 from tests.contract.trainer_backend_cases import (
     CASES,
@@ -226,3 +228,27 @@ def test_bfloat16_trains_float32_masters_close_to_float32(
     norms = [[report.metrics["loss/grad_norm"] for report in one["reports"]] for one in (result, expected)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
     assert result["buffers"] == {"torch.float32"}, "rotary frequencies lost precision"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case",
+    those(
+        lambda case: not (is_float32(case) or case.has_adapters or case.tensor_parallel + case.sequence_parallel > 2)
+    ),
+)
+def test_between_steps_a_rank_holds_weights_optimizer_state_and_the_gradient_buffers_that_deepspeed_never_frees(
+    case: Case, deepspeed_results: dict
+) -> None:
+    """Bytes per parameter: 2 of weights, 4 of float32 copies, 8 of moments, and 4 of gradients where they stay."""
+    stage, ranks = case.zero_stage, case.world_size
+    config: Any = SimpleNamespace(
+        trainer=SimpleNamespace(backend="deepspeed", zero_stage=stage, offload_optimizer=False),
+        model=SimpleNamespace(dtype=case.dtype),
+    )
+    expected = 2 / (ranks if stage == 3 else 1) + 12 / (ranks if stage > 0 else 1)
+    expected += keeps_gradients(config) * 4 / (ranks if stage == 3 else 1)
+    if stage == 3:
+        expected += 4  # so small a model fits in the buffer of a reduction, and all of it stays gathered
+    held = deepspeed_results[dataclasses.astuple(case)]["held_bytes"] / case.shape.num_parameters
+    assert held == pytest.approx(expected, rel=0.05)

@@ -10,6 +10,7 @@ Each rank runs all cases of its kind of world, since starting one costs more tha
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 import sys
 from pathlib import Path
@@ -89,6 +90,7 @@ REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
     Case(zero_stage=2),
+    Case(zero_stage=2, dtype="bfloat16"),  # the recipe for one GPU
     Case(streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
@@ -109,6 +111,8 @@ CASES = [
 ]
 """On one and two ranks."""
 LONG_CASES = [
+    Case(zero_stage=0, dtype="bfloat16"),
+    Case(zero_stage=1, dtype="bfloat16"),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, is_tied=False, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=2, streamed=True, is_tied=False, offload_optimizer=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, dtype="bfloat16", is_tied=False),
@@ -251,6 +255,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
 
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
+    held_before = {} if case.dtype == "float32" else held_storages()
     trainer = build(case, str(folder / case.policy), rank, port)
     step = streamed_step if case.streamed else early_logprobs_step if case.has_early_logprobs else PolicyTrainer.step
     reports = [step(trainer, make_batch(1), 0)]
@@ -258,6 +263,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     reports.append(step(trainer, make_batch(2, poisoned=True), 1))
     after = weights_of(trainer)
     reports.append(step(trainer, make_batch(3), 1))
+    held = {} if case.dtype == "float32" else held_storages()
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
     supervised = [trainer.supervised_step(examples) for _ in range(2)]
     saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
@@ -267,6 +273,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "sft_loss": [metrics["sft/loss"] for metrics in supervised],
         "accuracy": trainer.teacher_forced(examples),
         "logprobs": trainer.token_logprobs(examples),
+        "held_bytes": sum(size for address, size in held.items() if address not in held_before),
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
         "adapters": {
@@ -282,6 +289,14 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     if rank == 0:
         result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
     return result
+
+
+def held_storages() -> dict[int, int]:
+    """Address -> bytes of the memory of all tensors of this process, gradients included."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
 
 
 def desynchronised(trainer: PolicyTrainer, *, is_last_replica: bool) -> float | None:

@@ -81,7 +81,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     if spec.device == "cuda":
         shard = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
         staged = shard if spec.bucket_bytes is None else min(shard, spec.bucket_bytes)
-        utilization = config.utilization_without(staged, current_platform.get_device_total_memory())
+        utilization = config.vllm_utilization(shard, staged, current_platform.get_device_total_memory())
     return AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.model.dtype,

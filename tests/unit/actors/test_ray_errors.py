@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from penstock.actors.ray_errors import answer_of, gather_answers, late_calls, ray_boundary, silence_limit
+from penstock.actors import ray_errors
+from penstock.actors.ray_errors import (
+    answer_of,
+    gather_answers,
+    late_calls,
+    ray_boundary,
+    silence_limit,
+    wait_started,
+)
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import attempt
 from penstock.actors.weights.transports import PublishedVersion
-from penstock.dataflow.errors import TrainingError, WeightSyncError
+from penstock.dataflow.errors import PlacementError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
@@ -123,3 +131,30 @@ async def test_calls_that_do_not_end_are_late_and_the_others_are_not() -> None:
 async def test_calls_that_need_each_other_name_what_they_were_for() -> None:
     with pytest.raises(WeightSyncError, match=r"publish v1: 1 of 2 did not answer within 0\.2 s"):
         await gather_answers("publish v1", LIMIT_S, asyncio.sleep(0.0), asyncio.sleep(60.0))
+
+
+async def up() -> str:
+    return "node"
+
+
+async def test_processes_that_are_not_up_are_named_while_they_start_and_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_errors, "NOTE_S", 0.01)
+    never = asyncio.get_running_loop().create_future()
+    starts: dict[str, Awaitable[str]] = {"rank 0": up(), "rank 1": never}
+    with pytest.raises(PlacementError, match=r"^trainer: start: rank 1 not up within 0\.2 s\. Raise it\.$"):
+        await wait_started("trainer: start", starts, 0.2, TrainingError, "Raise it.")
+    assert "trainer: start: waiting for rank 1, " in caplog.text
+    assert "rank 0" not in caplog.text
+    both = {"rank 0": up(), "rank 1": up()}
+    assert await wait_started("trainer: start", both, 5.0, TrainingError, "") == ["node", "node"]
+
+
+async def test_a_process_that_fails_to_start_ends_the_wait_for_the_others() -> None:
+    async def fails() -> str:
+        raise RayTaskError("start", "traceback", OSError("no such checkpoint"))
+
+    starts: dict[str, Awaitable[str]] = {"rank 0": asyncio.get_running_loop().create_future(), "rank 1": fails()}
+    with pytest.raises(TrainingError, match="trainer: start failed: OSError: no such checkpoint"):
+        await wait_started("trainer: start", starts, 1000.0, TrainingError, "")

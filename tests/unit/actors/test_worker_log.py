@@ -62,6 +62,15 @@ def test_without_a_folder_that_can_be_reached_the_output_stays_where_it_is(
             "RuntimeError: no attention backend",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried\nbye", "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+        (
+            "(Worker_TP1 pid=72) ERROR 11-25 12:00:01 [multiproc_executor.py:953] ValueError: Free memory on device "
+            "cuda:1 (15.56/24.0 GiB) on startup is less than desired GPU memory utilization (0.81, 19.48 GiB).\n"
+            "(EngineCore pid=71) ERROR 11-25 12:00:02 [core.py:1510] Exception: WorkerProc initialization failed due "
+            "to an exception in a background process. See stack trace for root cause.\n"
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n",
+            "ValueError: Free memory on device cuda:1 (15.56/24.0 GiB) on startup is less than desired GPU memory "
+            "utilization (0.81, 19.48 GiB).",
+        ),
     ],
 )
 def test_the_last_error_is_found_without_the_prefix_of_its_logger(
@@ -76,6 +85,23 @@ def test_a_log_without_an_error_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
     (tmp_path / "engine-1.log").write_text("INFO loading\n" * 100_000)
     assert last_error("engine-1") == f"see {tmp_path}/engine-1.log"
+
+
+async def test_an_engine_that_vllm_refuses_for_lack_of_memory_is_told_which_keys_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_spec: object) -> None:
+        (tmp_path / "engine-3.log").write_text(
+            "(EngineCore pid=7) ERROR 11-25 12:00:01 [core.py:99] ValueError: Free memory on device cuda:0 (15.56/24.0 "
+            "GiB) on startup is less than desired GPU memory utilization (0.81, 19.48 GiB).\n"
+        )
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(actor, "keep_output", lambda _role: None)
+    monkeypatch.setattr(actor, "create_engine", fails)
+    with pytest.raises(EngineLostError, match=r"15\.56/24\.0.*19\.48 GiB.*memory_gib.*kv_cache_gib"):
+        await EngineActor(SimpleNamespace(engine_id="engine-3")).start()
 
 
 async def test_an_engine_that_cannot_start_is_reported_with_the_last_error_of_its_log(

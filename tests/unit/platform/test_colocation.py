@@ -1,15 +1,23 @@
-"""Time-shared devices: an engine that fails to sleep or wake up is fenced, and the step continues without it."""
+"""Time-shared devices: the order of starts, who sleeps during a step, and engines that fail to sleep or wake up."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
-from penstock.dataflow.errors import EngineLostError
+import pytest
+
+from penstock.dataflow.errors import EngineLostError, TrainingError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WrittenFile
 from penstock.dataflow.trajectory import GroupRef, iterate_groups
+from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster import actor_factory
+from penstock.platform.cluster.actor_factory import RunActors, start_actors
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.rollout.pool.pool import EnginePool
 
@@ -42,10 +50,13 @@ class Sleepy:
 @dataclass
 class Trainer:
     calls: list[str]
+    is_lost: bool = False
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         assert [group async for group in batch] == []
         self.calls.append("step")
+        if self.is_lost:
+            raise TrainingError("trainer: step: a process died")
         return StepReport(1, False, {}, 1.0)
 
     async def save(self, path: str) -> None: ...
@@ -100,3 +111,73 @@ async def test_a_checkpoint_needs_no_turn_of_the_engines() -> None:
     assert await trainer.snapshot() == 2.0
     assert await trainer.write_checkpoint("folder") == [WrittenFile("file", 3, 4)]
     assert calls == ["snapshot", "folder"]
+
+
+async def test_after_a_step_that_failed_the_engines_stay_asleep_since_a_rank_may_hold_the_memory() -> None:
+    calls: list[str] = []
+    trainer = TimeSharedTrainer(Trainer(calls, is_lost=True), EnginePool([Sleepy("a", calls)], 4))  # type: ignore[list-item]
+    with pytest.raises(TrainingError, match="a process died"):
+        await trainer.step(iterate_groups([]))
+    assert calls == ["a sleep", "step"]
+
+
+async def test_going_back_to_a_checkpoint_loads_the_trainer_while_the_engines_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    async def restart(*_arguments: object) -> None:
+        calls.append("load")
+
+    async def renew(*_arguments: object) -> None:
+        calls.append("forget")
+
+    monkeypatch.setattr(RunActors, "_restart_trainer", restart)
+    monkeypatch.setattr(RunActors, "renew_engines", renew)
+    none = cast("Any", None)
+    actors = RunActors([Sleepy("a", calls), Sleepy("b", calls)], none, none, none, None, None)  # type: ignore[list-item]
+    await actors.roll_back(SimpleNamespace(cluster=SimpleNamespace(colocated=True)), "checkpoint")  # type: ignore[arg-type]
+    assert calls == ["a sleep", "b sleep", "load", "a wake", "b wake", "forget"]
+
+
+@pytest.mark.parametrize(
+    ("colocated", "expected"),
+    [
+        (True, ["trainer loads", "trainer is up", "engines load"]),
+        (False, ["trainer loads", "engines load", "trainer is up"]),
+    ],
+)
+async def test_a_colocated_engine_starts_when_the_trainer_has_loaded(
+    colocated: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def trainer(*_arguments: object, **_options: object) -> None:
+        calls.append("trainer loads")
+        await asyncio.sleep(0.01)
+        calls.append("trainer is up")
+
+    async def engines(*_arguments: object) -> list[object]:
+        calls.append("engines load")
+        return []
+
+    async def nothing(*_arguments: object) -> None: ...
+
+    @asynccontextmanager
+    async def session(*_arguments: object) -> AsyncIterator[None]:
+        yield
+
+    overrides = ["cluster.colocated=true", "dataflow.max_staleness=0"] if colocated else []
+    config = compose_config(["experiment=arithmetic", *overrides])
+    closed = SimpleNamespace(close=nothing)
+    for name, fake in {
+        "ray_session": session,
+        "start_trainer_group": trainer,
+        "start_engines": engines,
+        "reward_workers": lambda _config: closed,
+        "start_frozen_group": nothing,
+    }.items():
+        monkeypatch.setattr(actor_factory, name, fake)
+    monkeypatch.setattr(RunActors, "of_policies", lambda _actors: [])
+    async with start_actors(config):
+        assert calls == expected

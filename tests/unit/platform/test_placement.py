@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster.actor_factory import engine_spec
 from penstock.platform.cluster.memory import (
     GIB,
     engine_memory,
     frozen_memory,
     kv_cache_gib,
     published_gib,
+    resident_gib,
     shared_gib,
     staged_gib,
     trainer_memory,
@@ -180,12 +182,61 @@ def test_the_torch_engines_cache_is_bounded_by_its_slots():
     assert kv_cache_gib(config, config.cluster.pools["cpu"]) == pytest.approx(256 * 128 * 4 * 2 * 2 * 32 * 4 / GIB)
 
 
-def test_colocated_roles_take_turns_but_the_optimizer_stays():
-    config = compose_config(["experiment=gsm8k_qwen_1gpu"])
+def turns(*overrides):
+    """The fullest GPU, and by itself the trainer and the engine on it."""
+    config = compose_config(["experiment=gsm8k_qwen_1gpu", "cluster.pools.gpu.memory_gib=80", *overrides])
     placements = plan_placement(config)
     (load,) = device_load_gib(config, placements).values()
     trainer, engine = (next(p.memory for p in placements if p.role == role) for role in ("trainer", "engine"))
-    assert max(trainer.device_gib, engine.device_gib) < load < trainer.device_gib + engine.device_gib
+    return load, trainer, engine
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "keeps"),
+    [
+        (0, "bfloat16", False),
+        (1, "bfloat16", True),
+        (1, "float32", False),
+        (2, "bfloat16", False),
+        (3, "bfloat16", True),
+        (3, "float32", True),
+    ],
+)
+def test_while_the_engine_generates_the_trainer_keeps_its_optimizer_and_a_gradient_buffer_that_is_never_freed(
+    stage, dtype, keeps
+):
+    load, trainer, engine = turns(f"trainer.zero_stage={stage}", f"model.dtype={dtype}")
+    kept = ("base", "weights", "optimizer", "published", *(["gradients"] if keeps else []))
+    assert trainer.device["gradients"] > 0.9
+    assert load == pytest.approx(sum(trainer.device[part] for part in kept) + engine.device_gib)
+
+
+def test_an_offloaded_optimizer_takes_its_gradients_along():
+    config = compose_config(["experiment=gsm8k_qwen_1gpu", "trainer.zero_stage=3", "trainer.offload_optimizer=true"])
+    rank = trainer_memory(config, config.cluster.pools["gpu"])
+    assert resident_gib(config, rank) == pytest.approx(rank.device["base"] + rank.device["weights"])
+
+
+def test_while_the_trainer_computes_an_engine_that_sleeps_keeps_its_context():
+    load, trainer, engine = turns(*TRAINING_IS_LARGER, "weights.transport=shared_memory")
+    assert load == pytest.approx(trainer.device_gib + engine.device["base"])
+
+
+@pytest.mark.parametrize("size", [24, 80])
+def test_a_colocated_engine_takes_for_its_cache_what_the_trainer_leaves(size):
+    overrides = ["experiment=gsm8k_qwen_1gpu", "rollout/engine=vllm", f"cluster.pools.gpu.memory_gib={size}"]
+    config = compose_config(overrides)
+    assert device_load_gib(config, plan_placement(config))["gpu"] == pytest.approx(0.85 * size)
+    stated = engine_spec(config, 0).engine
+    assert stated.kv_cache_gib == kv_cache_gib(config, config.cluster.pools["gpu"]) > 5
+    apart = engine_spec(compose_config(["experiment=math_qwen_8gpu"]), 0).engine
+    assert apart.kv_cache_gib is None, "vLLM measures what is left of a device of its own"
+
+
+def test_the_weights_of_an_engine_that_sleeps_take_pinned_memory_in_powers_of_two():
+    *_, engine = turns()
+    config = compose_config(["experiment=gsm8k_qwen_1gpu"])
+    assert engine.host["weights"] == pytest.approx(2 * published_gib(config))
 
 
 @pytest.mark.parametrize(

@@ -133,4 +133,4 @@ async def test_a_rollback_restarts_the_engines_that_were_lost_too_where_they_wer
     config.cluster.colocated = True
     actors.engines = [LostEngine()]  # type: ignore[list-item]
     with pytest.raises(EngineLostError, match="its node is gone"):
-        await actors.roll_back(config, "checkpoint")
+        await actors.renew_engines(config)

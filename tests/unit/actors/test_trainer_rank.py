@@ -1,0 +1,53 @@
+"""A trainer rank as an actor, without Ray and without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.actors.trainer.actor import TrainerRank
+
+
+class Trainer:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def step(self, _groups: object, _version: int) -> str:
+        self._calls.append("step")
+        return "report"
+
+    def token_logprobs(self, _examples: object) -> str:
+        self._calls.append("logprobs")
+        raise torch.OutOfMemoryError
+
+    def export_weights(self) -> Any:
+        self._calls.append("gather")
+        yield from ()
+
+
+CALLS: dict[str, Callable[[TrainerRank], object]] = {
+    "step": lambda rank: rank.step([], 0),
+    "logprobs": lambda rank: rank.learn("token_logprobs", []),
+    "gather": lambda rank: rank.export(1),
+}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("what", CALLS)
+def test_what_torch_has_cached_goes_back_to_a_shared_device_after_each_call(
+    what: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    rank = TrainerRank(SimpleNamespace(shares_devices=shares, device="cpu", model=SimpleNamespace(dtype="float32")), 1)  # type: ignore[arg-type]
+    rank._trainer = Trainer(calls)  # type: ignore[assignment]
+    if what == "logprobs":  # also after a call that fails
+        with pytest.raises(torch.OutOfMemoryError):
+            CALLS[what](rank)
+    else:
+        assert CALLS[what](rank) == ("report" if what == "step" else None)
+    assert calls == [what, "empty"] if shares else [what]
