@@ -23,7 +23,14 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.streams import load_held_out
 from penstock.envs.workers.episode_host import EpisodeHost
-from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
+from penstock.platform.cluster.actor_factory import (
+    engine_index,
+    engine_layout,
+    model_path,
+    reward_workers,
+    rewards_are_loaded,
+    start_engine_group,
+)
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator, SetScore
@@ -37,7 +44,7 @@ from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.hf_folder import model_folder
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
@@ -49,7 +56,7 @@ def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
         temperature=config.rollout.sampling.temperature,
         stop_token_ids=codec.stop_token_ids,
         # vLLM samples seeded requests one by one, and restarts their random stream when they are resumed.
-        seed=config.seed if config.rollout.engine.type == "torch" else None,
+        seed=config.seed if all(view.rollout.engine.type == "torch" for view in config.rollout_views) else None,
     )
 
 
@@ -57,8 +64,9 @@ def make_runner(
     config: RunConfig, engines: Sequence[Engine], codec: TokenCodec, episodes: EpisodePlayer
 ) -> TrajectoryRunner:
     """Build the runner that samples trajectories from the policy of `config` on its engines."""
+    views = [config.rollout_view_of(engine_index(engine.engine_id)) for engine in engines]
     return TrajectoryRunner(
-        make_pool(engines, config.rollout, config.seed),
+        make_pool(engines, config.rollout, config.seed, [view.rollout.engine.max_num_seqs for view in views]),
         codec,
         config.rollout.request_timeout_s,
         config.rollout.max_resumes,
@@ -121,7 +129,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
         try:
             await rewards_are_loaded(config, rewards)
             with tempfile.TemporaryDirectory(prefix=f"penstock-{command}-", dir=default_directory()) as folder:
-                manifest = await _publish(config, folder, engines[0])
+                manifest = await _publish(config, folder, engines)
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
             codec = load_codec(model_path(config), config.env.reasoning)
             async with episode_player(config, codec) as episodes:
@@ -132,7 +140,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
 
 
-async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
+async def _publish(config: RunConfig, folder: str, engines: Sequence[RemoteEngine]) -> WeightManifest:
     """Write the checkpoint as version 0, in the format in which training would publish it."""
     path = model_path(config)
     tensors = checkpoint_tensors(model_folder(path) or Path(path))
@@ -141,7 +149,7 @@ async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> Weig
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
     whole = {name: tensor for name, tensor in tensors if name != tied}
     training = TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-    receiving = EngineLayout(config.rollout.engine.type, await engine.layout(training.tensors))
+    receiving, _ = await engine_layout(config, engines, training.tensors, "shared_memory")
     transfer = ShardTransfer.between(training, receiving, config.model.dtype, folder)
     writer = ShardWriter(transfer, 0, ShardFiles(transfer))
     flat = {name: tensor.flatten() for name, tensor in whole.items()}
