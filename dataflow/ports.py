@@ -270,6 +270,7 @@ class WeightManifest:
         num_bytes: Size of the transferred tensors in bytes: of the adapters if only adapters are transferred.
         checksum: Combined checksum of all entries and adapter entries, which every engine must acknowledge.
         num_shards: Tensor-parallel ranks of an engine if the entries are its parameters; 0 if they are whole tensors.
+        first_shard: Number of the file of rank 0, if versions are written in the layouts of several kinds of engines.
         adapters: The adapters, if they are transferred instead of weights; `entries` then describes the base weights.
         bucket_sums: Checksums per bucket of a version that is sent directly by its trainer ranks, verified on arrival.
     """
@@ -280,6 +281,7 @@ class WeightManifest:
     num_bytes: int
     checksum: int
     num_shards: int = 0
+    first_shard: int = 0
     adapters: AdapterManifest | None = None
     bucket_sums: tuple[BucketSum, ...] = ()
 

@@ -24,6 +24,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import VersionBufferHandle
+from penstock.weights.transport.shards import manifest_of
 
 POLL_S = 20.0
 SILENCE_S = 60.0  # if a poll takes longer than this beyond its own wait, the actor hangs
@@ -123,11 +124,13 @@ class RemoteEngine:
 
     Attributes:
         node_id: The Ray node of the engine; the weight transport depends on it.
+        shards: Its ranks in the layout that versions are written in; None: all of them.
     """
 
     def __init__(self, engine_id: EngineId, actor: ActorHandle, node_id: str) -> None:
         self.engine_id = engine_id
         self.node_id = node_id
+        self.shards: range | None = None
         self._actor = actor
         self._version = -1
         self._inboxes: dict[RequestId, asyncio.Queue[Answer]] = {}
@@ -180,6 +183,8 @@ class RemoteEngine:
         return await self._update_weights(manifest, payload)
 
     async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
+        if self.shards is not None and manifest.num_shards:
+            manifest = manifest_of(manifest, self.shards)
         call = self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
         ack: WeightAck = await self._answered(f"publish v{manifest.version}", call)
         if ack.checksum != manifest.checksum or ack.version != manifest.version:

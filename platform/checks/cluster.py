@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from math import ceil
 
 from penstock.platform.cluster.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import (
+    GROUP_ROUTES,
+    MULTI_LAYOUT_ROUTES,
+    num_engine_layouts,
+    weight_route,
+)
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -22,13 +28,77 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     too_few = list(check_device_counts(config, command))
     yield from too_few or check_memory(config, command)
     if command not in WITHOUT_ENGINES:
-        yield from check_engine_device(config)
-        yield from check_cpu_engines(config)
-        yield from check_kv_cache(config)
-        yield from check_tensor_parallel(config)
+        for check in (check_engine_device, check_cpu_engines, check_kv_cache, check_tensor_parallel):
+            yield from of_each_rollout_pool(config, check)
+        yield from check_nodes(config, command)
+        yield from check_rollout_pools(config)
     if command == "train":
         yield from check_colocated(config)
         yield from check_weights(config)
+
+
+def of_each_rollout_pool(config: RunConfig, check: Callable[[RunConfig], Iterator[Finding]]) -> Iterator[Finding]:
+    """Run a check of the engines on each pool; what it says of an extra pool names the keys of that pool."""
+    yield from check(config)
+    for name, extra in config.cluster.extra_rollout_pools.items():
+        (view,) = (view for view in config.rollout_views if view.cluster.rollout_pool == name)
+        of_pool = f"cluster.extra_rollout_pools.{name}."
+        for finding in check(view):
+            message = finding.message.replace("rollout.num_engines", f"{of_pool}num_engines")
+            if extra.engine is not None:
+                message = message.replace("rollout.engine.", f"{of_pool}engine.")
+            yield replace(finding, message=message, other_keys=(*finding.other_keys, of_pool.rstrip(".")))
+
+
+def check_rollout_pools(config: RunConfig) -> Iterator[Finding]:
+    """Check that the extra rollout pools can be used together with the rest of the run."""
+    cluster, extra = config.cluster, config.cluster.extra_rollout_pools
+    if not extra:
+        return
+    names = ", ".join(extra)
+    if cluster.rollout_pool in extra:
+        yield error(
+            f"cluster.extra_rollout_pools.{cluster.rollout_pool} is cluster.rollout_pool, too: its engines are those "
+            "of rollout.num_engines. Raise that, and name other pools here."
+        )
+    if cluster.colocated:
+        yield error(
+            f"cluster.extra_rollout_pools={names} with cluster.colocated=true: the engines of {cluster.rollout_pool} "
+            "sleep while the trainer computes, and nothing is generated then, so the other pools would stand idle. Use "
+            "cluster.colocated=false."
+        )
+    if config.partner is not None:
+        yield error(
+            f"cluster.extra_rollout_pools={names} with a partner: its engines would be on these pools as well, which "
+            "is not supported. Leave partner or extra_rollout_pools out.",
+            "partner",
+        )
+    kinds = {name: cluster.pools[name].device for name in (cluster.rollout_pool, *extra)}
+    if len(set(kinds.values())) > 1:
+        yield error(
+            f"cluster.extra_rollout_pools={names}: the engines of a run are all on GPUs or all on CPUs, but "
+            f"{' and '.join(f'{name} is a {device} pool' for name, device in kinds.items())}: weights are sent to both "
+            "kinds in different ways. Use pools of one kind."
+        )
+
+
+def check_nodes(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Check that the devices of every engine are on one node, where the pool says how many a node has."""
+    for placement in plan_placement(config, command):
+        pool = config.cluster.pools.get(placement.pool or "")
+        if pool is None or pool.devices_per_node is None or placement.num_slots == 1:
+            continue
+        last = placement.slot + placement.num_slots - 1
+        if placement.slot // pool.devices_per_node != last // pool.devices_per_node:
+            yield error(
+                f"cluster.pools.{placement.pool}.devices_per_node={pool.devices_per_node}: engine {placement.index}, "
+                f"tensor-parallel over {placement.num_slots}, would have the devices {placement.slot} to {last}, which "
+                "are on several nodes: its ranks exchange data in every layer, so it is never spread over nodes. Use a "
+                "tensor_parallel_size that divides devices_per_node.",
+                "cluster",
+                "rollout.engine",
+            )
+            return
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:
@@ -36,6 +106,7 @@ def check_pools(config: RunConfig) -> Iterator[Finding]:
     cluster, pools = config.cluster, list(config.cluster.pools)
     roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
     roles += [(f"{role}.pool", pool) for role in FROZEN_ROLES if (pool := config.frozen(role).pool) is not None]
+    roles += [(f"cluster.extra_rollout_pools.{name}", name) for name in cluster.extra_rollout_pools]
     roles += [] if config.reward.pool is None else [("reward.pool", config.reward.pool)]
     for key, name in roles:
         if name not in pools:
@@ -212,7 +283,8 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
 
 def check_weights(config: RunConfig) -> Iterator[Finding]:
     """Check the weight transfer and the update mode of the engines."""
-    weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
+    weights, cluster = config.weights, config.cluster
+    tp_size = max(view.rollout.engine.tensor_parallel_size for view in config.rollout_views)
     route, mode = weight_route(config), weights.update_mode
     devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
     drains, streams = mode in ("drain", "multi_version"), weights.staging == "bucket"
@@ -222,9 +294,9 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
             "there are no requests to drain at a publish, and no engine may serve during it. Use "
             "weights.update_mode=keep_kv."
         )
-    if mode == "multi_version" and config.rollout.num_engines < 2:
+    if mode == "multi_version" and config.num_engines < 2:
         yield error(
-            f"weights.update_mode=multi_version with rollout.num_engines={config.rollout.num_engines}: the other "
+            f"weights.update_mode=multi_version with rollout.num_engines={config.num_engines}: the other "
             "engines serve while one is updated, but there are no others. Use 2 or more engines, or "
             "weights.update_mode=drain."
         )
@@ -265,6 +337,20 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
             f"weights.transport=cuda_ipc with cluster.trainer_pool={cluster.trainer_pool}: trainer and engines are on "
             "pools of different devices. Use weights.transport=auto.",
             "cluster",
+        )
+    if num_engine_layouts(config) > 1 and route not in (*MULTI_LAYOUT_ROUTES, "gather"):
+        engines = " and ".join(
+            f"{view.rollout.engine.type} over {view.rollout.engine.tensor_parallel_size} on {view.cluster.rollout_pool}"
+            for view in config.rollout_views
+        )
+        remedy = "weights.transport=auto"
+        if route == "adapters":
+            remedy = "weights.transport=shared_memory on one node or process_group on several, which send whole weights"
+        yield error(
+            f"weights.transport={weights.transport} with cluster.extra_rollout_pools of other layouts ({engines}): the "
+            f"route {route} sends one layout to all engines. Use {remedy}, or equal engines.",
+            "rollout.engine",
+            "trainer.lora",
         )
     if weights.codec == "int8_delta" and tp_size > 1:
         yield error(

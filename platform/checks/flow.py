@@ -99,7 +99,7 @@ def check_pace(config: RunConfig) -> Iterator[Finding]:
     """Warn of settings that work but slow the run down."""
     flow, rollout = config.dataflow, config.rollout
     live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
-    slots = rollout.num_engines * rollout.engine.max_num_seqs
+    slots = sum(view.rollout.num_engines * view.rollout.engine.max_num_seqs for view in config.rollout_views)
     if live > _MAX_WAVES * slots:
         yield warning(
             f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
@@ -155,7 +155,10 @@ def check_answers(config: RunConfig) -> Iterator[Finding]:
 
 def check_gang(config: RunConfig) -> Iterator[Finding]:
     """Check that all members of a gang fit on one engine at once and start at one version."""
-    flow, engine, weights = config.dataflow, config.rollout.engine, config.weights
+    flow, weights = config.dataflow, config.weights
+    # A gang waits for an engine with enough slots, so the pool with the largest engines counts.
+    view = max(config.rollout_views, key=lambda view: view.rollout.engine.max_num_seqs)
+    engine = view.rollout.engine
     if not flow.gang:
         return
     unfit = {"overlap=true": weights.overlap, "update_mode=multi_version": weights.update_mode == "multi_version"}
@@ -173,10 +176,10 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"Use max_num_seqs of at least {flow.group_size}.",
             "rollout.engine",
         )
-    pool = config.cluster.pools.get(config.cluster.rollout_pool)
+    pool = config.cluster.pools.get(view.cluster.rollout_pool)
     if pool is None or not isinstance(engine, VllmEngineConfig):
         return
-    needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(config, pool)
+    needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(view, pool)
     if needed > available:
         yield error(
             f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "

@@ -149,7 +149,8 @@ def _check_context(config: RunConfig, key: str, folder: Path) -> Iterator[Findin
             key,
         )
     window = getattr(text, "sliding_window", None)
-    if window is not None and config.rollout.engine.type == "torch" and context > window:
+    has_torch_engines = any(view.rollout.engine.type == "torch" for view in config.rollout_views)
+    if window is not None and has_torch_engines and context > window:
         yield error(
             f"rollout.engine.type=torch with {section}.max_context_tokens={context} and the checkpoint's "
             f"sliding_window={window} ({key}): this engine attends to the whole context. Use rollout/engine=vllm, or a "
@@ -176,11 +177,29 @@ def _check_vocabulary(config: RunConfig, key: str, folder: Path) -> Iterator[Fin
 
 
 def _check_support(config: RunConfig, command: Command, key: str, folder: Path) -> Iterator[Finding]:
-    """Ask transformers whether the trainer can train the model, and vLLM whether an engine can serve it."""
+    """Ask transformers whether the trainer can train the model, and vLLM whether the engines can serve it."""
+    asked: set[Question] = set()
+    for view in config.rollout_views:
+        question = _support_question(view, command, folder)
+        if question in asked or (question.attention is None and question.engine_dtype is None):
+            continue
+        asked.add(question)
+        try:
+            problems: Sequence[str] = ask(question)
+        except RuntimeError as failure:
+            yield warning(
+                f"{key}={config.model.path}: whether it is supported could not be checked: {failure}.", "rollout"
+            )
+            return
+        for problem in problems:
+            yield error(f"{key}={config.model.path}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
+
+
+def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:
     has_engines, engine = command not in WITHOUT_ENGINES, config.rollout.engine
     is_gpu = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
     is_vllm = has_engines and isinstance(engine, VllmEngineConfig)
-    question = Question(
+    return Question(
         folder=str(folder),
         attention=config.model.attention if command in ("train", *WITHOUT_ENGINES) else None,
         engine_dtype=config.model.dtype if is_vllm else None,
@@ -190,15 +209,6 @@ def _check_support(config: RunConfig, command: Command, key: str, folder: Path) 
         device="cuda" if is_gpu and hardware.has_nvidia_driver() else "cpu",
         device_is_here=is_gpu == (hardware.has_nvidia_driver() and not hardware.is_cpu_build()),
     )
-    if question.attention is None and question.engine_dtype is None:
-        return
-    try:
-        problems: Sequence[str] = ask(question)
-    except RuntimeError as failure:
-        yield warning(f"{key}={config.model.path}: whether it is supported could not be checked: {failure}.", "rollout")
-        return
-    for problem in problems:
-        yield error(f"{key}={config.model.path}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
 
 
 def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:

@@ -33,10 +33,11 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
         policy = "" if placement.policy_id == POLICY else f"{placement.policy_id} "
         by_role.setdefault((f"{policy}{placement.role}", placement.pool), []).append(placement)
     console.print(placement_table(by_role))
-    for (role, _), (first, *_) in by_role.items():
+    has_several_pools = len(config.rollout_views) > 1
+    for (role, pool), (first, *_) in by_role.items():
         parts = first.memory.device if first.device == "gpu" else first.memory.host
         told = ", ".join(f"{name} {gib:.2f} GiB" for name, gib in parts.items() if gib >= _LEAST_GIB)
-        console.print(f"each {role}: {told}")
+        console.print(f"each {role}{f' on {pool}' if has_several_pools and pool else ''}: {told}")
     if bundles := device_bundles(config, command):
         console.print(f"reserved at once: {described(bundles)}")
     for pool, load in device_load_gib(config, placements).items():

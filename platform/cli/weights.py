@@ -15,7 +15,7 @@ from rich.table import Table
 from penstock.dataflow.ids import POLICY
 from penstock.platform.cluster.actor_factory import pool_device
 from penstock.platform.cluster.placement import plan_placement
-from penstock.platform.cluster.weight_routes import weight_route
+from penstock.platform.cluster.weight_routes import num_engine_layouts, weight_route
 from penstock.platform.config.checkpoint_shapes import config_file
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.vllm.environment import vllm_environment
@@ -101,7 +101,7 @@ def plan_report(config: RunConfig) -> PlanReport:
     training_at, engines_at = _devices(config)
     plans = [ShardTransfer.between(training, engine, dtype, None, training_at, at).plan for at in engines_at]
     source = training.layout()
-    hops = relay_tree(["this node"] * (rollout.num_engines - len(plans) + 1))
+    hops = relay_tree(["this node"] * (config.num_engines - len(plans) + 1))
     planning_s = time.perf_counter() - started
     egress = sum((Counter(plan.egress) for plan in plans), Counter[int]())
     wire_bytes = sum(plan.wire_bytes for plan in plans)
@@ -115,7 +115,7 @@ def plan_report(config: RunConfig) -> PlanReport:
         lower_bound_bytes=sum(lower_bound_bytes(source, engine.layout, item_bytes, plan.resident) for plan in plans),
         max_egress_bytes=max(egress.values(), default=0),
         relayed_bytes=len(hops) * sum(sum(sizes.values()) for sizes in engine.layout.buffers) * item_bytes,
-        gathered_bytes=model_bytes * engine.tp_size * rollout.num_engines,
+        gathered_bytes=model_bytes * engine.tp_size * config.num_engines,
         num_copies=sum(1 for plan in plans for _ in plan.copies),
         num_buckets=sum(len(plan.buckets) for plan in plans),
         bucket_bytes=plans[0].bucket_bytes,
@@ -143,7 +143,7 @@ def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     for one in plan_placement(config):
         if one.role in at and one.policy_id == POLICY and one.device == "gpu":
             at[one.role].append(tuple(f"{one.pool}:{slot}" for slot in range(one.slot, one.slot + one.num_slots)))
-    return tuple(at_one[0] for at_one in at["trainer"]), at["engine"] or [()] * config.rollout.num_engines
+    return tuple(at_one[0] for at_one in at["trainer"]), at["engine"] or [()] * config.num_engines
 
 
 def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
@@ -151,7 +151,7 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
     split = f", tensor parallel {trainer.tensor_parallel_size}" if trainer.tensor_parallel_size > 1 else ""
     console.print(
         f"one publish: {trainer.num_ranks} training ranks ({trainer.backend}, ZeRO-{trainer.zero_stage}{split}) → "
-        f"{config.rollout.num_engines} {engine.type} engines over {engine.tensor_parallel_size} devices each, "
+        f"{config.num_engines} {engine.type} engines over {engine.tensor_parallel_size} devices each, "
         f"{config.model.dtype}"
     )
     table = Table(title="to the first engine, MiB", title_justify="left")
@@ -176,6 +176,8 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         "planned in": f"{report.planning_s:.2f} s",
     }.items():
         console.print(f"  {name:<36}{value}")
+    if num_engine_layouts(config) > 1:
+        console.print("  Engines of cluster.extra_rollout_pools have other layouts: this plan is not theirs.")
     if weight_route(config) == "gather":
         console.print("  weights.transport=gather: this plan is not used, because whole tensors go through rank 0.")
     elif weight_route(config) == "adapters":

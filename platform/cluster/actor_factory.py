@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.memory import kv_cache_gib
 from penstock.platform.cluster.placement import Role, plan_placement
 from penstock.platform.cluster.session import cluster_session
-from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import GROUP_ROUTES, MULTI_LAYOUT_ROUTES, WeightRoute, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.metrics.flow_stats import sampled_every
@@ -55,6 +55,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
+from penstock.weights.layout.algebra import Layout, TensorSpec, side_by_side
 from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.planner.plan import BUCKET_BYTES
 
@@ -79,6 +80,7 @@ class RunActors:
     policy_id: PolicyId = POLICY
     num_engines_started: int = 0
     layout: EngineLayout | None = None
+    shards: dict[str, range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_engines_started = len(self.engines)
@@ -175,12 +177,14 @@ class RunActors:
     async def start_engine(self, config: RunConfig, index: int, near: str | None = None) -> RemoteEngine:
         """Start one engine during a run, on node `near` if that is possible.
 
-        All engines that are not colocated need the same resources.
+        All engines of a pool that are not colocated need the same resources.
         """
-        need = replace(resources(config, "engine", "train")[0], near=near)
+        needs = resources(config, "engine", "train")
+        need = replace(needs[index if index < len(needs) else 0], near=near)
         if self.devices is not None:
             need = replace(need, place=self.devices.place(("engine", self.policy_id, index)))
         (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
+        engine.shards = self.shards.get(rollout_pool_of(config, engine))
         return engine
 
     async def ended(self, engine: RemoteEngine) -> None:
@@ -206,7 +210,7 @@ class RunActors:
             return GatherTransport(self.trainer, pool)
         training, _ = await self.trainer.training_sharding()
         if self.layout is None:  # asked once: after a rollback the first engine may just have been lost, too
-            self.layout = EngineLayout(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+            self.layout, self.shards = await engine_layout(config, self.engines, training.tensors, route)
         layout = self.layout
         if route == "adapters":
             return AdapterTransport(self.trainer, pool, layout, dtype)
@@ -413,14 +417,15 @@ async def start_engine_group(
 
 def engine_specs(config: RunConfig) -> list[EngineSpec]:
     """Settings of the engines that a run begins with."""
-    return [engine_spec(config, index) for index in range(config.rollout.num_engines)]
+    return [engine_spec(config, index) for index in range(config.num_engines)]
 
 
 def engine_spec(config: RunConfig, index: int) -> EngineSpec:
     """Settings of the engine `engine-<index>`."""
-    cluster, engine = config.cluster, config.rollout.engine
+    view = config.rollout_view_of(index)
+    cluster, engine = view.cluster, view.rollout.engine
     if cluster.colocated and isinstance(engine, VllmEngineConfig):  # as planned: vLLM would take the trainer's share
-        planned = kv_cache_gib(config, cluster.pools[cluster.rollout_pool])
+        planned = kv_cache_gib(view, cluster.pools[cluster.rollout_pool])
         engine = engine.model_copy(update={"kv_cache_gib": planned})
     return EngineSpec(
         engine_id=EngineId(f"engine-{index}"),
@@ -441,6 +446,47 @@ def engine_spec(config: RunConfig, index: int) -> EngineSpec:
 def engine_index(engine_id: EngineId) -> int:
     """The index that `engine_spec` has named an engine by."""
     return int(engine_id.removeprefix("engine-"))
+
+
+def rollout_pool_of(config: RunConfig, engine: RemoteEngine) -> str:
+    """Name of the pool of an engine."""
+    return config.rollout_view_of(engine_index(engine.engine_id)).cluster.rollout_pool
+
+
+async def engine_layout(
+    config: RunConfig, engines: Sequence[RemoteEngine], tensors: Sequence[TensorSpec], route: WeightRoute
+) -> tuple[EngineLayout, dict[str, range]]:
+    """Ask an engine of each pool how it holds the policy.
+
+    Pools may hold it differently. Then a version is written in all of their layouts, one after the other, and the
+    engines are told which ranks of the result are theirs (`RemoteEngine.shards`).
+
+    Returns:
+        The layout that versions are written in, and the ranks of each pool in it; none if all have the same layout.
+
+    Raises:
+        PlacementError: If they differ and the route has one layout.
+    """
+    ranks: dict[str, range] = {}
+    layouts: list[Layout] = []
+    for engine in engines:
+        if (pool := rollout_pool_of(config, engine)) not in ranks:
+            layout = await engine.layout(tensors)
+            if layout not in layouts:
+                layouts.append(layout)
+            first = sum(known.num_ranks for known in layouts[: layouts.index(layout)])
+            ranks[pool] = range(first, first + layout.num_ranks)
+    if len(layouts) == 1:
+        return EngineLayout(config.rollout.engine.type, layouts[0]), {}
+    if route not in MULTI_LAYOUT_ROUTES:
+        raise PlacementError(
+            f"weights: the engines of {' and '.join(ranks)} hold the policy in {len(layouts)} layouts, but the route "
+            f"{route} sends one layout to all engines. Use engines of one kind of accelerator, or on one node "
+            "weights.transport=shared_memory."
+        )
+    for engine in engines:
+        engine.shards = ranks[rollout_pool_of(config, engine)]
+    return EngineLayout(config.rollout.engine.type, side_by_side(layouts)), ranks
 
 
 def resources(

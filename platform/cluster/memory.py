@@ -19,8 +19,8 @@ divided by t.
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
     engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
     critic               as a second policy; only one of them has activations at a time
-    published            P·b in shared memory, twice unless weights.transport=gather; or P·b / tp on each device of an
-                         engine, also while it sleeps (weights.transport=cuda_ipc)
+    published            P·b in shared memory, twice unless weights.transport=gather, for each layout of engines; or
+                         P·b / tp on each device of an engine, also while it sleeps (weights.transport=cuda_ipc)
     with adapters        of A parameters: gradients, master weights and moments for A only; 4·A in shared memory, and
                          P·b of main memory per engine; if full weights are sent, P·b while a version is merged
     reference, teacher   P·b (of that model) + activations of one layer
@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import DTYPE_BYTES, DType
@@ -225,7 +225,8 @@ def shared_gib(config: RunConfig) -> float:
         return 4 * adapter_parameters(config) / GIB + of_partner
     if route in (*DEVICE_BUFFER_ROUTES, "live_parameters"):
         return of_partner
-    return published_gib(config) * (1 if route == "gather" else config.weights.num_buffers) + of_partner
+    num_buffers = 1 if route == "gather" else config.weights.num_buffers * num_engine_layouts(config)
+    return published_gib(config) * num_buffers + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:

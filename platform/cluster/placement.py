@@ -57,9 +57,9 @@ class RolePlacement:
 def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
     """Place every process that `command` starts. The pools of the configuration must exist (checks/cluster.py).
 
-    On GPU pools, rank i is on slot i. Engines follow with `tensor_parallel_size` slots each; they start at slot 0 when
-    colocated or in their own pool. The next slots are for references, then teachers, then reward workers with a pool,
-    and finally the ranks and engines of a partner.
+    On GPU pools, rank i is on slot i. Engines follow with `tensor_parallel_size` slots each, numbered over all rollout
+    pools; they start at slot 0 when colocated or in their own pool. The next slots are for references, then teachers,
+    then reward workers with a pool, and finally the ranks and engines of a partner.
     """
     own = _plan(config, command)
     if config.partner is None or command != "train":
@@ -81,7 +81,12 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     cluster, taken = config.cluster, Counter[str]()
 
     def place(
-        role: Role, name: str, count: int, estimate: Callable[[RunConfig, PoolConfig], Memory], num_slots: int = 1
+        role: Role,
+        name: str,
+        count: int,
+        estimate: Callable[[RunConfig, PoolConfig], Memory],
+        num_slots: int = 1,
+        view: RunConfig = config,
     ) -> Iterator[RolePlacement]:
         takes_turns = _takes_turns(config, role, command)
         first = 0 if takes_turns else taken[name]
@@ -90,21 +95,23 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
             pool = cluster.pools[name]
             num_gpus = float(num_slots) if pool.device == "gpu" and not takes_turns else 0.0
             slot = (first + index * num_slots) % pool.count
-            yield RolePlacement(role, index, name, pool.device, slot, num_gpus, estimate(config, pool), num_slots)
+            yield RolePlacement(role, index, name, pool.device, slot, num_gpus, estimate(view, pool), num_slots)
 
     in_shared_memory: dict[Part, float] = {"published": shared_gib(config)} if command == "train" else {}
     driver = Memory({}, {"base": BASE_HOST_GIB["driver"], **in_shared_memory})
     placements = [RolePlacement("driver", 0, None, "cpu", 0, 0.0, driver)]
     num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
     placements += place("trainer", cluster.trainer_pool, num_ranks, trainer_memory)
-    num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
-    width = config.rollout.engine.tensor_parallel_size
-    placements += place("engine", cluster.rollout_pool, num_engines, engine_memory, width)
+    engines: list[RolePlacement] = []
+    for view in () if command in WITHOUT_ENGINES else config.rollout_views:
+        width = view.rollout.engine.tensor_parallel_size
+        engines += place("engine", view.cluster.rollout_pool, view.rollout.num_engines, engine_memory, width, view)
+    placements += [replace(engine, index=number) for number, engine in enumerate(engines)]
     if command == "train":
         of_teacher = partial(frozen_memory, weights=config.teacher.num_parameters)
         placements += place("reference", config.frozen_pool("reference"), config.num_frozen("reference"), frozen_memory)
         placements += place("teacher", config.frozen_pool("teacher"), config.num_frozen("teacher"), of_teacher)
-    num_rewards = config.reward.num_workers if num_engines else 0
+    num_rewards = config.reward.num_workers if engines else 0
     if config.reward.pool is not None:
         on_gpu = cluster.pools[config.reward.pool].device == "gpu"
         of_reward = partial(

@@ -15,7 +15,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.platform.metrics.trackers.config import ConsoleForm, TrackerConfig
-from penstock.rollout.config import RolloutConfig
+from penstock.rollout.config import EngineConfig, RolloutConfig
 from penstock.trainer.config import (
     AlgorithmConfig,
     CriticConfig,
@@ -50,12 +50,26 @@ class PoolConfig(Section):
         count: Accelerators (or CPU slots) in the pool.
         memory_gib: Memory of one accelerator, GiB; for a CPU pool the memory of the machine.
         accelerator_type: Ray accelerator label, e.g. `H100`; None accepts any.
+        devices_per_node: Accelerators of one node, which the devices of an engine never leave; None: all are on one.
     """
 
     device: Literal["cpu", "gpu"]
     count: int = Field(ge=1, le=100_000)
     memory_gib: float = Field(gt=0)
     accelerator_type: str | None = None
+    devices_per_node: int | None = Field(default=None, ge=1)
+
+
+class ExtraRolloutConfig(Section):
+    """Further engines of the run on another pool, e.g. of older accelerators (docs/guides/unequal-pools.md).
+
+    Attributes:
+        num_engines: Engines on this pool.
+        engine: Settings of these engines, all of them; None: those of `rollout.engine`.
+    """
+
+    num_engines: int = Field(ge=1, le=10_000)
+    engine: EngineConfig | None = None
 
 
 def _cluster_address(value: str) -> str:
@@ -71,7 +85,8 @@ class ClusterConfig(Section):
         address: `local` starts Ray on this machine; otherwise the address of a running cluster.
         pools: Name -> pool.
         trainer_pool: Pool of the trainer ranks.
-        rollout_pool: Pool of the engines.
+        rollout_pool: Pool of the `rollout.num_engines` engines.
+        extra_rollout_pools: Name of another pool -> the engines on it, in addition to those.
         colocated: Trainer and engines share their devices and take turns (needs max_staleness 0).
         threads_per_process: CPU threads of each engine and trainer process.
     """
@@ -80,6 +95,7 @@ class ClusterConfig(Section):
     pools: dict[str, PoolConfig]
     trainer_pool: str
     rollout_pool: str
+    extra_rollout_pools: dict[str, ExtraRolloutConfig] = {}
     colocated: bool = False
     threads_per_process: int = Field(default=1, ge=1, le=256)
 
@@ -280,6 +296,42 @@ class RunConfig(Section):
         if self.partner.optimizer is not None:
             trainer = trainer.model_copy(update={"optimizer": self.partner.optimizer})
         return self.model_copy(update={"model": self.partner.model, "trainer": trainer, "partner": None})
+
+    @property
+    def rollout_views(self) -> tuple[RunConfig, ...]:
+        """The same run as seen from each of its rollout pools, the one of `cluster.rollout_pool` first.
+
+        In the view of a pool, `cluster.rollout_pool` and `rollout` are those of its engines, and the other pools are
+        the extra ones. Engines are numbered in this order.
+        """
+        cluster, rollout, views = self.cluster, self.rollout, []
+        pools = {cluster.rollout_pool: ExtraRolloutConfig(num_engines=rollout.num_engines, engine=rollout.engine)}
+        for name, extra in cluster.extra_rollout_pools.items():
+            # Resolved here, since `rollout.engine` is another one in each view.
+            pools[name] = extra.model_copy(update={"engine": extra.engine or rollout.engine})
+        for name, pool in pools.items():
+            others = {other: pools[other] for other in pools if other != name}
+            of_cluster = {"rollout_pool": name, "extra_rollout_pools": others}
+            of_rollout = {"num_engines": pool.num_engines, "engine": pool.engine}
+            views.append(
+                self.model_copy(
+                    update={
+                        "cluster": cluster.model_copy(update=of_cluster),
+                        "rollout": rollout.model_copy(update=of_rollout),
+                    }
+                )
+            )
+        return tuple(views)
+
+    @property
+    def num_engines(self) -> int:
+        """Engines on all pools."""
+        return sum(view.rollout.num_engines for view in self.rollout_views)
+
+    def rollout_view_of(self, engine: int) -> RunConfig:
+        """The view of the pool of an engine, by its number; an engine that joins a run is on `cluster.rollout_pool`."""
+        views = [view for view in self.rollout_views for _ in range(view.rollout.num_engines)]
+        return views[engine] if engine < len(views) else self.rollout_views[0]
 
     @property
     def computes_logprobs_early(self) -> bool:

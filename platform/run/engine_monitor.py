@@ -68,11 +68,13 @@ class EngineMonitor:
         loads = {engine_id: load for engine_id, load in answers if load is not None}
         self._update(asyncio.get_running_loop().time(), loads)
         if self._adapts_concurrency:
-            for engine_id, load in loads.items():
-                limit = self._limits.get(engine_id)
+            for view in self._pool.views():
+                if (load := loads.get(view.engine_id)) is None:
+                    continue
+                limit = self._limits.get(view.engine_id)
                 if limit is None:
-                    limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
-                self._pool.set_limit(engine_id, limit.observe(load))
+                    limit = self._limits[view.engine_id] = ConcurrencyLimit.starting(view.max_slots)
+                self._pool.set_limit(view.engine_id, limit.observe(load))
 
     async def poll_forever(self) -> None:
         """Poll until cancelled."""

@@ -181,7 +181,9 @@ class Fleet:
             return f"no engine is in service, so the run is about to end: {pool.fenced}"
         if num_engines == len(pool.views()):
             return None
-        rollout = config.rollout.model_copy(update={"num_engines": num_engines})
+        # Engines join on `cluster.rollout_pool`, so only its number of engines changes.
+        elsewhere = config.num_engines - config.rollout.num_engines
+        rollout = config.rollout.model_copy(update={"num_engines": max(num_engines - elsewhere, 1)})
         findings = check_cluster(config.model_copy(update={"rollout": rollout}), "train")
         return next((finding.message for finding in findings if finding.severity == "error"), None)
 

@@ -265,14 +265,15 @@ async def roll_back(
 
 def header_facts(config: RunConfig) -> dict[str, str]:
     """Main settings of a run, printed before it starts."""
-    flow, rollout, trainer, algorithm = config.dataflow, config.rollout, config.trainer, config.algorithm
+    flow, trainer, algorithm = config.dataflow, config.trainer, config.algorithm
+    rollouts = [view.rollout for view in config.rollout_views]
     backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
     lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
     return {
         "policy": _policy(config),
         **({} if config.partner is None else {"partner": _policy(config.partner_view)}),
         "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
-        "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
+        "rollout": " + ".join(f"{one.num_engines} × {one.engine.type}" for one in rollouts),
         "trainer": f"{trainer.num_ranks} × {backend}, {algorithm.advantage.name} with {algorithm.loss.name}{lora}",
         "run": config.run_dir,
     }

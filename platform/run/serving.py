@@ -29,6 +29,8 @@ from penstock.envs.endpoint.session import Questions
 from penstock.envs.streams import load_held_out
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.cluster.actor_factory import (
+    engine_index,
+    engine_layout,
     model_path,
     reserve_run_devices,
     reward_workers,
@@ -61,7 +63,7 @@ def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
         temperature=config.rollout.sampling.temperature,
         stop_token_ids=codec.stop_token_ids,
         # vLLM samples seeded requests one by one, and restarts their random stream when they are resumed.
-        seed=config.seed if config.rollout.engine.type == "torch" else None,
+        seed=config.seed if all(view.rollout.engine.type == "torch" for view in config.rollout_views) else None,
     )
 
 
@@ -69,8 +71,9 @@ def make_runner(
     config: RunConfig, engines: Sequence[Engine], codec: TokenCodec, episodes: EpisodePlayer
 ) -> TrajectoryRunner:
     """Build the runner that samples trajectories from the policy of `config` on its engines."""
+    views = [config.rollout_view_of(engine_index(engine.engine_id)) for engine in engines]
     return TrajectoryRunner(
-        make_pool(engines, config.rollout, config.seed),
+        make_pool(engines, config.rollout, config.seed, [view.rollout.engine.max_num_seqs for view in views]),
         codec,
         config.rollout.request_timeout_s,
         config.rollout.max_resumes,
@@ -148,8 +151,8 @@ async def _publish(config: RunConfig, engines: Sequence[RemoteEngine]) -> None:
     """Have all engines serve the checkpoint as version 0, which is written once on every node with engines."""
     receiving = None
     if config.weights.transport != "gather":
-        layout = await engines[0].layout(_training_sharding(_policy_tensors(config)).tensors)
-        receiving = EngineLayout(config.rollout.engine.type, layout)
+        tensors = _training_sharding(_policy_tensors(config)).tensors
+        receiving, _ = await engine_layout(config, engines, tensors, "shared_memory")
     by_node: dict[str, list[RemoteEngine]] = {}
     for engine in engines:
         by_node.setdefault(engine.node_id, []).append(engine)

@@ -33,6 +33,8 @@ from penstock.platform.simulator.sweep import enough_steps, must_complete, round
 
 WARM_STEPS = 1
 FEWEST_STEPS = 4
+PROMPT_TOKENS = 8
+"""Any number serves: what prompts cost is part of the fitted costs."""
 
 Row = dict[str, float]
 
@@ -43,14 +45,8 @@ def calibrate(run_dir: Path) -> dict[str, Any]:
     Raises:
         PenstockError: If the run has too few steps.
     """
-    rows = training_rows(run_dir)[WARM_STEPS:]
-    if len(rows) < FEWEST_STEPS:
-        raise PenstockError(
-            f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
-            "the costs and half to compare. Use a longer run of `penstock train`."
-        )
+    fitted, compared = halves(run_dir)
     settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    fitted, compared = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     config = fit(fitted, settings, lengths_sigma(run_dir))
     predicted = steady_step_s(must_complete(config, seed=0), config)
     window = config.eta + 1  # nothing is generated during the last steps, which empty the window
@@ -81,6 +77,21 @@ _FITTED = (
 )
 
 
+def halves(run_dir: Path) -> tuple[list[Row], list[Row]]:
+    """Metrics of the steps to fit and of those to compare, without the first one, which compiles and allocates.
+
+    Raises:
+        PenstockError: If the run has too few steps.
+    """
+    rows = training_rows(run_dir)[WARM_STEPS:]
+    if len(rows) < FEWEST_STEPS:
+        raise PenstockError(
+            f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
+            "the costs and half to compare. Use a longer run of `penstock train`."
+        )
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
 def training_rows(run_dir: Path) -> list[Row]:
     """Metrics of every training step, without evaluations."""
     path = run_dir / METRICS_FILE
@@ -97,7 +108,9 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
     flow, rollout, weights = settings["dataflow"], settings["rollout"], settings["weights"]
     engines, slots = rollout["num_engines"], rollout["engine"]["max_num_seqs"]
     step_s = column(rows, "throughput/step_s")
-    tokens = column(rows, "throughput/trained_tokens_per_s") * step_s
+    # The metric counts sampled tokens, but the simulated trainer is charged for prompts, too.
+    prompts = PROMPT_TOKENS * flow["batch_groups"] * flow["group_size"]
+    tokens = column(rows, "throughput/trained_tokens_per_s") * step_s + prompts
     fixed_s, per_token_s = two_terms(np.ones(len(rows)), tokens, column(rows, "trainer/step_s"))
     generating = (column(rows, "flow/live") - column(rows, "flow/ready")) * flow["group_size"] / engines
     busy_s = step_s * (1 - column(rows, "idle/engine_share")) * engines
@@ -114,7 +127,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         mean_tokens=float(np.mean(column(rows, "length/mean_tokens"))),
         sigma=min(sigma, 3.0),
         cap_tokens=rollout["sampling"]["max_new_tokens"],
-        prompt_tokens=8,
+        prompt_tokens=PROMPT_TOKENS,
         grain=1,
         engines=engines,
         slots=slots,

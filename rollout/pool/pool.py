@@ -218,7 +218,8 @@ class EnginePool:
     """Routes requests to engines.
 
     Attributes:
-        max_per_engine: Concurrent requests per engine. Further requests wait in the pool, not yet bound to a version.
+        max_per_engine: Concurrent requests of an engine that joins. Further ones wait in the pool, not yet bound to a
+            version.
         version_timeout_s: Longest wait for a version that no engine in service has, seconds; restarts are not counted.
         num_returned: Number of times that a fenced engine has returned to service.
     """
@@ -279,7 +280,7 @@ class EnginePool:
         self._returning.discard(engine.engine_id)
         self.num_returned += known is not None
         self._joined.set()
-        slots = self.max_per_engine if max_requests is None else max_requests
+        slots = max_requests or (self.max_per_engine if known is None else known.max_slots)
         self._wake_granted(self._dispatcher.add(EngineView(engine, slots, slots)))
 
     def set_restart_hook(self, restart: Callable[[EngineId], bool], max_per_hour: int = 0) -> None:
@@ -585,14 +586,17 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int) -> EnginePool:
-    """Build the pool of a configuration."""
-    return EnginePool(
-        engines,
+def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int, num_slots: Sequence[int]) -> EnginePool:
+    """Build the pool of a configuration; `num_slots[i]` are the concurrent requests of `engines[i]`."""
+    pool = EnginePool(
+        [],
         config.engine.max_num_seqs,
         policy=make_policy(config.routing, seed),
         version_timeout_s=config.request_timeout_s,
     )
+    for engine, slots in zip(engines, num_slots, strict=True):
+        pool.add(engine, slots)
+    return pool
 
 
 def _too_large(largest: int) -> str:

@@ -152,6 +152,15 @@ STREAMED_PAIRS = [
             marks=pytest.mark.full,
         ),
         pytest.param(
+            "engines_of_two_layouts_in_two_pools",
+            [
+                "+cluster.pools.second={device: cpu, count: 1, memory_gib: 12}",
+                "cluster.extra_rollout_pools={second: {num_engines: 1, engine: {type: torch, max_num_seqs: 64}}}",
+                "weights.transport=process_group",
+            ],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             "ulysses_taking_turns",
             [
                 "rollout/engine=torch",
@@ -186,7 +195,9 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
     sent_bytes = read_metric(run_dir, "weights/sent_bytes")
-    if "weights.transport=process_group" in overrides:
+    if "layouts" in name:
+        assert read_metric(run_dir, "weights/acks")[-1] == 2
+    elif "weights.transport=process_group" in overrides:
         assert 0 < sent_bytes[-1] < 1.1 * read_metric(run_dir, "weights/bytes")[-1], "more than one policy was sent"
     if "weights.codec=delta" in overrides:
         assert all(0.5 < share <= 1.0 for share in read_metric(run_dir, "weights/changed_share")), "float32"

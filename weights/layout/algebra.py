@@ -9,7 +9,7 @@ a flat partition (ZeRO-3) is a row-major interval, which is at most 2·n − 1 b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -57,6 +57,17 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return len(self.buffers)
+
+
+def side_by_side(layouts: Sequence[Layout]) -> Layout:
+    """One layout of the ranks of all: those of the first layout, then those of the second one, and so on."""
+    shards: dict[str, tuple[Shard, ...]] = {}
+    first = 0
+    for layout in layouts:
+        for name, held in layout.shards.items():
+            shards[name] = (*shards.get(name, ()), *(shard._replace(rank=first + shard.rank) for shard in held))
+        first += layout.num_ranks
+    return Layout(shards, tuple(sizes for layout in layouts for sizes in layout.buffers))
 
 
 class TensorSpec(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -118,6 +118,20 @@ class ShardTransfer:
             checksum=combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries),
             num_shards=len(self.buffers),
         )
+
+
+def manifest_of(manifest: WeightManifest, shards: range) -> WeightManifest:
+    """The manifest for an engine that is the ranks `shards` of the layout that the version was written in."""
+    entries = tuple(
+        replace(entry, rank=entry.rank - shards.start) for entry in manifest.entries if entry.rank in shards
+    )
+    return replace(
+        manifest,
+        entries=entries,
+        checksum=combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries),
+        num_shards=len(shards),
+        first_shard=shards.start,
+    )
 
 
 def resident_ranks(training_at: Sequence[str], engine_at: Sequence[str]) -> dict[int, int]:
@@ -236,7 +250,7 @@ def read_shard(
                 )
             yield entry.name, device_buffer.tensors[entry.name]
         return
-    folder = Path(manifest.location)
+    folder, rank = Path(manifest.location), manifest.first_shard + rank
     if not _file(folder, rank).exists():
         raise WeightSyncError(
             f"{where}: {_file(folder, rank)} does not exist. The engine is on another node than the trainer. Set "

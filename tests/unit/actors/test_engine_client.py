@@ -15,7 +15,7 @@ from penstock.actors.engine import client as engine_client
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, WeightManifest
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TensorEntry, WeightAck, WeightManifest
 
 MANIFEST = WeightManifest(1, "somewhere", (), 100, 7)
 
@@ -108,3 +108,24 @@ async def test_an_engine_that_is_silent_while_the_event_loop_runs_is_lost(monkey
     engine = engine_with()
     with pytest.raises(EngineLostError, match="did not answer"):
         await asyncio.wait_for(anext(engine.generate(GenerateRequest(RequestId("r"), (1,), SamplingParams(1)))), 10.0)
+
+
+async def test_an_engine_is_told_only_of_its_own_ranks_of_a_version_in_several_layouts() -> None:
+    entries = tuple(TensorEntry("w", "float32", (4,), checksum=100 + rank, rank=rank) for rank in range(3))
+    manifest = WeightManifest(1, "somewhere", entries, 48, 7, num_shards=3)
+    got: list[WeightManifest] = []
+
+    async def update_weights(received: WeightManifest, _payload: object) -> WeightAck:
+        got.append(received)
+        return WeightAck(EngineId("e"), received.version, received.checksum, 0.0, 0.0)
+
+    engine = engine_with(update_weights=update_weights)
+    engine.shards = range(1, 3)
+    await engine.update_weights(manifest)
+    (received,) = got
+    assert [(entry.rank, entry.checksum) for entry in received.entries] == [(0, 101), (1, 102)]
+    assert (received.num_shards, received.first_shard, engine.version) == (2, 1, 1)
+    whole = WeightManifest(2, "somewhere", (), 48, 9)  # gathered tensors have no ranks
+    got.clear()
+    await engine.update_weights(whole)
+    assert got == [whole]

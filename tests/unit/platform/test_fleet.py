@@ -37,6 +37,10 @@ TASK = Task(TaskId("t"), "12+34=")
 GREEDY = SamplingParams(64, temperature=0.0, stop_token_ids=(1,))
 SMALL = ("experiment=arithmetic", "rollout/engine=torch", "model.path=policy", "cluster.pools.cpu.memory_gib=64")
 GPUS = ("experiment=arithmetic", "cluster=eight_gpu")
+OLDER = (
+    "+cluster.pools.older={device: gpu, count: 8, memory_gib: 40}",
+    "cluster.extra_rollout_pools={older: {num_engines: 2}}",
+)
 
 
 @dataclass
@@ -307,6 +311,7 @@ async def test_an_engine_on_a_node_that_the_route_does_not_reach_is_refused_by_n
     ("overrides", "num_engines", "message"),
     [
         (SMALL, 0, r"--engines 0: a run needs at least 1"),
+        ((*GPUS, "rollout.num_engines=4", *OLDER), 7, r"generate\.count=4 is too small: the roles need 5 for engines"),
         ((*GPUS, "rollout.num_engines=4"), 5, r"count=4 is too small: the roles need .*5 "),
         (("experiment=arithmetic", "cluster=one_gpu", "dataflow=synchronous"), 2, r"cluster\.colocated=true"),
     ],

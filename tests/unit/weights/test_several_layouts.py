@@ -1,0 +1,57 @@
+"""Engines of different tensor-parallel sizes in one run: a version is written once, in the layouts of all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, tensor_checksum
+from penstock.weights.layout.algebra import side_by_side
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, manifest_of, read_shard
+from tests.unit.weights.models import engine_layout, numbered, tensors_of
+
+_, TENSORS = tensors_of("qwen2")
+TRAINING = TrainingSharding(tuple(TENSORS))
+FULL = {name: torch.from_numpy(values).to(torch.float32).flatten() for name, values in numbered(TENSORS).items()}
+
+
+def written(folder: Path, *tp_sizes: int) -> tuple[ShardTransfer, list[PartialSum]]:
+    layout = side_by_side([engine_layout("qwen2", tp) for tp in tp_sizes])
+    transfer = ShardTransfer.between(TRAINING, EngineLayout("vllm", layout), "float32", str(folder))
+    writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+    writer.write(1, FULL)
+    return transfer, writer.sums(FULL)
+
+
+@pytest.mark.parametrize(("tp", "shards"), [(1, range(1)), (2, range(1, 3)), (4, range(3, 7))])
+def test_each_engine_reads_what_it_would_read_if_it_were_the_only_kind(tmp_path: Path, tp: int, shards: range) -> None:
+    together, sums = written(tmp_path / "together", 1, 2, 4)
+    alone, sums_alone = written(tmp_path / "alone", tp)
+    manifest, expected = manifest_of(together.manifest(1, sums), shards), alone.manifest(1, sums_alone)
+    assert manifest.checksum == expected.checksum, "what the engine acknowledges"
+    assert (manifest.entries, manifest.num_shards) == (expected.entries, tp)
+    live = []
+    for rank in range(tp):
+        held, wanted = dict(read_shard(manifest, rank, None)), dict(read_shard(expected, rank, None))
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+        live += [(entry_key(rank, name), tensor_checksum(tensor)) for name, tensor in held.items()]
+    assert combine_checksums(live) == manifest.checksum
+
+
+def test_a_version_in_one_layout_is_all_of_an_engine(tmp_path: Path) -> None:
+    transfer, sums = written(tmp_path, 2)
+    manifest = transfer.manifest(1, sums)
+    assert manifest_of(manifest, range(2)) == manifest
+
+
+def test_an_engine_on_a_node_without_the_files_says_which_one_is_missing(tmp_path: Path) -> None:
+    transfer, sums = written(tmp_path, 1, 2)
+    manifest = manifest_of(transfer.manifest(1, sums), range(1, 3))
+    (transfer.folder(1) / "rank2").unlink()
+    with pytest.raises(WeightSyncError, match="rank2 does not exist"):
+        list(read_shard(manifest, 1, None))
