@@ -77,7 +77,7 @@ def keys() -> list[Key]:
     found = []
     for path in leaves():
         field = locate(path.split(".")).field
-        default = field.get_default(call_default_factory=True) if field else None
+        default = field.get_default(call_default_factory=True, validated_data={}) if field else None
         plain = re.escape(path).replace(r"\*", r"\w+")
         setters = [name for name, values in conf.items() if any(re.fullmatch(plain, key) for key in values)]
         own = [name for name in setters if not same(conf[name], plain, default)]

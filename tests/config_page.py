@@ -53,7 +53,7 @@ def undocumented(section: type[BaseModel] = RunConfig) -> Iterator[str]:
 
 def default_of(field: FieldInfo) -> str:
     """As it is written in YAML; `required` if there is none."""
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
     return f"`{json.dumps(getattr(value, 'value', value), default=list)}`"

@@ -14,7 +14,6 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
 from penstock.trainer.batches.packing import (
     BatchPlan,
-    RowLayout,
     TrainingSequence,
     plan_batch,
     plan_with_shared_prompts,
@@ -49,14 +48,13 @@ class Passes:
         share = attention_share(self.spec.model.shape)
         if self.spec.trainer.share_prompts:
             return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share)
-        masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
         return plan_batch(
             [sequence.num_inputs for sequence in sequences],
             num_ranks,
             max_tokens,
             units=[sequence.unit for sequence in sequences],
             attention_share=share,
-            layout=masked_layout if self.spec.model.attention == "sdpa" else "single_row",
+            layout="rows" if self.spec.model.attention == "sdpa" else "single_row",
         )
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:

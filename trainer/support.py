@@ -32,13 +32,14 @@ def unsupported(folder: Path, attention: str) -> list[str]:
     if problem := _of_config(hf_config):
         return [problem]
     try:
+        # With sdpa in any case: varlen computes the same, and no model is asked whether a function of ours suits it.
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention)
+            AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
     except Exception as error:  # noqa: BLE001 - each model refuses in its own way, which is the answer
-        return [f"transformers cannot build a language model of it with model.attention={attention}: {_line(error)}"]
+        return [f"transformers cannot build a language model of it with plain attention (sdpa): {_line(error)}"]
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=attention, device_map="meta", output_loading_info=True, local_files_only=True
+            folder, attn_implementation="sdpa", device_map="meta", output_loading_info=True, local_files_only=True
         )
     except Exception as error:  # noqa: BLE001
         return [f"transformers cannot load its weights: {_line(error)}"]
@@ -49,7 +50,7 @@ def unsupported(folder: Path, attention: str) -> list[str]:
             f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. "
             "Use a complete checkpoint of a language model"
         )
-    return [*problems, *_of_model(model)]
+    return [*problems, *_of_model(model, attention)]
 
 
 def _of_config(hf_config: Any) -> str | None:
@@ -67,13 +68,13 @@ def _of_config(hf_config: Any) -> str | None:
         )
     if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
         return (
-            f"it caps attention scores (attn_logit_softcapping={cap:g}), which model.attention=sdpa leaves out, so its "
-            "logprobs would differ from the engine's. Use a model without it"
+            f"it caps attention scores (attn_logit_softcapping={cap:g}), which the trainer's attention leaves out, so "
+            "its logprobs would differ from the engine's. Use a model without it"
         )
     return None
 
 
-def _of_model(model: Any) -> list[str]:
+def _of_model(model: Any, attention: str) -> list[str]:
     import inspect
 
     body = model.base_model
@@ -81,6 +82,11 @@ def _of_model(model: Any) -> list[str]:
         return [
             f"{type(body).__name__} takes no position_ids, so several sequences cannot be packed in a row. Use a model "
             "with rotary position embeddings"
+        ]
+    if attention == "varlen" and not model._supports_attention_backend:  # noqa: SLF001 - what vLLM asks as well
+        return [
+            f"{type(model).__name__} passes no arguments on to its attention function, which model.attention=varlen "
+            "must tell where sequences begin. Use model.attention=sdpa"
         ]
     if model.get_output_embeddings() is None:
         return [f"{type(model).__name__} has no output embeddings from which logprobs are computed"]

@@ -49,30 +49,36 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
             "layers by name, and would leave those that have an adapter whole. Use tensor_parallel_size=1 and "
             "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state."
         )
-    # Answers after one shared prompt need a mask: by position ids alone, each would see the answers before it.
-    if trainer.share_prompts and model.attention != "sdpa":
+    sharing = trainer.sequence_parallel_size
+    if trainer.share_prompts and sharing > 1:
         yield (
-            f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask, and finds sequences "
-            "by positions that restart at 0, so answers after one prompt would see each other. Use "
-            "model.attention=sdpa or share_prompts=false."
+            f"trainer.share_prompts=true with trainer.sequence_parallel_size={sharing}: Ulysses drops attention masks, "
+            "so answers after one prompt would see each other. Use sequence_parallel_size=1 or share_prompts=false."
         )
-    if trainer.share_prompts and trainer.sequence_parallel_size > 1:
+    elif trainer.share_prompts and model.attention != "sdpa":
         yield (
-            f"trainer.share_prompts=true with trainer.sequence_parallel_size={trainer.sequence_parallel_size}: Ulysses "
-            "drops attention masks, so answers after one prompt would see each other. Use sequence_parallel_size=1 or "
+            f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask and knows only where "
+            "sequences begin and end, so answers after one prompt would see each other. Use model.attention=sdpa or "
             "share_prompts=false."
+        )
+    elif sharing > 1 and model.attention != "varlen":
+        yield (
+            f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: Ulysses drops attention "
+            "masks, so the sequences of a row would see each other. Use model.attention=varlen."
         )
     # Compiled layers are tested under plain torch only.
     untested = {
         f"trainer.backend={trainer.backend}": trainer.backend != "torch",
         "trainer.lora": trainer.lora is not None,
         "trainer.gradient_checkpointing=true": trainer.gradient_checkpointing,
+        f"model.attention={model.attention}": model.attention != "sdpa",
     }
     for setting, is_set in untested.items():
         if trainer.compile and is_set:
             yield (
                 f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
-                "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false."
+                "trainer.backend=torch alone, with model.attention=sdpa, without adapters or recomputed activations. "
+                "Use compile=false."
             )
 
 

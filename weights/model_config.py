@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16"]
 NewTokenizer = Literal["characters", "bytes"]
+Attention = Literal["sdpa", "varlen"]
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -96,6 +97,11 @@ class ModelShape(BaseModel):
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
+def attention_for(keys: dict[str, Any]) -> Attention:
+    """The attention of a model of which only these keys are set: kernels for varlen take 16-bit dtypes."""
+    return "varlen" if keys.get("dtype") == "bfloat16" else "sdpa"
+
+
 class ModelConfig(BaseModel):
     """The policy: its weights and tokenizer, and the precision in which it is served and trained.
 
@@ -108,7 +114,8 @@ class ModelConfig(BaseModel):
             float32.
         head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
         max_context_tokens: Longest prompt plus answer, tokens.
-        attention: Attention of the trainer; `flash_attention_2` needs bfloat16 and a GPU.
+        attention: Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks,
+            which shared prompts need). Unless set, varlen in bfloat16 and sdpa in float32.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -119,5 +126,5 @@ class ModelConfig(BaseModel):
     dtype: DType = "float32"
     head_dtype: Literal["model", "float32"] = "float32"
     max_context_tokens: int = Field(gt=0)
-    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    attention: Attention = Field(default_factory=attention_for)
     shape: ModelShape

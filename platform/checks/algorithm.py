@@ -25,17 +25,11 @@ _LOOK_AT_BEHAVIOR = ("dppo", "topr")
 
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
-    """Check backends, parallelism and adapters by the trainer's own rules, and warn of slow combinations."""
+    """Check backends, parallelism and adapters by the trainer's own rules."""
     trainer = config.trainer
     yield from map(error, trainer_violations(config.model, trainer))
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
         yield error(f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).")
-    if trainer.sequence_parallel_size > 1 and config.model.attention == "sdpa":
-        yield warning(
-            f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} with model.attention=sdpa: Ulysses drops "
-            "attention masks, so sequences cannot be packed and every micro-batch is one sequence, however short. "
-            "Use model.attention=flash_attention_2 on GPUs."
-        )
 
 
 def check_no_lora(config: RunConfig) -> Iterator[Finding]:

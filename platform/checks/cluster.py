@@ -177,21 +177,15 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
 
 
 def check_engine_device(config: RunConfig) -> Iterator[Finding]:
-    """Check that flash attention runs on GPUs, and deterministic decoding on CPUs."""
+    """Check that deterministic decoding is on CPUs."""
     name, engine = config.cluster.rollout_pool, config.rollout.engine
-    if config.cluster.pools[name].device == "gpu":
-        if isinstance(engine, TorchEngineConfig) and engine.deterministic:
-            yield error(
-                f"rollout.engine.deterministic=true needs a CPU, but {name} is a GPU pool: with fixed shapes sums are "
-                "repeatable on CPUs, while GPU kernels may add in a different order. Use deterministic=false, or "
-                "cluster=local_cpu.",
-                "rollout.engine",
-            )
-        return
-    if config.model.attention == "flash_attention_2":
+    is_gpu = config.cluster.pools[name].device == "gpu"
+    if is_gpu and isinstance(engine, TorchEngineConfig) and engine.deterministic:
         yield error(
-            f"model.attention=flash_attention_2 needs GPUs, but {name} is a CPU pool. Use model.attention=sdpa.",
-            "cluster",
+            f"rollout.engine.deterministic=true needs a CPU, but {name} is a GPU pool: with fixed shapes sums are "
+            "repeatable on CPUs, while GPU kernels may add in a different order. Use deterministic=false, or "
+            "cluster=local_cpu.",
+            "rollout.engine",
         )
 
 

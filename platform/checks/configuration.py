@@ -38,17 +38,12 @@ def check_config(config: RunConfig, command: Command) -> list[Finding]:
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """Check the ratio of query to key/value heads, and that flash attention runs in half precision."""
-    shape, model = config.model.shape, config.model
+    """Check the ratio of query to key/value heads."""
+    shape = config.model.shape
     if shape.num_heads % shape.num_kv_heads:
         yield error(
             f"model.shape.num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}: query "
             "heads cannot share key/value heads evenly. Copy both from the checkpoint's config.json."
-        )
-    if model.attention == "flash_attention_2" and model.dtype == "float32":
-        yield error(
-            "model.attention=flash_attention_2 does not work in model.dtype=float32: its kernels support only 16-bit "
-            "dtypes. Use model.dtype=bfloat16 or model.attention=sdpa."
         )
 
 

@@ -194,7 +194,7 @@ def refused_by_the_trainer(kind: str, folder: Path) -> str:
         sizes = {"mamba": fields | {"state_size": 8}, "bart": bart | {"vocab_size": VOCAB_SIZE}}
         config = AutoConfig.for_model(kind, **sizes.get(kind, SIZES))
         save(AutoModelForCausalLM.from_config(config), folder)
-    (said,) = unsupported(folder, "sdpa")
+    (said,) = unsupported(folder, "varlen")
     return said
 
 
@@ -209,7 +209,8 @@ def refused_by_the_trainer(kind: str, folder: Path) -> str:
         ("cohere", "CohereForCausalLM changes the logits of its head"),
         ("mamba", "it has layers of linear_attention"),
         ("bart", "BartDecoderWrapper takes no position_ids"),
-        ("gpt_oss", "transformers cannot build a language model of it with model.attention=sdpa"),
+        ("stablelm", "StableLmForCausalLM passes no arguments on to its attention function"),
+        ("gpt_oss", "transformers cannot build a language model of it with plain attention (sdpa)"),
     ],
 )
 def test_what_the_trainer_would_get_wrong_is_refused_with_the_cause(kind: str, words: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.layout.engine import EngineLayout
-from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.weights.model_config import Attention, ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
 from tests.algorithms import algorithm_config
 from tests.layouts import read, torch_layout
@@ -63,10 +63,17 @@ class Case:
     updates: str = "one"
     has_adapters: bool = False
     has_early_logprobs: bool = False
+    is_varlen: bool = False
 
     @property
     def shape(self) -> ModelShape:
         return TIED if self.is_tied else UNTIED
+
+    @property
+    def attention(self) -> Attention:
+        """That of a run, unless `is_varlen`."""
+        is_default = self.dtype == "bfloat16" or self.sequence_parallel > 1
+        return "varlen" if is_default or self.is_varlen else "sdpa"
 
     @property
     def policy(self) -> str:
@@ -92,8 +99,9 @@ CASES = [
     Case(zero_stage=2),
     Case(zero_stage=2, dtype="bfloat16"),  # the recipe for one GPU
     Case(streamed=True, adam_epsilon=1.0),
+    Case(zero_stage=2, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
-    Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=1, has_adapters=True, streamed=True, is_tied=False),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
@@ -125,6 +133,9 @@ LONG_CASES = [
     Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=0),
+    Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, adam_epsilon=1.0, is_varlen=True, gradient_checkpointing=True),
+    Case(tensor_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=1, dtype="bfloat16"),
     Case(world_size=2, zero_stage=0, has_adapters=True, updates="with a reference"),
     Case(world_size=2, zero_stage=2, has_adapters=True, gradient_checkpointing=True, is_tied=False),
@@ -240,7 +251,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
     assert trainer.num_ranks == case.world_size
     spec = TrainerSpec(
         model_path=model_path,
-        model=ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
+        model=ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype, attention=case.attention),
         trainer=trainer,
         algorithm=ALGORITHMS[case.updates],
         device="cpu",

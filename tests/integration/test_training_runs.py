@@ -168,6 +168,7 @@ STREAMED_PAIRS = [
                 "dataflow.max_staleness=0",
                 "trainer.num_ranks=2",
                 "trainer.sequence_parallel_size=2",
+                "model.attention=varlen",
             ],
             marks=pytest.mark.full,
         ),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
+from penstock.trainer.models.varlen_attention import SequenceBoundaries
 
 _PADDING_SEGMENT = -1
 
@@ -26,9 +27,10 @@ class ModelInputs(NamedTuple):
     Attributes:
         input_ids: `[R, L] int64`.
         position_ids: `[R, L] int64`, restarting with every sequence, behind a shared prompt at its end.
-        attention_mask: `[R, 1, L, L] bool`, True where attended; None if plain causal attention (or position ids) do.
+        attention_mask: `[R, 1, L, L] bool`, True where attended; None: causal, within `boundaries` if given.
         target_index: `[K] int64` into the flattened `[R·L]` hidden states.
         target_ids: `[K] int64`, the token to predict there.
+        boundaries: Of the sequences, for attention without a mask (varlen); None for sdpa.
     """
 
     input_ids: Tensor
@@ -36,6 +38,7 @@ class ModelInputs(NamedTuple):
     attention_mask: Tensor | None
     target_index: Tensor
     target_ids: Tensor
+    boundaries: SequenceBoundaries | None = None
 
     def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
         """Call a (wrapped) `PolicyModel` with these."""
@@ -101,11 +104,12 @@ def collate(
         plan: Rows of indices into `sequences`.
         sequences: All sequences of the batch.
         device: Where the tensors go.
-        needs_mask: Whether the attention needs a mask for rows of several sequences (sdpa), or uses the restarting
-            position ids (flash attention).
+        needs_mask: Whether the attention separates the sequences of a row by a mask (sdpa) or by their boundaries
+            (varlen). What is shared in a row needs a mask.
     """
     if not plan.rows:
-        return empty_micro_batch(device)
+        return empty_micro_batch(device, needs_mask=needs_mask)
+    assert needs_mask or not plan.shared, "answers after one prompt would see each other"
     shape = (len(plan.rows), plan.row_length)
     input_ids = np.zeros(shape, dtype=np.int64)
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
@@ -164,6 +168,7 @@ def collate(
             attention_mask=mask,
             target_index=tensor(np.concatenate(target_index).astype(np.int64)),
             target_ids=per_token([one.token_ids[one.targets] for one in chosen], np.int64),
+            boundaries=None if needs_mask else boundaries_of(plan, sequences, device),
         ),
         behavior_logprobs=per_token([one.behavior_logprobs for one in chosen], np.float32),
         advantages=per_token([one.advantages for one in chosen], np.float32),
@@ -183,13 +188,25 @@ def collate(
     )
 
 
-def empty_micro_batch(device: torch.device) -> MicroBatch:
+def boundaries_of(
+    plan: MicroBatchPlan, sequences: Sequence[TrainingSequence], device: torch.device
+) -> SequenceBoundaries:
+    """Where the planned sequences lie in the micro-batch; padding belongs to the sequence before it."""
+    lengths: list[int] = []
+    for row in plan.rows:
+        own = [sequences[index].num_inputs for index in row]
+        own[-1] += plan.row_length - sum(own)
+        lengths += own
+    return SequenceBoundaries.of(lengths, device)
+
+
+def empty_micro_batch(device: torch.device, *, needs_mask: bool) -> MicroBatch:
     """Create one dummy token of weight 0, which is part of the graph, so that collective hooks run on every rank."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     grid = index[None]
     return MicroBatch(
-        inputs=ModelInputs(grid, grid, None, index, index),
+        inputs=ModelInputs(grid, grid, None, index, index, None if needs_mask else SequenceBoundaries.of([1], device)),
         behavior_logprobs=zeros,
         advantages=zeros,
         token_weights=zeros,
@@ -212,32 +229,34 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     without loss tokens has a dummy token of weight 0, so that its rank takes part in all collectives.
 
     Args:
-        micro_batch: One row, without an attention mask: positions alone say where sequences begin.
+        micro_batch: One row, without an attention mask: boundaries say where sequences begin, for the whole row.
         rank: Index of the slice.
         size: Number of slices.
     """
     inputs = micro_batch.inputs
-    assert inputs.attention_mask is None, "a mask would have to be cut for whole rows"
+    assert inputs.boundaries is not None, "Ulysses drops masks"
     assert micro_batch.returns is None, "a critic is refused with sequence parallelism"
     assert inputs.input_ids.shape[0] == 1, "Ulysses is registered for one row"
     length = -(-inputs.input_ids.shape[1] // size)
     stretch = slice(rank * length, (rank + 1) * length)
     missing = length * size - inputs.input_ids.shape[1]
     input_ids = F.pad(inputs.input_ids, (0, missing))[:, stretch].contiguous()
+    boundaries = inputs.boundaries.padded(missing)
     # Positions continue, because padding is not a new sequence.
     further = inputs.position_ids[:, -1:] + torch.arange(1, missing + 1, device=inputs.position_ids.device)
     position_ids = torch.cat([inputs.position_ids, further], dim=1)[:, stretch].contiguous()
     is_mine = (inputs.target_index >= stretch.start) & (inputs.target_index < stretch.stop)
     if not micro_batch.num_tokens or not is_mine.any():
-        empty = empty_micro_batch(input_ids.device)
-        return replace(empty, inputs=empty.inputs._replace(input_ids=input_ids, position_ids=position_ids))
+        empty = empty_micro_batch(input_ids.device, needs_mask=False)
+        given = empty.inputs._replace(input_ids=input_ids, position_ids=position_ids, boundaries=boundaries)
+        return replace(empty, inputs=given)
     places, target_ids = inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
     columns = {name: getattr(micro_batch, name) for name in _PER_TOKEN}
     mine: dict[str, Any] = {name: one[is_mine] for name, one in columns.items() if one is not None}
     is_mine_there = is_mine.cpu().numpy()
     return replace(
         micro_batch,
-        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids),
+        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids, boundaries),
         sequence_index=micro_batch.sequence_index[is_mine_there],
         token_index=micro_batch.token_index[is_mine_there],
         num_tokens=len(places),

@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import ShapeError
 from penstock.dataflow.ids import TrajectoryId
 
-RowLayout = Literal["rows", "single_row", "single_sequence"]
-"""`rows`: several padded rows under a block-diagonal mask (sdpa). `single_row`: one row (variable-length attention).
-`single_sequence`: one row of one sequence (sdpa without a mask, under sequence parallelism)."""
+RowLayout = Literal["rows", "single_row"]
+"""`rows`: several padded rows under a block-diagonal mask (sdpa). `single_row`: one row (variable-length attention)."""
 
 _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
@@ -281,8 +280,6 @@ def _plan_rank(
     """
     if not share:
         return [EMPTY_MICRO_BATCH]
-    if layout == "single_sequence":
-        return [_micro_batch(lengths, [(index,)]) for index in share]
     if layout == "single_row":
         return [_micro_batch(lengths, [row]) for row in fill_rows(lengths, share, max_tokens)]
     longest = max(lengths[index] for index in share)

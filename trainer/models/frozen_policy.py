@@ -17,7 +17,7 @@ from penstock.trainer.batches.packing import plan_batch
 from penstock.trainer.batches.sequences import sampled_tokens
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.trainer.validation import check_vocabulary
-from penstock.weights.model_config import ModelConfig
+from penstock.weights.model_config import Attention, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FrozenPolicy:
 
     model: PolicyModel
     device: torch.device
-    attention: str
+    attention: Attention
     max_tokens: int
     temperature: float
 
@@ -52,13 +52,13 @@ class FrozenPolicy:
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
         """`[n] float32`, natural log, of every sampled token."""
         sequences = sampled_tokens([payload])
-        is_packed = self.attention == "sdpa"
+        needs_mask = self.attention == "sdpa"
         lengths = [sequence.num_inputs for sequence in sequences]
-        plan = plan_batch(lengths, 1, self.max_tokens, layout="rows" if is_packed else "single_row")
+        plan = plan_batch(lengths, 1, self.max_tokens, layout="rows" if needs_mask else "single_row")
         starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
         found = np.zeros(int(starts[-1]), np.float32)
         for micro_batch in plan.ranks[0]:
-            batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
+            batch = collate(micro_batch, sequences, device=self.device, needs_mask=needs_mask)
             logprobs, _ = batch.inputs.call(self.model, self.temperature)
             positions = starts[batch.sequence_index] + batch.token_index
             found[positions] = logprobs[: batch.num_tokens].float().cpu().numpy()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
+from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import ModelConfig
 
@@ -46,6 +47,7 @@ class PolicyModel(nn.Module):
         target_index: Tensor,
         target_ids: Tensor,
         temperature: float,
+        boundaries: SequenceBoundaries | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score target tokens.
 
@@ -56,12 +58,14 @@ class PolicyModel(nn.Module):
             target_index: `[K] int64` into the flattened `[R·L]` positions.
             target_ids: `[K] int64`, the token that follows each of them.
             temperature: The sampling temperature; divides the logits.
+            boundaries: Of the sequences, if attention takes them instead of a mask.
 
         Returns:
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
             at that temperature and `[K] bool`: no token is likelier than the target.
         """
-        hidden = hidden_at(self.causal_lm.base_model, input_ids, position_ids, attention_mask, target_index)
+        body = self.causal_lm.base_model
+        hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
             scored = linear_logprobs(hidden, head, target_ids, temperature=temperature)
@@ -71,11 +75,18 @@ class PolicyModel(nn.Module):
 
 
 def hidden_at(
-    body: Any, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, target_index: Tensor
+    body: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    target_index: Tensor,
+    boundaries: SequenceBoundaries | None,
 ) -> Tensor:
     """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted."""
     mask = None if attention_mask is None else layer_masks(body.config, attention_mask, position_ids)
-    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+    # The body hands what it does not know on to every layer's attention.
+    extra = {} if boundaries is None else {"boundaries": boundaries}
+    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False, **extra)
     return output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
 
 
@@ -139,6 +150,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     logging.disable_progress_bar()
     if path.startswith(("/", ".")) and not Path(path).is_dir():
         raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
+    register_varlen()
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
         causal_lm = AutoModelForCausalLM.from_pretrained(
             path, dtype=TORCH_DTYPES[model.dtype], attn_implementation=model.attention

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.trainer.models.policy_model import hidden_at
+from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import ModelConfig
@@ -43,13 +44,15 @@ class ValueModel(nn.Module):
         target_index: Tensor,
         target_ids: Tensor,
         temperature: float,
+        boundaries: SequenceBoundaries | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The value before each target token, which itself is not seen: `[K] float32` twice (there is no entropy).
 
         Arguments as of `PolicyModel.forward`; `target_ids` and `temperature` have no effect.
         """
         del target_ids, temperature
-        hidden = hidden_at(self.classifier.base_model, input_ids, position_ids, attention_mask, target_index)
+        body = self.classifier.base_model
+        hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
         values = self.classifier.score(hidden)[:, 0].float()
         return values, values.detach()
 
@@ -70,6 +73,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # or it warns about the new head
+    register_varlen()
     with boundary(ConfigError, f"critic or reward model: {path} cannot be loaded"):
         classifier, loading = AutoModelForSequenceClassification.from_pretrained(
             path,

@@ -11,8 +11,10 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.flow import DROP_BIAS
 from penstock.platform.checks.load import compose_config
+from penstock.platform.config.compose import compose_all
 
 POLICIES = Path(__file__).parents[3] / "docs" / "concepts" / "policies.md"
+ULYSSES = ["trainer.sequence_parallel_size=2", "model.attention=varlen"]
 
 
 def refused(experiment: str, *overrides: str, command: str = "train", several: bool = False) -> str:
@@ -95,16 +97,27 @@ def empty_folder(tmp_path, monkeypatch):
             ["trainer.tensor_parallel_size=2", "trainer.zero_stage=1"],
             ["tensor_parallel_size=2", "num_ranks=1", "Use num_ranks=2 or 4"],
         ),
-        (["trainer.sequence_parallel_size=2", "trainer.num_ranks=3"], ["num_ranks=3", "1 would be left over"]),
+        ([*ULYSSES, "trainer.num_ranks=3"], ["num_ranks=3", "1 would be left over"]),
         (["trainer.tensor_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "never split", "a divisor"]),
-        (["trainer.sequence_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "whole heads"]),
+        (
+            [*ULYSSES, "trainer.sequence_parallel_size=4", "trainer.num_ranks=4"],
+            ["num_kv_heads=2", "whole heads"],
+        ),
+        (
+            ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"],
+            ["model.attention=sdpa", "sequence_parallel_size=2", "would see each other", "Use model.attention=varlen"],
+        ),
         (
             ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.share_prompts=true"],
             ["trainer.share_prompts=true", "sequence_parallel_size=2", "would see each other"],
         ),
         (["trainer.compile=true"], ["trainer.compile=true", "trainer.backend=deepspeed", "Use compile=false"]),
         (
-            ["trainer.tensor_parallel_size=2", "trainer.sequence_parallel_size=2", "trainer.num_ranks=4"],
+            ["trainer=torch", "trainer.compile=true", "model.attention=varlen"],
+            ["trainer.compile=true with model.attention=varlen", "Use compile=false"],
+        ),
+        (
+            [*ULYSSES, "trainer.tensor_parallel_size=2", "trainer.num_ranks=4"],
             ["tensor_parallel_size=2", "sequence_parallel_size=2", "not both", "Set one of them to 1"],
         ),
         (
@@ -120,11 +133,7 @@ def empty_folder(tmp_path, monkeypatch):
             ["batch_groups=33", "the data-parallel size 2 of trainer.num_ranks=4", "Use 32 or 34"],
         ),
         (
-            [
-                "trainer.sequence_parallel_size=2",
-                "trainer.num_ranks=2",
-                "trainer.max_tokens_per_micro_batch=60",
-            ],
+            [*ULYSSES, "trainer.num_ranks=2", "trainer.max_tokens_per_micro_batch=60"],
             ["60", "max_context_tokens=128 over sequence_parallel_size=2 ranks", "Use at least 64"],
         ),
     ],
@@ -196,9 +205,8 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
             ["cluster.pools.train.memory_gib=80", "zero_stage"],
         ),
-        (["model.attention=flash_attention_2", "model.dtype=float32", "trainer.offload_optimizer=true"], ["bfloat16"]),
         (
-            ["model.attention=flash_attention_2", "trainer.share_prompts=true"],
+            ["trainer.share_prompts=true"],
             ["trainer.share_prompts=true", "takes no mask", "Use model.attention=sdpa"],
         ),
     ],
@@ -206,6 +214,21 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
 def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
     problem = refused("math_qwen_8gpu", *overrides)
     assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "attention"),
+    [
+        (["experiment=math_qwen_8gpu"], "varlen"),
+        (["experiment=math_qwen_8gpu", "model.attention=sdpa", "trainer.share_prompts=true"], "sdpa"),
+        (["experiment=math_qwen_8gpu", "model.dtype=float32", "dataflow.stream_micro_batches=false"], "sdpa"),
+        (["experiment=gsm8k_qwen_1gpu"], "varlen"),
+        (["experiment=arithmetic"], "sdpa"),
+        (["experiment=arithmetic", *ULYSSES, "trainer.num_ranks=2"], "varlen"),
+    ],
+)
+def test_attention_is_chosen_by_the_dtype_unless_it_is_set(overrides, attention):
+    assert compose_all(overrides).config.model.attention == attention
 
 
 def test_colocated_roles_need_one_pool():
@@ -257,7 +280,6 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         ("algorithm/correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
         ("weights.codec=delta", "has no effect"),
-        (["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"], "every micro-batch is one sequence"),
         (["trainer=lora", "algorithm.kl.coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
     ],
 )

@@ -62,7 +62,7 @@ def test_presets_that_need_a_frozen_policy_start_one():
     assert compose_config(["experiment=arithmetic", *in_reward]).num_frozen("reference") == 1
 
 
-SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
+SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "model.attention=varlen"]
 
 
 @pytest.mark.parametrize(

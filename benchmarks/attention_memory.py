@@ -1,0 +1,181 @@
+"""What attention costs the trainer on a CPU: memory and time of forward and backward, with masks, padding or neither.
+
+    python benchmarks/attention_memory.py            (3 minutes; writes benchmarks/results/attention_memory.md)
+
+Memory: 16 sequences, the longest four times the shortest, lengths in geometric progression, through a random Qwen3
+policy in float32. Each figure is of a fresh process: its largest resident memory during one step less that before it,
+after a step on short sequences. Weights are in neither.
+
+Time: 256 sequences as long as the demo's worked sums, in one micro-batch, through a policy of the demo's shape. Both
+ways take turns in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from provenance import provenance
+
+from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.packing import BatchPlan, MicroBatchPlan, TrainingSequence, plan_batch
+from penstock.trainer.models.policy_model import PolicyModel
+from penstock.trainer.models.varlen_attention import register_varlen
+
+NUM_SEQUENCES, SPREAD = 16, 4.0
+SHORTEST = (32, 64, 128)
+NUM_PROCESSES, NUM_TURNS = 3, 11
+VARIANTS = {
+    "padded, sdpa": "one sequence per row, padded to the longest, with transformers' mask of the padding",
+    "padded, sdpa, no mask": "the same, causal: behind a sequence there is only padding",
+    "packed, sdpa": "one row with a block-diagonal mask",
+    "packed, varlen": "one row without a mask",
+}
+RESULT = Path(__file__).parent / "results" / "attention_memory.md"
+
+
+def policy(attention: str, *, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> PolicyModel:
+    """A random Qwen3."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    register_varlen()
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64 if hidden >= 256 else 32,
+        attn_implementation=attention,
+    )
+    torch.manual_seed(0)
+    return PolicyModel(Qwen3ForCausalLM(config)).train()
+
+
+def sequences_of(lengths: Sequence[int], vocabulary: int) -> list[TrainingSequence]:
+    rng = np.random.default_rng(0)
+    return [
+        TrainingSequence(
+            rng.integers(0, vocabulary, n + 1), np.arange(n // 4 + 1, n + 1), np.zeros(n - n // 4, np.float32)
+        )
+        for n in lengths
+    ]
+
+
+def step(model: PolicyModel, plan: MicroBatchPlan, sequences: list[TrainingSequence], variant: str) -> None:
+    """Forward and backward."""
+    inputs = collate(plan, sequences, device=torch.device("cpu"), needs_mask=not variant.endswith("varlen")).inputs
+    if variant == "padded, sdpa":  # as peers do: transformers makes [R, 1, L, L] of it
+        lengths = torch.tensor([sequences[index].num_inputs for (index,) in plan.rows])
+        inputs = inputs._replace(attention_mask=torch.arange(plan.row_length)[None] < lengths[:, None])
+    torch.autograd.backward(inputs.call(model, 1.0)[0].sum())
+
+
+def memory_lengths(shortest: int) -> list[int]:
+    return [round(shortest * SPREAD ** (index / (NUM_SEQUENCES - 1))) for index in range(NUM_SEQUENCES)]
+
+
+def plan_of(lengths: Sequence[int], variant: str) -> MicroBatchPlan:
+    if variant.startswith("padded"):
+        return MicroBatchPlan(tuple((index,) for index in range(len(lengths))), max(lengths))
+    return MicroBatchPlan((tuple(range(len(lengths))),), sum(lengths))
+
+
+def resident_bytes(name: str) -> int:
+    """`VmRSS` or `VmHWM` of this process."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def measure_memory(variant: str, shortest: int) -> int:
+    """Bytes, in this process."""
+    torch.set_num_threads(1)
+    attention = "varlen" if variant.endswith("varlen") else "sdpa"
+    model = policy(attention, hidden=256, layers=4, heads=8, kv_heads=2, vocabulary=2048)
+    for lengths in ([4] * NUM_SEQUENCES, memory_lengths(shortest)):
+        sequences = sequences_of(lengths, 2048)
+        plan = plan_of(lengths, variant)
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        step(model, plan, sequences, variant)
+    return resident_bytes("VmHWM") - before
+
+
+def demo_plans() -> dict[str, tuple[BatchPlan, list[TrainingSequence]]]:
+    """Both layouts of a micro-batch of the demo."""
+    rng = np.random.default_rng(0)
+    sequences = sequences_of([int(n) for n in rng.integers(36, 41, 256)], 24)
+    lengths = [one.num_inputs for one in sequences]
+    return {
+        "sdpa": (plan_batch(lengths, 1, 16384, attention_share=2e-3, layout="rows"), sequences),
+        "varlen": (plan_batch(lengths, 1, 16384, layout="single_row"), sequences),
+    }
+
+
+def measure_time() -> dict[str, Any]:
+    """Seconds per step, median of turns."""
+    torch.set_num_threads(1)
+    models = {
+        one: policy(one, hidden=128, layers=4, heads=4, kv_heads=2, vocabulary=24).train() for one in ("sdpa", "varlen")
+    }
+    plans = demo_plans()
+    seconds: dict[str, list[float]] = {"sdpa": [], "varlen": []}
+    for _ in range(NUM_TURNS):
+        for attention, (plan, sequences) in plans.items():
+            start = time.perf_counter()
+            for micro_batch in plan.ranks[0]:
+                step(models[attention], micro_batch, sequences, f"packed, {attention}")
+            seconds[attention].append(time.perf_counter() - start)
+    return {"seconds": seconds, "rows": len(plans["sdpa"][0].ranks[0][0].rows)}
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(json.dumps(measure_time() if sys.argv[1] == "time" else measure_memory(sys.argv[1], int(sys.argv[2]))))
+        return
+
+    def child(*arguments: str) -> Any:
+        done = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    columns = " | ".join(f"{one} to {round(one * SPREAD)} tokens" for one in SHORTEST)
+    lines = ["# Memory and time of attention", "", f"| MiB of one step | {columns} |", "| --- |" + " --- |" * 3]
+    found = {
+        name: [median(child(name, str(one)) for _ in range(NUM_PROCESSES)) / 2**20 for one in SHORTEST]
+        for name in VARIANTS
+    }
+    for name, mib in found.items():
+        lines.append(f"| {name} | " + " | ".join(f"{one:.0f}" for one in mib) + " |")
+    for name in list(VARIANTS)[:-1]:
+        ratios = (mine / theirs for mine, theirs in zip(found["packed, varlen"], found[name], strict=True))
+        lines.append(f"| packed, varlen ÷ {name} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |")
+    timed = child("time")
+    middle, least = ({name: of(values) for name, values in timed["seconds"].items()} for of in (median, min))
+    notes = [
+        *(f"{name}: {what}" for name, what in VARIANTS.items()),
+        f"memory: median of {NUM_PROCESSES} processes; {NUM_SEQUENCES} sequences; Qwen3 of hidden 256, 4 layers, "
+        "8 heads, 2 key/value heads of 64; float32, 1 thread",
+        f"time of 256 sequences of 36 to 40 tokens, Qwen3 of the demo's shape: sdpa in {timed['rows']} rows "
+        f"{middle['sdpa']:.2f} s, varlen {middle['varlen']:.2f} s (median of {NUM_TURNS}; least {least['sdpa']:.2f} "
+        f"and {least['varlen']:.2f})",
+        *provenance(),
+        f"torch {version('torch')}, transformers {version('transformers')}",
+        "by: python benchmarks/attention_memory.py",
+    ]
+    lines += ["", *(f"- {note}" for note in notes)]
+    RESULT.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Attention without a mask, on one rank and split over two by Ulysses: every family gives what it gives with a mask."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.trainer.spec import free_port
+from tests.contract.test_model_families import FAMILIES, make_model
+from tests.contract.ulysses_families import LENGTHS, load, packed_row, scores_and_gradient
+from tests.rank_processes import run_ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_model(family, folder / family, 0)
+    return folder
+
+
+def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folder: Path) -> None:
+    from penstock.trainer.support import unsupported
+
+    assert unsupported(folder / family, "varlen") == []
+    expected, found = (scores_and_gradient(load(folder / family, one), packed_row(one)) for one in ("sdpa", "varlen"))
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    check_gradients(found[1], expected[1])
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_two_ranks_that_split_a_row_give_the_same(folder: Path) -> None:
+    port = free_port()
+    run_ranks("tests.contract.ulysses_families", [(rank, port, folder, 2) for rank in range(2)], timeout_s=300)
+    results = pickle.loads((folder / "ulysses").read_bytes())
+    row = packed_row("sdpa")
+    assert list(results) == list(FAMILIES)
+    for family, (logprobs, gradients) in results.items():
+        expected, gradient = scores_and_gradient(load(folder / family, "sdpa"), row)
+        table = torch.zeros(len(LENGTHS), max(LENGTHS))
+        table[row.sequence_index, row.token_index] = expected
+        np.testing.assert_allclose(logprobs, table, atol=1e-5, err_msg=family)
+        check_gradients(gradients, gradient)

@@ -1,0 +1,178 @@
+"""Attention over sequences that lie one after the other, without a mask: `model.attention=varlen`.
+
+    out[i] = Σ_j softmax_j(scale · q[i]·k[j]) v[j]    over j of the sequence of i with i − window < j ≤ i
+
+On a GPU in a 16-bit dtype this is one call of `torch.nn.attention.varlen.varlen_attn`, whose kernel (Flash Attention)
+shares key/value heads without copies and computes no pair of two sequences. Anywhere else, it is one call of sdpa per
+sequence, which computes the same and needs the memory of one sequence at a time.
+
+Shape legend: R rows, L row length, T = R · L tokens, S sequences, H heads (of queries; keys may have fewer), D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from penstock.dataflow.errors import ConfigError
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBoundaries:
+    """Where the sequences of a micro-batch begin and end.
+
+    They are made once per micro-batch. No layer reads a tensor back from the device to learn a length.
+
+    Attributes:
+        lengths: Tokens of each of the S sequences; with padding, which belongs to the sequence before it, T in all.
+        cumulative: `[S + 1] int32`, first token of each sequence and T, on the device.
+    """
+
+    lengths: tuple[int, ...]
+    cumulative: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBoundaries:
+        """The boundaries of sequences of these lengths."""
+        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+
+    def padded(self, num_tokens: int) -> SequenceBoundaries:
+        """The same with so many tokens of padding at the end."""
+        return SequenceBoundaries.of((*self.lengths[:-1], self.lengths[-1] + num_tokens), self.cumulative.device)
+
+
+def register_varlen() -> None:
+    """Make transformers take `attn_implementation="varlen"`.
+
+    Of a function without one for masks it takes that no mask is needed, and does not look for packed sequences in the
+    positions either, which would wait for the device in every forward pass.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("varlen", varlen_attention)
+
+
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    boundaries: SequenceBoundaries | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_others: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence, as transformers calls it.
+
+    Args:
+        module: The attention layer; its place in the model decides on a sliding window.
+        query: `[R, H, L, D]`.
+        key: `[R, H_kv, L, D]`.
+        value: `[R, H_kv, L, D]`.
+        attention_mask: None.
+        boundaries: Of the sequences; given to the body of the model, which passes it on.
+        scaling: Of the scores; None: D^−½.
+        dropout: 0.
+        softcap: None.
+        s_aux: None.
+        position_bias: None.
+
+    Returns:
+        `[R, L, H, D]`, and None in place of attention weights.
+
+    Raises:
+        ConfigError: If the model needs more than this attention does, or does not pass the boundaries on.
+    """
+    needs = {
+        "an attention mask": attention_mask is not None,
+        f"dropout of attention weights ({dropout:g})": dropout > 0,
+        "capped attention scores (softcap)": softcap is not None,
+        "attention sinks": s_aux is not None,
+        "a bias by position": position_bias is not None,
+        f"values of another width ({value.shape[-1]}) than keys ({key.shape[-1]})": value.shape[-1] != key.shape[-1],
+    }
+    if unmet := [what for what, is_needed in needs.items() if is_needed]:
+        raise _refused(module, f"needs {' and '.join(unmet)}, which it does not compute, so logprobs would be wrong")
+    if boundaries is None:
+        raise _refused(module, "does not tell it where sequences begin, so they would attend to each other")
+    num_rows, _, length, _ = query.shape
+    # [T, H, D]: contiguous as the projections have left it, so nothing is copied.
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    window = layer_window(module.config, module.layer_idx)
+    compute = _by_kernel if query.is_cuda and query.dtype in _KERNEL_DTYPES else _by_sequence
+    out = compute(query, key, value, boundaries, scaling, window)
+    return out.unflatten(0, (num_rows, length)), None
+
+
+def layer_window(hf_config: Any, layer: int) -> int | None:
+    """Tokens that a token of this layer attends to, itself included; None: all before it.
+
+    It is read from the configuration, because not every model passes it to its attention function (Qwen2-MoE).
+    """
+    kinds = getattr(hf_config, "layer_types", None)
+    window: int | None = getattr(hf_config, "sliding_window", None)
+    return None if kinds and kinds[layer] == "full_attention" else window
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
+) -> Tensor:
+    """`[T, H, D]`, one kernel for all sequences."""
+    ends, longest = boundaries.cumulative, max(boundaries.lengths)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),  # to the left without the token itself, to the right
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)  # a pair only if it is asked for
+    return out
+
+
+def _by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
+) -> Tensor:
+    """`[T, H, D]`, one call of sdpa per sequence."""
+    pieces = []
+    for q, k, v in zip(*(one.split(boundaries.lengths) for one in (query, key, value)), strict=True):
+        length = len(q)
+        band = None
+        if window is not None and length > window:
+            band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        piece = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=band,
+            is_causal=band is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        pieces.append(piece[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def _refused(module: Any, why: str) -> ConfigError:
+    return ConfigError(
+        [f"model.attention=varlen: {type(module).__name__} {why}. Use model.attention=sdpa or another model."]
+    )
