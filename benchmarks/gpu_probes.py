@@ -31,7 +31,7 @@ Figures = dict[str, Any]
 def share_of_even_tokens(trajectory: Trajectory, **_: object) -> float:
     """A reward that differs between the answers of random weights, and that training can raise."""
     sampled = trajectory.token_ids[trajectory.loss_mask]
-    return float((sampled % 2 == 0).mean())
+    return float((sampled % 2 == 0).mean()) if sampled.size else 0.0
 
 
 def look_at_machine(_: Path) -> Figures:
@@ -138,9 +138,10 @@ async def sleep_and_wake(folder: Path) -> Figures:
         return (total - free) / 2**30
 
     figures: Figures = {"before_gib": used_gib()}
-    llm = open_engine(folder, model_config(folder), "cuda")
+    model = model_config(folder)
+    llm, asked = open_engine(folder, model, "cuda"), prompts(model)[:4]
     try:
-        first = await generate(llm, prompts()[:4], temperature=0.0)
+        first = await generate(llm, asked, temperature=0.0)
         figures["serving_gib"] = used_gib()
         for level in (1, 2):
             began = time.monotonic()
@@ -150,7 +151,7 @@ async def sleep_and_wake(folder: Path) -> Figures:
             await llm.wake_up()
             figures[f"awake_{level}_gib"], figures[f"wake_{level}_s"] = used_gib(), time.monotonic() - began
             # Level 2 forgets the weights, which the next publish writes.
-            if level == 1 and await generate(llm, prompts()[:4], temperature=0.0) != first:
+            if level == 1 and await generate(llm, asked, temperature=0.0) != first:
                 raise SystemExit(
                     "after level-1 sleep the engine gives other greedy tokens: its weights were not restored"
                 )
@@ -192,17 +193,18 @@ def open_engine(folder: Path, model: Any, device: str) -> Any:
     return AsyncLLMEngine.from_engine_args(engine_args(spec, config))
 
 
-def prompts() -> list[list[int]]:
+def prompts(model: Any) -> list[list[int]]:
     import numpy as np
 
-    return np.random.default_rng(SEED).integers(3, 259, (NUM_PROMPTS, PROMPT_TOKENS)).tolist()  # type: ignore[no-any-return]
+    ids = np.random.default_rng(SEED).integers(3, min(259, model.shape.vocab_size), (NUM_PROMPTS, PROMPT_TOKENS))
+    return [list(map(int, row)) for row in ids]
 
 
 async def sample(folder: Path, model: Any, device: str) -> list[tuple[list[int], list[int], list[float]]]:
     """Prompt, answer and the logprobs of its tokens, by an engine that is ended afterwards."""
     llm = open_engine(folder, model, device)
     try:
-        asked = prompts()
+        asked = prompts(model)
         answers = await generate(llm, asked, temperature=1.0)
         return [(prompt, *answer) for prompt, answer in zip(asked, answers, strict=True)]
     finally:

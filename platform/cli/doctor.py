@@ -21,14 +21,13 @@ from rich.text import Text
 
 from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cluster import hardware
+from penstock.platform.cluster.hardware import MIN_COMPUTE_CAPABILITY, MIN_NVIDIA_DRIVER
 from penstock.platform.cluster.memory import GIB
 
 Status = Literal["ok", "warn", "bad"]
 IMPORT_TIMEOUT_S = 120
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
 """Requirements of the demo."""
-MIN_NVIDIA_DRIVER = "580.65.06"
-"""Minimum for CUDA 13.0, which the pinned torch is built with, by NVIDIA's compatibility table of CUDA 13.x."""
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
@@ -110,6 +109,7 @@ def check_devices() -> Iterator[Diagnosis]:
         yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
         return
     yield _compare_driver(hardware.nvidia_driver_version())
+    yield from _compare_gpus(hardware.gpu_capabilities())
     if hardware.is_cpu_build():
         advice = "Run `make setup FLAVOR=cuda` in a fresh environment to use them."
         yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
@@ -165,15 +165,21 @@ def _compare_driver(version: str | None) -> Diagnosis:
     if version is None:
         advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
         return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
-    if _numbers(version) >= _numbers(MIN_NVIDIA_DRIVER):
+    if hardware.version_numbers(version) >= hardware.version_numbers(MIN_NVIDIA_DRIVER):
         return Diagnosis("nvidia driver", "ok", version)
     found = f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer"
     advice = "torch will find no GPU. Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
     return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", found, advice)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split("."))
+def _compare_gpus(capabilities: dict[str, str]) -> Iterator[Diagnosis]:
+    """Name GPUs that are too old for bfloat16 and for our kernels."""
+    least = hardware.version_numbers(MIN_COMPUTE_CAPABILITY)
+    for name, capability in capabilities.items():
+        if hardware.version_numbers(capability) < least:
+            found = f"{name} has compute capability {capability}, and {MIN_COMPUTE_CAPABILITY} is needed for bfloat16"
+            advice = "Use an Ampere or newer GPU, e.g. A10, A100, L4 or H100, or `make setup FLAVOR=cpu`."
+            yield Diagnosis("gpu", "warn" if hardware.is_cpu_build() else "bad", found, advice)
 
 
 def _free_space(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:
