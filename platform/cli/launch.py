@@ -179,7 +179,7 @@ def run_wait(num_nodes: int, timeout_s: float, say: Callable[[str], None]) -> in
             except (ConnectionError, RuntimeError) as error:  # the head is not up yet
                 problem = (str(error).strip().splitlines() or [problem])[0]
             if len(names) >= num_nodes:
-                say(f"{len(names)} nodes: {', '.join(names)}")
+                say(f"{len(names)} node{'s' if len(names) > 1 else ''}: {', '.join(names)}")
                 return 0
             if time.monotonic() >= until:
                 break

@@ -171,12 +171,11 @@ def node_groups(config: RunConfig, gpus_per_node: int) -> list[NodeGroup]:
 
 def _bundles(config: RunConfig, placements: Sequence[RolePlacement]) -> dict[str | None, list[tuple[int, str]]]:
     """Accelerator type -> numbers of GPUs that must be on one node, each with what needs them."""
-    engine, trainer = config.rollout.engine, config.trainer
-    engine_keys = f"rollout.engine.tensor_parallel_size={engine.tensor_parallel_size}"
+    trainer = config.trainer
     bundles: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
     if config.cluster.colocated:
         label = config.cluster.pools[config.cluster.trainer_pool].accelerator_type
-        bundles[label] += [(width, engine_keys) for width in shared_bundles(config)]
+        bundles[label] += [(width, _engine_keys(width)) for width in shared_bundles(config)]
         placements = [placement for placement in placements if placement.role not in ("trainer", "engine")]
     together = trainer.tensor_parallel_size * trainer.sequence_parallel_size
     trainer_keys = (
@@ -188,10 +187,15 @@ def _bundles(config: RunConfig, placements: Sequence[RolePlacement]) -> dict[str
             continue
         label = _accelerator_type(config, placement)
         if placement.role != "trainer":
-            bundles[label].append((placement.num_slots, engine_keys if placement.role == "engine" else placement.role))
+            width = placement.num_slots
+            bundles[label].append((width, _engine_keys(width) if placement.role == "engine" else placement.role))
         elif placement.index % together == 0:
             bundles[label].append((together, trainer_keys))
     return {label: named for label, named in bundles.items() if named}
+
+
+def _engine_keys(width: int) -> str:
+    return f"rollout.engine.tensor_parallel_size={width}"
 
 
 def _num_nodes(widths: Sequence[int], gpus_per_node: int) -> int:
@@ -288,7 +292,7 @@ def kuberay_manifest(config: RunConfig, command: Sequence[str], settings: KubeRa
     head = NodeGroup(None, 1, 0, *_cores_and_memory(config, [], on_cpu, 1))
     workers = [
         {
-            "groupName": f"gpu-{group.accelerator_type or 'any'}".lower(),
+            "groupName": _dns_name(f"gpu-{group.accelerator_type or 'any'}"),
             "replicas": group.num_nodes,
             "minReplicas": group.num_nodes,
             "maxReplicas": group.num_nodes,
@@ -301,7 +305,7 @@ def kuberay_manifest(config: RunConfig, command: Sequence[str], settings: KubeRa
     job = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": {"name": _dns_name(config.name), "namespace": settings.namespace},
+        "metadata": {"name": _dns_name(f"penstock-{config.name}"), "namespace": settings.namespace},
         "spec": {
             # Posted as it is. The other modes paste it into a shell command, which takes its quotes away.
             "submissionMode": "HTTPMode",
@@ -324,7 +328,7 @@ def kuberay_manifest(config: RunConfig, command: Sequence[str], settings: KubeRa
 
 def _dns_name(name: str) -> str:
     """A name that Kubernetes accepts; KubeRay appends to it, and a label has at most 63 characters."""
-    return re.sub(r"[^a-z0-9]+", "-", f"penstock-{name}".lower()).strip("-")[:40].rstrip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
 
 
 def _pod(container: str, group: NodeGroup, config: RunConfig, settings: KubeRaySettings) -> dict[str, Any]:
