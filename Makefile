@@ -2,17 +2,21 @@
 #   FLAVOR=cpu|cuda   default: cuda if there is an NVIDIA driver, else cpu
 #   PYTHON=...        default: the first of python3.11, 3.12, 3.13 and python3 that is new enough
 #   PIP_ARGS=...      arguments of pip, for example another package index
+#   EXTRAS=...        default: dev, the tools for tests and documents
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench clean
+.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench gpu-check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-setup
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 SEED ?= 0
+EXTRAS ?= dev
+# PyPI has CUDA builds of torch for Linux; CPU builds are here.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 HAS_DRIVER := $(shell if nvidia-smi -L >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo yes; fi)
 FLAVOR ?= $(if $(HAS_DRIVER),cuda,cpu)
@@ -29,7 +33,7 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 	if [ "$(FLAVOR)" = cuda ] && [ -z "$(HAS_DRIVER)" ]; then \
 		echo "FLAVOR=cuda, but neither nvidia-smi nor /proc/driver/nvidia answers: there is no device to run on." >&2; \
 		echo "Install the NVIDIA driver, or use FLAVOR=cpu." >&2; exit 2; fi; \
-	wanted="$(FLAVOR) $$(cksum < pyproject.toml)"; \
+	wanted="$(FLAVOR) $(EXTRAS) $$(cksum < pyproject.toml)"; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
 	if ! $(BIN)/python -c "$(NEW_ENOUGH)" 2>/dev/null; then \
 		if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null; then \
@@ -37,8 +41,11 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 			echo "Install it, or name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
 		$(PYTHON) -m venv --clear $(VENV); fi; \
 	echo "Installing Penstock ($(FLAVOR)) into $(VENV): some minutes, 3 GB or more."; \
-	$(PIP) install $(PIP_ARGS) "$$(grep -o 'torch==[0-9.]*' pyproject.toml | head -1)"; \
-	$(PIP) install $(PIP_ARGS) -e '.[$(FLAVOR),dev]'; \
+	torch="$$(grep -o 'torch==[0-9.]*' pyproject.toml | head -1)"; \
+	if [ "$(FLAVOR)" = cuda ]; then $(PIP) install $(PIP_ARGS) "$$torch"; \
+	else $(PIP) install $(PIP_ARGS) "$$torch+cpu" 2>/dev/null || \
+		$(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) "$$torch+cpu"; fi; \
+	$(PIP) install $(PIP_ARGS) -e '.[$(FLAVOR),$(EXTRAS)]'; \
 	if [ "$(FLAVOR)" = cpu ]; then $(PIP) uninstall -y torchvision torchaudio torchcodec; fi; \
 	echo "$$wanted" > $(STAMP); \
 	echo "Installed."
@@ -104,6 +111,9 @@ format: setup  ## Format the code and fix what can be fixed
 bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 	@$(BIN)/python benchmarks/vs_trl.py
 
+gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
+	@$(BIN)/python benchmarks/gpu_check.py
+
 clean:  ## Remove caches and build output; keeps .venv and runs/
-	@rm -rf build dist site outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist site gpu-check outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

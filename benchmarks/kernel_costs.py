@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,28 +27,33 @@ from vs_trl_report import RESULTS
 console = Console(highlight=False, soft_wrap=True)
 
 
+def parser() -> argparse.ArgumentParser:
+    parsed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parsed.add_argument("section", choices=["cpu", "gpu"])
+    parsed.add_argument("--rounds", type=int, default=3, help="repetitions of the CPU section")
+    parsed.add_argument("--tokens", type=int, default=Work.num_tokens, help="T of the CPU section")
+    parsed.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables (benchmarks/results)")
+    return parsed
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", choices=["cpu", "gpu"])
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions of the CPU section")
-    parser.add_argument("--tokens", type=int, default=Work.num_tokens, help="T of the CPU section")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     if arguments.section == "cpu":
         results = run_cpu(Work(num_tokens=arguments.tokens), arguments.rounds, console.print)
-        write("kernels_cpu", results, cpu_table(results))
+        write(arguments.results / "kernels_cpu", results, cpu_table(results))
     elif not torch.cuda.is_available():
         console.print("not run: no GPU")
     else:
         results = run_gpu(console.print)
-        write("kernels_gpu", results, gpu_table(results), f"{torch.cuda.get_device_name()}; ")
+        write(arguments.results / "kernels_gpu", results, gpu_table(results), f"{torch.cuda.get_device_name()}; ")
 
 
 Rows = tuple[list[str], list[list[str]], list[str]]
 """Header, rows and notes."""
 
 
-def write(name: str, results: dict[str, Any], table: Rows, device: str = "") -> None:
-    """Print the table; write it and the raw figures to benchmarks/results."""
+def write(path: Path, results: dict[str, Any], table: Rows, device: str = "") -> None:
+    """Print the table; write it and the raw figures to PATH.md and PATH.json."""
     header, rows, notes = table
     shown = Table(*header)
     for row in rows:
@@ -59,11 +65,11 @@ def write(name: str, results: dict[str, Any], table: Rows, device: str = "") -> 
         f"{device}torch {version('torch')}, triton {version('triton')}",
     ]
     console.print("\n".join(notes))
-    lines = [f"# python benchmarks/kernel_costs.py {name.removeprefix('kernels_')}", ""]
+    lines = [f"# python benchmarks/kernel_costs.py {path.name.removeprefix('kernels_')}", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     lines += ["", *(f"- {note}" for note in notes)]
-    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (RESULTS / f"{name}.json").write_text(json.dumps({**results, "notes": notes}, indent=1) + "\n")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    path.with_suffix(".json").write_text(json.dumps({**results, "notes": notes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

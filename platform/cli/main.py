@@ -22,6 +22,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.platform.cli.launch import Launcher
     from penstock.platform.config.findings import Command
     from penstock.platform.config.schema import RunConfig
 
@@ -64,6 +65,8 @@ environments = typer.Typer(help="Inspect, check and play environments without a 
 app.add_typer(weights, name="weights")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(environments, name="env")
+launch = typer.Typer(help="Start a training run on several nodes, from the same configuration.", no_args_is_help=True)
+app.add_typer(launch, name="launch")
 
 Arguments = ParamSpec("Arguments")
 
@@ -186,6 +189,48 @@ def restart_command(config: RunConfig) -> int:
 
 for name, (_, summary) in RUNS.items():
     add_run(name, summary)
+
+
+def add_launcher(name: Launcher, summary: str) -> None:
+    """Add a command that submits a run, or prints what it would submit."""
+
+    @launch.command(name, help=summary)
+    @exits
+    def start_on_nodes(
+        overrides: Annotated[
+            list[str] | None,
+            typer.Argument(
+                metavar="experiment=NAME [KEY=VALUE]... [launch.KEY=VALUE]...",
+                help="Overrides of `penstock train`, and settings of the launcher: docs/guides/launching.md.",
+                show_default=False,
+            ),
+        ] = None,
+        *,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")] = False,
+        config_dir: ConfigDir = None,
+    ) -> int:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        from penstock.platform.cli.launch import run_launch
+
+        return run_launch(name, overrides or [], config_dir, dry_run=dry_run)
+
+
+add_launcher("slurm", "Submit a batch script to SLURM.")
+add_launcher("kuberay", "Submit a RayJob to Kubernetes with the KubeRay operator.")
+add_launcher("ray", "Submit a job to a Ray cluster; --dry-run also prints what starts one.")
+
+
+@launch.command("wait")
+@exits
+def launch_wait(
+    num_nodes: Annotated[int, typer.Argument(metavar="NODES", help="Number of nodes, the head included.", min=1)],
+    *,
+    timeout_s: Annotated[float, typer.Option(metavar="S", help="Time limit, seconds.")] = 600.0,
+) -> int:
+    """Wait until a Ray cluster has so many nodes. Exit code 1 at the time limit."""
+    from penstock.platform.cli.launch import run_wait
+
+    return run_wait(num_nodes, timeout_s, typer.echo)
 
 
 @app.command(no_args_is_help=True)

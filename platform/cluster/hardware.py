@@ -13,6 +13,8 @@ import psutil
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a mount point, not a temporary file
 MIN_NVIDIA_DRIVER = "580.65.06"
 """Minimum for CUDA 13.0, which the pinned torch is built with, by NVIDIA's compatibility table of CUDA 13.x."""
+MIN_COMPUTE_CAPABILITY = "8.0"
+"""Minimum for bfloat16 in vLLM (`check_if_supports_dtype` in vllm/platforms/cuda.py), and of the compiled kernels."""
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -36,6 +38,13 @@ def nvidia_driver_version() -> str | None:
 def version_numbers(version: str) -> tuple[int, ...]:
     """Numbers of a driver's version, in the order in which they are compared."""
     return tuple(int(number) for number in version.split("."))
+
+
+def gpu_capabilities() -> dict[str, str]:
+    """Name of each kind of GPU -> its compute capability, e.g. `{"NVIDIA L4": "8.9"}`; empty if unknown."""
+    said = _run_nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader") or ""
+    found = (line.rpartition(",") for line in said.splitlines())
+    return {name.strip(): text.strip() for name, _, text in found if re.fullmatch(r"\d+\.\d+", text.strip())}
 
 
 def num_nvidia_gpus() -> int | None:

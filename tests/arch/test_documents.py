@@ -84,13 +84,13 @@ def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
-CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep")
+CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep", "launch")
 """Commands that take overrides of a configuration."""
 
 
 def overrides(words: list[str]) -> list[str]:
     """The overrides of a command; of several values of a sweep the first."""
-    typed = [word for word in words[2:] if "=" in word and not word.startswith(("-", "seeds="))]
+    typed = [word for word in words[2:] if "=" in word and not word.startswith(("-", "seeds=", "launch."))]
     if words[1] != "sweep":
         return typed
     return [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", word) for word in typed]

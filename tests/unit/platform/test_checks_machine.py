@@ -152,6 +152,31 @@ def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
     assert "1 GPUs are configured, but nvidia-smi lists 0" in count
 
 
+def on_a_gpu(monkeypatch, driver="580.65.06", capabilities=None):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
+    monkeypatch.setattr(hardware, "nvidia_driver_version", lambda: driver)
+    monkeypatch.setattr(hardware, "gpu_capabilities", lambda: capabilities or {"NVIDIA L4": "8.9"})
+
+
+ONE_GPU = ["cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"]
+
+
+def test_a_driver_that_is_too_old_is_named_with_both_versions_and_what_to_do(overrides, monkeypatch):
+    on_a_gpu(monkeypatch, driver="575.57.08")
+    found = absent([*overrides, *ONE_GPU])
+    assert "NVIDIA driver 575.57.08, and torch's CUDA 13.0 needs 580.65.06 or newer" in found
+    assert "Install a newer driver" in found
+
+
+def test_a_gpu_that_is_too_old_is_named_with_both_capabilities(overrides, monkeypatch):
+    on_a_gpu(monkeypatch, capabilities={"Tesla T4": "7.5"})
+    assert "Tesla T4 has compute capability 7.5, and 8.0 is needed" in absent([*overrides, *ONE_GPU])
+    on_a_gpu(monkeypatch, capabilities={"Tesla T4": "7.5", "NVIDIA A100": "8.0"})
+    load_config("train", [*overrides, *ONE_GPU])
+
+
 def test_too_little_memory_and_disk_are_refused_with_both_numbers(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
     found = absent(overrides)

