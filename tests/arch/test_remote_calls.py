@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = {"answer_of", "gather_answers", "late_calls", "silence_limit"}
+HELPERS = {"answer_of", "gather_answers", "late_calls", "silence_limit", "wait_started"}
 PLAIN_LIMITS = {"timeout", "timeout_at", "wait_for"}
 WITHOUT_A_LIMIT_HERE = {
     "actors/cluster.py:engine_actor": "starts a process",
