@@ -13,7 +13,7 @@ divided by t.
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
     between steps        a rank keeps weights and optimizer, and its gradients if DeepSpeed never frees their buffer: at
-                         Z = 3, and at Z = 1 in bfloat16; not with offload_optimizer
+                         Z = 3, and at Z = 1 in bfloat16 without offload_optimizer
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for a staged version
                          (64 MiB with weights.staging=bucket, none with weights.transport=gather);
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
@@ -132,9 +132,8 @@ def keeps_gradients(config: RunConfig) -> bool:
     to None when they step.
     """
     trainer = config.trainer
-    if trainer.backend != "deepspeed" or trainer.offload_optimizer:
-        return False
-    return trainer.zero_stage == 3 or (trainer.zero_stage == 1 and config.model.dtype == "bfloat16")
+    has_own_optimizer = trainer.zero_stage == 1 and config.model.dtype == "bfloat16" and not trainer.offload_optimizer
+    return trainer.zero_stage == 3 or has_own_optimizer
 
 
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:

@@ -243,7 +243,7 @@ def test_between_steps_a_rank_holds_weights_optimizer_state_and_the_gradient_buf
     """Bytes per parameter: 2 of weights, 4 of float32 copies, 8 of moments, and 4 of gradients where they stay."""
     stage, ranks = case.zero_stage, case.world_size
     config: Any = SimpleNamespace(
-        trainer=SimpleNamespace(backend="deepspeed", zero_stage=stage, offload_optimizer=False),
+        trainer=SimpleNamespace(zero_stage=stage, offload_optimizer=case.offload_optimizer),
         model=SimpleNamespace(dtype=case.dtype),
     )
     expected = 2 / (ranks if stage == 3 else 1) + 12 / (ranks if stage > 0 else 1)

@@ -12,7 +12,6 @@ from penstock.platform.cluster.memory import (
     frozen_memory,
     kv_cache_gib,
     published_gib,
-    resident_gib,
     shared_gib,
     staged_gib,
     trainer_memory,
@@ -209,12 +208,6 @@ def test_while_the_engine_generates_the_trainer_keeps_its_optimizer_and_a_gradie
     kept = ("base", "weights", "optimizer", "published", *(["gradients"] if keeps else []))
     assert trainer.device["gradients"] > 0.9
     assert load == pytest.approx(sum(trainer.device[part] for part in kept) + engine.device_gib)
-
-
-def test_an_offloaded_optimizer_takes_its_gradients_along():
-    config = compose_config(["experiment=gsm8k_qwen_1gpu", "trainer.zero_stage=3", "trainer.offload_optimizer=true"])
-    rank = trainer_memory(config, config.cluster.pools["gpu"])
-    assert resident_gib(config, rank) == pytest.approx(rank.device["base"] + rank.device["weights"])
 
 
 def test_while_the_trainer_computes_an_engine_that_sleeps_keeps_its_context():
