@@ -74,6 +74,25 @@ class ModelShape(BaseModel):
         return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
 
     @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: of the experts those it uses, of the embeddings the head."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.vocab_size * self.hidden_size + self.num_layers * (
+            attention + 3 * self.hidden_size * self.intermediate_size
+        )
+
+    def uneven_sizes(self, num_ranks: int) -> list[str]:
+        """Names and numbers of what an engine cannot split evenly over its ranks; empty if it can split all."""
+        kv_heads = num_ranks if num_ranks % self.num_kv_heads == 0 else self.num_kv_heads  # fewer are replicated
+        sizes = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": kv_heads,
+            "intermediate_size": self.expert_size or self.intermediate_size,
+            "vocab_size, padded to a multiple of 64,": -(-self.vocab_size // 64) * 64,
+        }
+        return [f"{name} {size}" for name, size in sizes.items() if size % num_ranks]
+
+    @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each linear layer except routed experts, by transformers' names."""
         hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -259,14 +259,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
     tp_size = config.rollout.engine.tensor_parallel_size
     if tp_size == 1:
         return
-    shape = config.model.shape
-    sizes = {
-        "num_heads": shape.num_heads,
-        "num_kv_heads": tp_size if tp_size % shape.num_kv_heads == 0 else shape.num_kv_heads,  # fewer are replicated
-        "intermediate_size": shape.expert_size or shape.intermediate_size,
-        "vocab_size, padded to a multiple of 64,": -(-shape.vocab_size // 64) * 64,
-    }
-    uneven = [f"{name} {size}" for name, size in sizes.items() if size % tp_size]
+    uneven = config.model.shape.uneven_sizes(tp_size)
     if uneven:
         yield error(
             f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "

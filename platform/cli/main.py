@@ -459,6 +459,36 @@ def simulate(
     return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
 
 
+@app.command()
+@exits
+def plan(
+    overrides: Overrides = None,
+    *,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Scale the cost model to the metrics of a run, and say how far it is off."),
+    ] = None,
+    answer_tokens: Annotated[
+        float | None, typer.Option(help="Mean length of an answer; default: as in RUN, or half of the longest.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Print the fastest predicted ways to use the devices that fit in memory, with overrides to paste. Starts nothing.
+
+    Exit code 1 if no plan fits.
+    """
+    from penstock.platform.cli.plan import run_plan
+
+    return run_plan(
+        overrides or [],
+        config_dir=config_dir,
+        calibrate=calibrate,
+        answer_tokens=answer_tokens,
+        as_json=as_json,
+    )
+
+
 @weights.command("plan")
 @exits
 def weights_plan(

@@ -1,6 +1,6 @@
 """Fits the simulator's costs to a real run and compares the predicted with the measured step time.
 
-The costs are fitted to the first half of the steps, and the comparison uses the second half:
+The costs are fitted to half of the steps, and the comparison uses the other half:
 
     training      trainer/step_s = fixed + per_token · trained tokens               least squares, both ≥ 0
     decoding      engine-seconds = base · tokens / n + per_sequence · tokens        least squares, both ≥ 0, then scaled
@@ -80,6 +80,8 @@ _FITTED = (
 def halves(run_dir: Path) -> tuple[list[Row], list[Row]]:
     """Metrics of the steps to fit and of those to compare, without the first one, which compiles and allocates.
 
+    They are alternating eighths of the run, so that a machine that becomes slower during it affects both.
+
     Raises:
         PenstockError: If the run has too few steps.
     """
@@ -89,7 +91,9 @@ def halves(run_dir: Path) -> tuple[list[Row], list[Row]]:
             f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
             "the costs and half to compare. Use a longer run of `penstock train`."
         )
-    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    length = max(len(rows) // 8, 1)
+    fitted = [row for step, row in enumerate(rows) if step // length % 2 == 0]
+    return fitted, [row for step, row in enumerate(rows) if step // length % 2]
 
 
 def training_rows(run_dir: Path) -> list[Row]:

@@ -10,7 +10,9 @@ import pytest
 
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams, WeightManifest
+from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
+from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.world import LengthProfile, LengthTable, World, prompt_ids
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.pool.routing import RoutingName, make_policy
@@ -80,6 +82,14 @@ def test_with_fewer_requests_than_slots_each_engine_gets_them_by_its_measured_sp
     equally = [half / len(SPEEDS)] * len(SPEEDS)
     assert took.seconds <= 1.1 * took.num_tokens / tokens_per_s(by_speed)
     assert took.seconds <= 0.9 * took.num_tokens / tokens_per_s(equally)
+
+
+def test_hundreds_of_engines_run_in_virtual_time() -> None:
+    """Ten thousand are a command (docs/concepts/simulation.md)."""
+    words = "engines=250 slots=2 batch=32 group_size=8 eta=1 steps=2 profile=short engine_speeds=1,1,2,4"
+    outcome = simulate(parse_simulation(words.split()), seed=0)
+    assert outcome.violation is None
+    assert len(outcome.trained.lengths) == 2 * 32 * 8
 
 
 def tokens_per_s(running: list[float]) -> float:

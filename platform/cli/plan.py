@@ -1,0 +1,239 @@
+"""`penstock plan`: the fastest predicted uses of the devices of a run that fit in memory, and why the others lose."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.cluster import check_pools
+from penstock.platform.checks.configuration import check_config
+from penstock.platform.cluster.costs import Prediction, Scales, Workload, generate_s, predict, send_s, swap_s, train_s
+from penstock.platform.cluster.planner import Candidate, Plan, Search, search
+from penstock.platform.config.compose import compose_all
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.run.resume import read_saved_config
+from penstock.platform.simulator.calibration import column, halves
+
+NUM_PLANS = 5
+_WIDTH = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The cost model scaled to half of the steps of a run, and compared with the other half.
+
+    Attributes:
+        predicted_step_s: By the scaled model.
+        measured_step_s: Mean of the steps that were not fitted.
+    """
+
+    workload: Workload
+    scales: Scales
+    predicted_step_s: float
+    measured_step_s: float
+
+
+def run_plan(
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None,
+    calibrate: Path | None,
+    answer_tokens: float | None,
+    as_json: bool,
+) -> int:
+    """Search and print; returns 1 if no plan fits.
+
+    Raises:
+        ConfigError: If the configuration is invalid apart from what is searched, or its accelerators are not known.
+    """
+    composition = compose_all(overrides, config_dir)
+    config = composition.config
+    problems = composition.problems or [finding.message for finding in check_pools(config)] if config else []
+    if config is None or problems:
+        raise ConfigError(problems or composition.problems)
+    calibration = None if calibrate is None else calibrated(calibrate, config)
+    workload = Workload.assumed(config, answer_tokens)
+    if calibration is not None and answer_tokens is None:
+        workload = calibration.workload
+    found = search(config, workload, Scales() if calibration is None else calibration.scales)
+    refused = Counter[str]()
+    best = list(best_plans(found, refused))
+    if as_json:
+        print(json.dumps(_figures(config, workload, calibration, best)))
+    else:
+        _print(found, workload, calibration, best, refused)
+    return int(not best)
+
+
+def best_plans(found: Search, refused: Counter[str]) -> Iterator[Candidate]:
+    """The fastest plans that fit and can start, each with another split or another tensor parallelism.
+
+    Args:
+        found: The candidates.
+        refused: Counts the messages of the checks that refuse a candidate.
+    """
+    seen: set[tuple[int, int]] = set()
+    for candidate in found.fitting():
+        plan = candidate.plan
+        if (plan.num_ranks, plan.tensor_parallel_size) in seen:
+            continue
+        findings = check_config(plan.applied(found.config), "train")
+        errors = [finding.message for finding in findings if finding.severity == "error"]
+        if errors:
+            refused[errors[0]] += 1
+            continue
+        seen.add((plan.num_ranks, plan.tensor_parallel_size))
+        yield candidate
+        if len(seen) == NUM_PLANS:
+            return
+
+
+def calibrated(run_dir: Path, config: RunConfig) -> Calibration:
+    """Scale the cost model to a run.
+
+    Args:
+        run_dir: Of the run.
+        config: What is planned; its pools name the accelerators of pools of the run that have no type.
+
+    Raises:
+        ConfigError: If the directory holds no run, or its accelerators are not known.
+        PenstockError: If the run has too few steps.
+    """
+    run = RunConfig.model_validate(read_saved_config(run_dir))
+    pools = {
+        name: pool if pool.accelerator_type or name not in config.cluster.pools
+        else pool.model_copy(update={"accelerator_type": config.cluster.pools[name].accelerator_type})
+        for name, pool in run.cluster.pools.items()
+    }  # fmt: skip
+    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"pools": pools})})
+    fitted, compared = halves(run_dir)
+    prompts = [
+        len(ids) - row["num_tokens"]
+        for table in sorted((run_dir / TRAJECTORIES_DIR).glob("step_*.parquet"))
+        for row in read_trajectories(table)
+        if (ids := row.get("token_ids"))
+    ]
+    answer_tokens = float(column(fitted, "length/mean_tokens").mean())
+    prompt_tokens = float(np.mean(prompts)) if prompts else Workload.assumed(run).prompt_tokens
+    workload = Workload(prompt_tokens, answer_tokens)
+    step_s = column(fitted, "throughput/step_s")
+    busy_s = step_s * (1 - column(fitted, "idle/engine_share"))
+    scales = Scales(
+        train=float(column(fitted, "trainer/step_s").mean()) / train_s(run, workload),
+        generate=float(busy_s.mean()) / generate_s(run, workload),
+        publish=float(column(fitted, "weights/publish_s").mean()) / (send_s(run) + swap_s(run)),
+    )
+    measured = float(column(compared, "throughput/step_s").mean())
+    return Calibration(workload, scales, predict(run, workload, scales).step_s, measured)
+
+
+def _figures(
+    config: RunConfig, workload: Workload, calibration: Calibration | None, best: Sequence[Candidate]
+) -> dict[str, Any]:
+    return {
+        "workload": asdict(workload),
+        "calibration": None if calibration is None else asdict(calibration),
+        "plans": [
+            {
+                "plan": asdict(one.plan),
+                "predicted": asdict(one.predicted),
+                "overrides": one.plan.overrides(config),
+            }
+            for one in best
+        ],
+    }
+
+
+def _print(
+    found: Search,
+    workload: Workload,
+    calibration: Calibration | None,
+    best: Sequence[Candidate],
+    refused: Counter[str],
+) -> None:
+    console, config = Console(highlight=False, soft_wrap=True), found.config
+    console.width = max(console.width, _WIDTH)  # also where the output is piped
+    console.print(
+        f"prompts of {workload.prompt_tokens:.0f} and answers of {workload.answer_tokens:.0f} tokens on average; "
+        f"{config.dataflow.batch_groups} groups x {config.dataflow.group_size} in a step"
+    )
+    if calibration is None:
+        console.print("Costs are assumed from data sheets. `--calibrate RUN` scales them to a run of yours.")
+    else:
+        scales, off = calibration.scales, calibration.predicted_step_s / calibration.measured_step_s
+        console.print(
+            f"calibrated: training x {scales.train:.3g}, generation x {scales.generate:.3g}, publishing x "
+            f"{scales.publish:.3g}; a step of the run is predicted to take {calibration.predicted_step_s:.3g} s, and "
+            f"took {calibration.measured_step_s:.3g} s in the half that was not fitted ({off:.2f})"
+        )
+    table = Table(title="fastest plans", title_justify="left")
+    for heading in ("", "step s", "trainer", "engines"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("train s", "generate s", "publish s", "trainer idle", "engines idle"):
+        table.add_column(heading, justify="right")
+    table.add_column("bound by")
+    for number, one in enumerate(best, start=1):
+        table.add_row(str(number), *_row(one.plan, one.predicted))
+    given = Plan.of(config)
+    table.add_row("given", *_row(given, predict(config, workload, _scales(calibration))), style="dim")
+    console.print(table)
+    for number, one in enumerate(best, start=1):
+        console.print(f"{number}: {' '.join(one.plan.overrides(config))}")
+    if not best:
+        console.print("No plan fits.")
+    for sentence in _others(found, best, refused):
+        console.print(sentence)
+
+
+def _scales(calibration: Calibration | None) -> Scales:
+    return Scales() if calibration is None else calibration.scales
+
+
+def _row(plan: Plan, predicted: Prediction) -> list[str]:
+    return [
+        f"{predicted.step_s:.3g}",
+        plan.trainer_words,
+        f"{plan.num_engines} over {plan.tensor_parallel_size}",
+        f"{predicted.train_s:.3g}",
+        f"{predicted.generate_s:.3g}",
+        f"{predicted.publish_s:.3g}",
+        f"{predicted.trainer_idle:.0%}",
+        f"{predicted.engine_idle:.0%}",
+        predicted.bound,
+    ]
+
+
+def _others(found: Search, best: Sequence[Candidate], refused: Counter[str]) -> Iterator[str]:
+    """Why other plans lose, one sentence for each reason."""
+    shown = {(one.plan.num_ranks, one.plan.tensor_parallel_size) for one in best}
+    for bound, idle in (("trainer", "engine_idle"), ("engines", "trainer_idle"), ("both", "trainer_idle")):
+        slower = [
+            one
+            for one in found.candidates
+            if one.predicted.bound == bound and (one.plan.num_ranks, one.plan.tensor_parallel_size) not in shown
+        ]
+        if slower:
+            first = slower[0]
+            waits = {"trainer": "engines wait for the trainer", "engines": "the trainer waits for engines"}
+            yield (
+                f"{len(slower)} slower plans in which {waits.get(bound, 'they take turns')}: from "
+                f"{first.predicted.step_s:.3g} s ({first.plan.words}; {getattr(first.predicted, idle):.0%} idle)"
+            )
+    if found.too_large:
+        nearest = min(found.too_large, key=lambda one: one.excess_gib)
+        yield (
+            f"{len(found.too_large)} settings over memory: the nearest, {nearest.what}, by "
+            f"{nearest.excess_gib:.1f} GiB on a device"
+        )
+    for message, count in refused.most_common():
+        yield f"{count} plans refused: {message}"

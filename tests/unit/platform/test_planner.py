@@ -1,0 +1,272 @@
+"""The planner: as good as trying everything, never over memory, and better than halves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.cluster import check_device_counts, check_kv_cache, check_memory, check_tensor_parallel
+from penstock.platform.checks.load import compose_config
+from penstock.platform.cli.plan import NUM_PLANS, best_plans, calibrated, run_plan
+from penstock.platform.cluster.costs import Scales, Workload, predict
+from penstock.platform.cluster.planner import MICRO_BATCHES, Candidate, Plan, Split, search
+from penstock.platform.config.schema import RunConfig
+from penstock.trainer.validation import trainer_violations
+from penstock.weights.model_config import ModelShape
+from tests.tiers import IS_FULL
+
+GPUS = {"H100": 80, "H200": 141, "A100": 40, "L40S": 48}
+SHAPES = {  # hidden, intermediate, layers, heads, key/value heads: about 0.5, 1.5, 3, 7 and 14 billion parameters
+    "0.5": (896, 4864, 24, 14, 2),
+    "1.5": (1536, 8960, 28, 12, 2),
+    "3": (2048, 11008, 36, 16, 2),
+    "7": (3584, 18944, 28, 28, 4),
+    "14": (5120, 13824, 48, 40, 8),
+}
+BASE = compose_config(["experiment=math_qwen_8gpu"])
+
+
+def shape_of(name: str) -> ModelShape:
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[name]
+    return ModelShape(
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=128 if hidden > 1000 else 64,
+    )  # fmt: skip
+
+
+def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
+    """With other values in some sections."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    )
+
+
+def instance(seed: int, num_devices: int, shape: str | None = None) -> RunConfig:
+    """A random run on so many equal devices."""
+    rng = random.Random(seed)
+    gpu = rng.choice(list(GPUS))
+    pool = BASE.cluster.pools["train"].model_copy(update={"memory_gib": GPUS[gpu], "accelerator_type": gpu})
+    of_trainer = rng.randint(1, num_devices - 1)
+    counts = {"train": of_trainer, "generate": num_devices - of_trainer}
+    answer = rng.choice([512, 1024, 4096, 8192])
+    return changed(
+        BASE,
+        model={"shape": shape_of(shape or rng.choice(list(SHAPES))), "max_context_tokens": answer + 512},
+        rollout={
+            "sampling": BASE.rollout.sampling.model_copy(update={"max_new_tokens": answer}),
+            "engine": BASE.rollout.engine.model_copy(update={"max_num_seqs": rng.choice([32, 128, 256])}),
+        },
+        dataflow={
+            "batch_groups": rng.choice([12, 24, 48, 96]),
+            "group_size": rng.choice([4, 8, 16]),
+            "max_staleness": rng.choice([0, 1, 2, 4]),
+        },
+        trainer={"gradient_checkpointing": rng.random() < 0.7},
+        weights={"transport": rng.choice(["auto", "shared_memory", "process_group"]), "overlap": rng.random() < 0.3},
+        cluster={
+            "pools": {name: pool.model_copy(update={"count": count}) for name, count in counts.items()},
+            "address": rng.choice(["local", "auto"]),
+        },
+    )
+
+
+def first(found: Any) -> Candidate | None:
+    return next(found.fitting(), None)
+
+
+def tried(config: RunConfig, workload: Workload) -> float:
+    """The fastest step of all settings, each built and checked by itself, without the planner; inf if none fits."""
+    pools, best = config.cluster.pools, math.inf
+    devices = pools["train"].count + pools["generate"].count
+    for ranks in range(1, devices):
+        for sp, stage, multiple in itertools.product(range(1, ranks + 1), range(4), MICRO_BATCHES):
+            if sp > 1 and multiple > 1:
+                continue
+            trainer = {
+                "num_ranks": ranks,
+                "sequence_parallel_size": sp,
+                "zero_stage": stage,
+                "max_tokens_per_micro_batch": multiple * -(-config.model.max_context_tokens // sp),
+            }
+            trained = changed(config, trainer=trainer)
+            size = trained.trainer.data_parallel_size
+            if not size or config.dataflow.batch_groups % size or trainer_violations(trained.model, trained.trainer):
+                continue
+            for tp in range(1, devices - ranks + 1):
+                engine = config.rollout.engine.model_copy(update={"tensor_parallel_size": tp})
+                for engines in range(1, (devices - ranks) // tp + 1):
+                    counts = {"train": ranks, "generate": devices - ranks}
+                    run = changed(
+                        trained,
+                        rollout={"num_engines": engines, "engine": engine},
+                        cluster={
+                            "pools": {name: pools[name].model_copy(update={"count": counts[name]}) for name in counts}
+                        },
+                    )
+                    if list(check_tensor_parallel(run)):
+                        break
+                    predicted = predict(run, workload).step_s
+                    if predicted < best and is_possible(run):
+                        best = predicted
+    return best
+
+
+def is_possible(run: RunConfig) -> bool:
+    return not [
+        *check_device_counts(run, "train"), *check_memory(run, "train"), *check_kv_cache(run)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60) if IS_FULL else range(4))
+def test_the_best_plan_is_within_5_percent_of_trying_everything(seed: int) -> None:
+    config = instance(seed, random.Random(-seed).randint(2, 8 if IS_FULL else 5))
+    workload = Workload.assumed(config)
+    found, best = first(search(config, workload, Scales())), tried(config, workload)
+    if found is None:
+        assert best == math.inf
+        return
+    assert found.predicted.step_s <= 1.05 * best
+    assert found.predicted == predict(found.plan.applied(config), workload), "a plan is predicted like any run"
+
+
+@pytest.mark.parametrize("seed", range(40) if IS_FULL else range(8))
+def test_no_plan_is_over_the_memory_of_its_devices_or_refused_by_the_checks(seed: int) -> None:
+    config = instance(100 + seed, random.Random(seed).randint(2, 16))
+    found = search(config, Workload.assumed(config), Scales())
+    candidates = list(itertools.islice(found.fitting(), 20))
+    for candidate in candidates:
+        assert is_possible(candidate.plan.applied(config)), candidate
+    steps = [candidate.predicted.step_s for candidate in candidates]
+    assert steps == sorted(steps)
+    assert candidates or found.too_large
+
+
+@pytest.mark.full
+def test_plans_of_20_workloads_are_at_least_15_percent_faster_than_the_best_with_equal_halves() -> None:
+    """In the seconds of the cost model; both have the best settings of their split."""
+    gains: list[float] = []
+    for seed in itertools.count():
+        rng = random.Random(seed)
+        devices = rng.choice([8, 16, 32])
+        config = instance(1000 + seed, devices, rng.choice(["0.5", "1.5", "3", "7"]))
+        workload = Workload.assumed(config)
+        halves = first(search(config, workload, Scales(), [Split(devices // 2, devices // 2)]))
+        if halves is None:  # half of the devices cannot divide the batch, or cannot hold the model
+            continue
+        best = first(search(config, workload, Scales()))
+        assert best is not None
+        gains.append(halves.predicted.step_s / best.predicted.step_s)
+        if len(gains) == 20:
+            break
+    assert min(gains) >= 1
+    assert math.prod(gains) ** (1 / len(gains)) >= 1.15, gains
+
+
+H100 = [
+    "experiment=math_qwen_8gpu",
+    "cluster.pools.train.accelerator_type=H100",
+    "cluster.pools.generate.accelerator_type=H100",
+]
+
+
+def planned(*overrides: str, **options: Any) -> int:
+    settings = {"config_dir": None, "calibrate": None, "answer_tokens": None, "as_json": False}
+    return run_plan([*H100, *overrides], **(settings | options))
+
+
+def test_the_overrides_of_a_plan_are_a_configuration_with_this_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(as_json=True, answer_tokens=700) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["workload"]["answer_tokens"] == 700
+    assert 1 < len(told["plans"]) <= NUM_PLANS
+    for one in told["plans"]:
+        config = compose_config([*H100, *one["overrides"]])
+        assert Plan.of(config) == Plan(**one["plan"])
+        assert sum(pool.count for pool in config.cluster.pools.values()) == 8, "devices are moved, not made"
+        assert predict(config, Workload(**told["workload"])).step_s == pytest.approx(one["predicted"]["step_s"])
+    assert len({(one["plan"]["num_ranks"], one["plan"]["tensor_parallel_size"]) for one in told["plans"]}) == len(
+        told["plans"]
+    )
+
+
+def test_the_table_says_why_the_others_lose_and_that_costs_are_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned() == 0
+    told = capsys.readouterr().out
+    assert "Costs are assumed from data sheets" in told
+    assert "given" in told
+    assert re.search(r"slower plans in which engines wait for the trainer: from \d+ s \(.*% idle\)", told)
+    assert re.search(r"settings over memory: the nearest, .*, by \d+\.\d GiB", told)
+
+
+def test_without_memory_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned("cluster.pools.train.memory_gib=8", "cluster.pools.generate.memory_gib=8") == 1
+    told = capsys.readouterr().out
+    assert "No plan fits." in told
+    assert "over memory" in told
+
+
+def test_a_plan_that_the_checks_refuse_is_not_shown() -> None:
+    config = compose_config([*H100, "weights.update_mode=multi_version"])
+    refused: Counter[str] = Counter()
+    best = list(best_plans(search(config, Workload.assumed(config), Scales()), refused))
+    assert best
+    assert all(one.plan.num_engines >= 2 for one in best)
+    assert any("multi_version" in message for message in refused)
+
+
+@pytest.mark.parametrize(
+    "typed", ["cluster.pools.train.accelerator_type=null", "cluster.pools.train.accelerator_type=X1"]
+)
+def test_accelerators_that_are_not_known_are_named_with_those_that_are(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.pools\.train\.accelerator_type=(None|X1).* knows B200, H200"):
+        planned(typed)
+
+
+def test_pools_of_unequal_devices_keep_theirs() -> None:
+    config = compose_config([*H100, "cluster.pools.generate.accelerator_type=A100"])
+    for candidate in itertools.islice(search(config, Workload.assumed(config), Scales()).fitting(), 10):
+        assert candidate.plan.num_ranks <= 4
+        assert candidate.plan.applied(config).cluster.pools == config.cluster.pools
+
+
+def test_engines_never_cross_nodes_and_extra_pools_speed_generation_up() -> None:
+    nodes = [f"cluster.pools.{name}.devices_per_node=2" for name in ("train", "generate")]
+    config = compose_config([*H100, *nodes])
+    found = search(config, Workload.assumed(config), Scales())
+    assert {one.plan.tensor_parallel_size for one in found.candidates} == {1, 2}
+    extra = [
+        "+cluster.pools.a100={device: gpu, count: 4, memory_gib: 80, accelerator_type: A100}",
+        "cluster.extra_rollout_pools={a100: {num_engines: 4}}",
+    ]
+    more, workload = compose_config([*H100, *extra]), Workload.assumed(config)
+    plain = compose_config(H100)
+    assert predict(more, workload).generate_s < predict(plain, workload).generate_s
+
+
+def test_a_calibrated_model_predicts_the_run_that_it_was_scaled_to(tmp_path: Path) -> None:
+    config = compose_config(H100)
+    measured = {
+        "throughput/step_s": 80.0,
+        "trainer/step_s": 75.0,
+        "idle/engine_share": 0.4,
+        "weights/publish_s": 5.0,
+        "length/mean_tokens": 900.0,
+    }
+    lines = [json.dumps({"step": step, "time_s": 0.0, "metrics": measured}) for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    found = calibrated(tmp_path, config)
+    assert found.workload.answer_tokens == 900
+    assert found.predicted_step_s == pytest.approx(found.measured_step_s)
+    predicted = predict(config, found.workload, found.scales)
+    assert (predicted.train_s, predicted.generate_s, predicted.publish_s) == pytest.approx((75.0, 48.0, 5.0))
