@@ -215,6 +215,7 @@ def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  
         for _ in range(60):
             if os.fork() == 0:
                 time.sleep(1000)
+                os._exit(0)  # not into the loop: if it is not contained, the machine survives
         time.sleep(1000)
     if what == "fork bomb":
         for _ in range(8):  # 256 processes: if it is not contained, the machine survives

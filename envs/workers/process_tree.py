@@ -106,16 +106,26 @@ def proportional_memory_bytes(pids: Iterable[int]) -> int:
 def kill_descendants(pid: int) -> None:
     """Kill all descendants of `pid`, including those that are forked during this call.
 
-    They are stopped before they are killed, so that none can fork while the others are searched. They stay zombies
-    until their parent, or the ancestor that adopts orphans, reaps them.
+    They are stopped before they are killed, so that none can fork while the others are searched. A fork that is under
+    way when its process is stopped still completes, and fails only once that process is killed: so they are searched
+    until a search after the last kill finds none. They stay zombies until their parent, or the ancestor that adopts
+    orphans, reaps them.
     """
-    seen: set[int] = set()
-    while new := [child for child in descendants(pid) if child not in seen]:
+    killed: set[int] = set()
+    while stopped := _stop_descendants(pid, killed):
+        for child in stopped:
+            _send(child, SIGKILL)
+        killed |= stopped
+
+
+def _stop_descendants(pid: int, killed: set[int]) -> set[int]:
+    """Stop all descendants of `pid` that are not `killed`, and return them."""
+    stopped: set[int] = set()
+    while new := set(descendants(pid)) - killed - stopped:
         for child in new:
             _send(child, SIGSTOP)
-        seen.update(new)
-    for child in seen:
-        _send(child, SIGKILL)
+        stopped |= new
+    return stopped
 
 
 def reap_children() -> None:
