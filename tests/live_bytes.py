@@ -34,7 +34,9 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already."""
+        """Count a tensor's storage, unless it is counted already, or on the meta device, where it has no bytes."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:
