@@ -66,7 +66,7 @@ class Case(NamedTuple):
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
             num_ranks=self.num_ranks,
-            zero_stage=self.zero_stage,  # type: ignore[arg-type]
+            zero_stage=self.zero_stage,
             gradient_checkpointing=self.gradient_checkpointing,
             offload_optimizer=self.offload_optimizer,
             max_tokens_per_micro_batch=self.tokens,
@@ -105,8 +105,8 @@ def as_on_a_gpu() -> Iterator[None]:
     def product(rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         return rows.new_zeros((len(rows), len(words)), dtype=torch.float32)  # as cuBLAS returns it
 
-    def gradient(logits: torch.Tensor, *_: object) -> torch.Tensor:
-        return torch.zeros_like(logits, dtype=_[-1])
+    def gradient(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return torch.zeros_like(logits, dtype=rest[-1])
 
     with ExitStack() as patches:
         for where, name, value in (
@@ -152,9 +152,9 @@ def activation_bytes(config_file: Path, tokens: int, *, gradient_checkpointing: 
                 live.reset_peak()
                 before = live.now
                 logprobs, entropies = inputs_of(tokens).call(model, 1.0)
-                (logprobs.sum() + entropies.sum()).backward()
+                (logprobs.sum() + entropies.sum()).backward()  # type: ignore[no-untyped-call]
                 del logprobs, entropies
-            return live.peak - before
+            return int(live.peak - before)
 
 
 def inputs_of(tokens: int) -> ModelInputs:
@@ -182,7 +182,7 @@ def measure(case: Case) -> Measured:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
     folder = tempfile.mkdtemp()
     create_policy(case.model, SPECIAL_TOKENS, folder, seed=0)
-    backends.ZERO_BUCKET_ELEMENTS = BUCKET_ELEMENTS
+    vars(backends)["ZERO_BUCKET_ELEMENTS"] = BUCKET_ELEMENTS
     lora = case.trainer.lora
     loaders: list[Any] = [load_policy]
     if lora is not None:
