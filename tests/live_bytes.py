@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations of this thread create inside the context, until they are freed.
 
     Memory that an operation takes and returns within itself is not seen, nor what an allocator rounds up.
@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.largest = 0
         self._seen: set[int] = set()
 
@@ -34,7 +34,9 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already."""
+        """Count a tensor's storage, unless it is counted already, or on the meta device, where it has no bytes."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:

@@ -19,6 +19,9 @@ from penstock.trainer.algorithms.config import (
     OverlongConfig,
 )
 
+ZERO_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that ZeRO 1 to 3 reduce at once, and updated weights that it gathers at once."""
+
 
 def _as_list(value: Any) -> Any:
     """One name is a chain of one; YAML has lists where a chain is a tuple."""

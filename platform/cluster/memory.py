@@ -6,12 +6,19 @@ parameters of one rank (all but the embeddings are divided by t), and R, Q, K, I
 divided by t.
 
     trainer weights      P·b          / R if Z = 3
-    gradients            P·b          / R if Z ≥ 2
+    gradients            bfloat16: 2·P at Z = 0, 4·P at Z = 1, 4·P / R at Z ≥ 2; float32: 4·P, / R at Z ≥ 2;
+                         and P·b of a bucket of at most 5e7 elements at Z = 3
     master weights       4·P          / R if Z ≥ 1; none for float32 at Z = 0
     Adam moments         8·P          / R if Z ≥ 1
-    gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
-    activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
-    logits               3·4·V·min(T, 1024): chunked, forward and backward
+    passing              the most of these three, since they follow one another:
+      backward           activations; at Z = 1 in bfloat16 also 2·P of gradients; at Z = 3 also P·b of gathered layers
+                         (at most 1e9 parameters); at Z ≥ 2 also buckets
+      all-reduce         R > 1: P·b at Z = 0 (at most 5e8 parameters), 4·P at Z = 1 in bfloat16
+      step of AdamW      4·p on a GPU, of p parameters that are updated at once: P / R, at most 1e9 at Z = 3; and 4·p of
+                         gradients, where they are not float32 and flat already
+    activations          T·b·(L·layer + 5H) and the head; with checkpointing L·H, or T·b·(L·H + layer + 2H + 2I);
+                         a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less
+    head                 V·H·b of its gradient, and one tile of logits: T·v·(4 + b) + T·H·4, v ≤ 8192
     between steps        a rank keeps weights and optimizer, and its gradients if DeepSpeed never frees their buffer: at
                          Z = 3, and at Z = 1 in bfloat16 without offload_optimizer
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for a staged version
@@ -21,31 +28,40 @@ divided by t.
     critic               as a second policy; only one of them has activations at a time
     published            P·b in shared memory, twice unless weights.transport=gather, for each layout of engines; or
                          P·b / tp on each device of an engine, also while it sleeps (weights.transport=cuda_ipc)
+    loading              P·b of main memory on each rank with Z ≤ 2, until it is on its GPU
     with adapters        of A parameters: gradients, master weights and moments for A only; 4·A in shared memory, and
                          P·b of main memory per engine; if full weights are sent, P·b while a version is merged
-    reference, teacher   P·b (of that model) + activations of one layer
+    reference, teacher   P·b (of that model) + T·b·(5H + 3I)
     reward with a pool   the same; 2·P on a GPU, 4·P on a CPU
     base                 process without weights (measured on CPU; the CUDA context on GPU)
 
-Accurate to about 20 %, and rather too high.
+Sources, measurements and a table: docs/concepts/memory.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
+from penstock.trainer.config import ZERO_BUCKET_ELEMENTS
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 GIB = 1 << 30
-LOGITS_CHUNK_TOKENS = 1024
 ENGINE_BATCH_TOKENS = 2048
 """Most tokens of one step of a vLLM engine, its default."""
 LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 gathers at most, DeepSpeed's default (`stage3_max_live_parameters`)."""
+SUB_GROUP_ELEMENTS = 1_000_000_000
+"""Parameters of a rank that ZeRO-3 updates at once, its default (`sub_group_size`)."""
+ALL_REDUCE_ELEMENTS = 500_000_000
+"""Gradients that ZeRO-0 reduces at once, a constant of `DeepSpeedEngine.buffered_allreduce_fallback`."""
+GPU_TILE = (16384, 8192)
+CPU_TILE = (512, 1024)
+"""Tokens and words of the largest tile of logits (kernels/portable/logprob.py)."""
 
 PAYLOAD_BYTES_PER_TOKEN = 16
 """Size of a stored trajectory: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
@@ -80,26 +96,27 @@ class Memory:
 
 
 def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
-    """Memory of one trainer rank."""
-    tp, shape, width = config.trainer.tensor_parallel_size, config.model.shape, DTYPE_BYTES[config.model.dtype]
-    embeddings = shape.vocab_size * shape.hidden_size  # not split, whole on every rank
-    parameters = embeddings + (shape.num_parameters - embeddings) / tp
-    stage, ranks = config.trainer.zero_stage, max(1, config.trainer.num_ranks // tp)
-    has_masters = config.model.dtype != "float32" or stage > 0
-    gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
-    num_models = 2 if config.algorithm.needs_critic else 1
-    trained = parameters * num_models
-    if config.trainer.lora is not None:
-        trained += adapter_parameters(config) - parameters
-    merged = parameters if config.trainer.lora is not None and weight_route(config) != "adapters" else 0
-    parameters, activations = parameters * num_models, _activation_bytes(config)
-    optimizer = (8 + 4 * has_masters) * trained / (ranks if stage >= 1 else 1) / GIB
+    """Memory of one trainer rank.
+
+    `gradients` are what a step begins with or DeepSpeed never frees; `activations` what is most at one moment of a step
+    beside weights, optimizer and those: of the backward pass, of an all-reduce, or of AdamW.
+    """
+    shape, width, on_gpu = config.model.shape, DTYPE_BYTES[config.model.dtype], pool.device == "gpu"
+    parameters = _parameters_of_rank(config)
+    stage, ranks, lora = config.trainer.zero_stage, _replicas(config), config.trainer.lora
+    models = [_training(config, parameters if lora is None else adapter_parameters(config), on_gpu=on_gpu)]
+    if config.algorithm.needs_critic:
+        models.append(_training(config, parameters, on_gpu=on_gpu))
+    merged = parameters if lora is not None and weight_route(config) != "adapters" else 0
+    weights = len(models) * parameters * width / (ranks if stage == 3 else 1) / GIB
     parts: dict[Part, float] = {
-        "weights": (parameters * width / (ranks if stage == 3 else 1) + gathered) / GIB,
-        "gradients": trained * width / (ranks if stage >= 2 else 1) / GIB,
-        "activations": activations / GIB,
+        "weights": weights,
+        # A critic is updated after the policy, whose gradients are gone by then, unless they have a buffer.
+        "gradients": (sum if keeps_gradients(config) else max)(one.gradients for one in models) / GIB,
+        "activations": max(one.passing for one in models) / GIB,
         "published": merged * width / (ranks if stage == 3 else 1) / GIB,
     }
+    optimizer = sum(one.optimizer for one in models) / GIB
     # A rank's copy of its share of the trained state, while a checkpoint is written.
     takes_any = config.checkpoint.every_steps or config.checkpoint.every_minutes
     copied: dict[Part, float] = {
@@ -107,7 +124,9 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     }
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer, **copied})
+    is_loaded_whole = stage < 3 or config.trainer.tensor_parallel_size > 1
     host: dict[Part, float] = {"base": BASE_GPU_HOST_GIB, **copied}
+    host["weights"] = shape.num_parameters * width * is_loaded_whole / GIB
     if config.trainer.offload_optimizer:
         return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {**host, "optimizer": optimizer})
     return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, host)
@@ -134,6 +153,71 @@ def keeps_gradients(config: RunConfig) -> bool:
     trainer = config.trainer
     has_own_optimizer = trainer.zero_stage == 1 and config.model.dtype == "bfloat16" and not trainer.offload_optimizer
     return trainer.zero_stage == 3 or has_own_optimizer
+
+
+class _Training(NamedTuple):
+    """Bytes of one rank for the training of one model, without its weights.
+
+    Attributes:
+        optimizer: Master weights and moments.
+        gradients: What a step begins with or DeepSpeed never frees.
+        passing: Largest sum of everything else at one moment of a step.
+    """
+
+    optimizer: float
+    gradients: float
+    passing: float
+
+
+def _training(config: RunConfig, trained: float, *, on_gpu: bool) -> _Training:
+    """What DeepSpeed allocates for `trained` parameters of one rank; the lines are in docs/concepts/memory.md."""
+    trainer, shape = config.trainer, config.model.shape
+    stage, ranks, width = trainer.zero_stage, _replicas(config), DTYPE_BYTES[config.model.dtype]
+    is_half = config.model.dtype == "bfloat16"
+    share = trained / ranks if stage else trained
+    optimizer = (12 if is_half or stage else 8) * share
+    updated = min(share, SUB_GROUP_ELEMENTS) if stage == 3 else share
+    # Roots of second moments: of all tensors on a GPU (foreach), of one after the other on a CPU, where ZeRO has one.
+    adam = 4 * updated if on_gpu else 8 * updated * bool(stage)
+    if trainer.offload_optimizer:  # also gradients and updated weights, and what AdamW on a CPU takes
+        optimizer += (4 + (4 if stage == 3 else width)) * share + 8 * updated
+        adam = 0
+    backward = _activation_bytes(config, on_gpu=on_gpu, trains_head=trainer.lora is None)
+    bucket = width * min(ZERO_BUCKET_ELEMENTS, shape.num_parameters)
+    reduced = 0.0
+    if stage == 0:
+        gradients = width * trained
+        reduced = width * min(trained, ALL_REDUCE_ELEMENTS) * (ranks > 1)
+        step = adam + 4 * trained * is_half
+    elif stage == 1 and is_half and not trainer.offload_optimizer:
+        gradients = 4 * trained
+        backward += width * trained
+        reduced = 2 * width * trained
+        step = width * trained + adam
+    elif stage < 3:
+        gradients = 4 * (trained if stage == 1 else share)
+        backward += 2 * min(bucket, width * trained)
+        # Gradients of tensors that are larger than a bucket, which the embedding is, are kept until the step.
+        embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        large = width * min(embeddings, trained) if stage == 2 else 0
+        step = large + (adam if is_half else max(8 * share, 4 * share + adam) - gradients)
+    else:
+        gradients = bucket + (0 if trainer.offload_optimizer else 4 * share)
+        backward += width * min(_parameters_of_rank(config), LIVE_PARAMETERS) + 2 * min(bucket, width * trained)
+        step = 0 if trainer.offload_optimizer else 4 * updated + adam
+    return _Training(optimizer, gradients, max(backward, reduced, step))
+
+
+def _replicas(config: RunConfig) -> int:
+    """Ranks over which ZeRO partitions."""
+    return max(1, config.trainer.num_ranks // config.trainer.tensor_parallel_size)
+
+
+def _parameters_of_rank(config: RunConfig) -> float:
+    """Parameters of one of t tensor-parallel ranks, before ZeRO partitions them."""
+    shape = config.model.shape
+    embeddings = shape.vocab_size * shape.hidden_size  # not split, whole on every rank
+    return embeddings + (shape.num_parameters - embeddings) / config.trainer.tensor_parallel_size
 
 
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
@@ -178,7 +262,8 @@ def frozen_memory(
         dtype: Its dtype; None: that of the policy.
     """
     shape, tokens, width = config.model.shape, config.trainer.max_group_tokens, DTYPE_BYTES[dtype or config.model.dtype]
-    passing = width * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
+    layer = max(3 * shape.intermediate_size, 4 * shape.head_dim * (shape.num_heads + shape.num_kv_heads))
+    passing = width * tokens * (5 * shape.hidden_size + layer)
     held = width * (weights or shape.num_parameters)
     parts: dict[Part, float] = {"weights": held / GIB, "activations": passing / GIB}
     if pool.device == "cpu":
@@ -248,26 +333,37 @@ def sequence_kv_gib(config: RunConfig) -> float:
     return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
 
 
-def _activation_bytes(config: RunConfig) -> float:
+def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> float:
+    """Most that forward and backward of one micro-batch keep, beside gradients of weights but the head's."""
     shape, trainer, tp = config.model.shape, config.trainer, config.trainer.tensor_parallel_size
-    tokens, layer = trainer.max_tokens_per_micro_batch, _layer_width(config, tp)
-    layers = shape.num_layers * layer
-    if config.trainer.gradient_checkpointing:
-        layers = shape.num_layers * shape.hidden_size + layer
-    return tokens * layers * DTYPE_BYTES[config.model.dtype] + _logits_bytes(config, tp)
+    width, tokens = DTYPE_BYTES[config.model.dtype], trainer.max_tokens_per_micro_batch
+    hidden, layer = shape.hidden_size, _layer_width(config, tp)
+    kept = shape.num_layers * (hidden if trainer.gradient_checkpointing else layer)
+    # Within the backward pass of a layer: gradients of the MLP's two products and of the residual stream.
+    of_layer = layer * trainer.gradient_checkpointing + 2 * hidden + 2 * shape.intermediate_size / tp
+    head = width * tokens * (kept + 5 * hidden) + _head_bytes(config, on_gpu=on_gpu, is_trained=trains_head)
+    return max(head, width * tokens * (kept + of_layer))
 
 
 def _layer_width(config: RunConfig, tp: int) -> float:
-    """Number of activations per token of a layer that one of `tp` ranks keeps."""
+    """Number of activations per token of a layer that one of `tp` ranks keeps for its backward pass."""
     shape = config.model.shape
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 6 * shape.hidden_size + (2 * query + 2 * key + 4 * shape.intermediate_size) / tp
+    # Each of two norms keeps its input in float32, its result, and what it multiplies with a weight that is trained.
+    norms = (8 if config.model.dtype == "bfloat16" else 6) - 2 * (config.trainer.lora is not None)
+    norms_of_heads = (3 if config.model.dtype == "bfloat16" else 2) * (query + key) * shape.qk_norm
+    return norms * shape.hidden_size + (norms_of_heads + 4 * query + 4 * key + 4 * shape.intermediate_size) / tp
 
 
-def _logits_bytes(config: RunConfig, tp: int) -> float:
-    tokens = config.trainer.max_tokens_per_micro_batch
-    vocabulary = config.model.shape.vocab_size / (1 if config.model.shape.tie_word_embeddings else tp)
-    return 3 * 4 * vocabulary * min(tokens, LOGITS_CHUNK_TOKENS)
+def _head_bytes(config: RunConfig, *, on_gpu: bool, is_trained: bool) -> float:
+    """Of kernels/linear_logprob.py in backward: gradients of the weight and of hidden states, one tile of logits."""
+    shape, trainer, width = config.model.shape, config.trainer, DTYPE_BYTES[config.model.dtype]
+    rows = shape.vocab_size / (1 if shape.tie_word_embeddings else trainer.tensor_parallel_size)
+    max_tokens, max_words = GPU_TILE if on_gpu else CPU_TILE
+    words, tokens = min(max_words, rows), trainer.max_tokens_per_micro_batch
+    tile = min(tokens, max_tokens) * words * (4 + width)
+    weight = (width * rows + 4 * words) * shape.hidden_size * is_trained
+    return tile + weight + 4 * tokens * shape.hidden_size
 
 
 def max_live_trajectories(config: RunConfig) -> int | None:

@@ -46,7 +46,7 @@ from penstock.trainer.backends.torch import (
 )
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment, deal
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config import ZERO_BUCKET_ELEMENTS, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
 from penstock.trainer.models.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
@@ -54,7 +54,6 @@ from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20
-_BUCKET_ELEMENTS = 50_000_000
 
 
 class MasterStretch(NamedTuple):
@@ -361,7 +360,7 @@ def build_deepspeed_backend(
 
 def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
     """The DeepSpeed configuration. The batch size is nominal: our micro-batches are counted in tokens."""
-    bucket = min(_BUCKET_ELEMENTS, model.shape.num_parameters)
+    bucket = min(ZERO_BUCKET_ELEMENTS, model.shape.num_parameters)
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
         "reduce_bucket_size": bucket,

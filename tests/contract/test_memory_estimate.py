@@ -1,0 +1,102 @@
+"""The memory estimate of the planner against the bytes of DeepSpeed's tensors (tests/contract/memory_of_a_rank.py)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster import memory
+from penstock.platform.cluster.memory import GIB, trainer_memory
+from penstock.platform.config.schema import PoolConfig
+from penstock.trainer.algorithms.config import GaeConfig
+from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.full,  # a process for each case
+    pytest.mark.timeout(900),
+]
+TOLERANCE = 0.10
+CASES = [
+    *(Case("bfloat16", stage) for stage in range(4)),
+    *(Case("float32", stage) for stage in range(4)),
+    *(Case("bfloat16", stage, tokens=64) for stage in range(4)),
+    Case("bfloat16", 2, tokens=2048, gradient_checkpointing=True),
+    Case("bfloat16", 1, lora=8),
+    Case("bfloat16", 3, lora=8),
+    Case("bfloat16", 2, has_critic=True),
+    Case("bfloat16", 3, has_critic=True),
+    Case("float32", 0, num_ranks=1, on_gpu=False),
+    Case("float32", 2, on_gpu=False, tokens=64),
+]
+
+MICRO_BATCHES = [
+    ("Qwen/Qwen2.5-0.5B-Instruct", 8192, True),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 8192, False),
+    ("Qwen/Qwen2.5-7B", 16384, True),
+    ("Qwen/Qwen2.5-7B", 4096, False),
+]
+"""Public model, tokens, and whether activations are computed again."""
+
+
+def estimated_bytes(case: Case) -> float:
+    """Of one rank in a step, without what the process itself takes."""
+    base = compose_config(["experiment=math_qwen_8gpu", "checkpoint.every_minutes=0"])
+    changed = {"model": case.model, "trainer": case.trainer}
+    if case.has_critic:
+        changed["algorithm"] = base.algorithm.model_copy(update={"advantage": GaeConfig()})
+    pool = PoolConfig(device="gpu" if case.on_gpu else "cpu", count=8, memory_gib=80)
+    with mock.patch.object(memory, "ZERO_BUCKET_ELEMENTS", BUCKET_ELEMENTS):
+        planned = trainer_memory(base.model_copy(update=changed), pool)
+    parts = dict(planned.device if case.on_gpu else planned.host)
+    if case.offload_optimizer:  # one memory here
+        parts["optimizer"] = planned.host["optimizer"]
+    return sum(gib for part, gib in parts.items() if part not in ("base", "published", "checkpoint")) * GIB
+
+
+def estimated_activation_bytes(name: str, tokens: int, *, gradient_checkpointing: bool) -> float:
+    """Of a micro-batch of a public model in bfloat16 on a GPU."""
+    config = compose_config(["experiment=math_qwen_8gpu", f"model.path={name}"])
+    changed = {"max_tokens_per_micro_batch": tokens, "gradient_checkpointing": gradient_checkpointing}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changed)})
+    return memory._activation_bytes(config, on_gpu=True, trains_head=True)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Measured]:
+    folder = tmp_path_factory.mktemp("memory")
+    (folder / "cases").write_bytes(pickle.dumps(CASES))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.memory_of_a_rank", str(folder / "cases"), str(folder / "answers")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(CASES, pickle.loads((folder / "answers").read_bytes()), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_ranks_peak_is_within_a_tenth_of_its_estimate(case: Case, measured: dict[Case, Measured]) -> None:
+    assert measured[case].peak == pytest.approx(estimated_bytes(case), rel=TOLERANCE), measured[case]
+
+
+@pytest.mark.parametrize(("name", "tokens", "checkpoints"), MICRO_BATCHES)
+def test_activations_of_shipped_models_are_within_a_tenth_of_their_estimate(
+    name: str, tokens: int, checkpoints: bool
+) -> None:
+    file = ROOT / "conf" / "model" / "public" / f"{name}.json"
+    found = activation_bytes(file, tokens, gradient_checkpointing=checkpoints)
+    planned = estimated_activation_bytes(name, tokens, gradient_checkpointing=checkpoints)
+    assert found == pytest.approx(planned, rel=TOLERANCE)
