@@ -45,7 +45,7 @@ def test_settings_that_cannot_run_together_are_all_named() -> None:
 def test_sharing_layers_and_sequences_at_once_is_refused() -> None:
     settings = {"num_ranks": 4, "tensor_parallel_size": 2, "sequence_parallel_size": 2}
     trainer = TrainerConfig(max_tokens_per_micro_batch=64, optimizer=OptimizerConfig(lr=1.0), **settings)
-    (violation,) = trainer_violations(MODEL, trainer)
+    (violation,) = trainer_violations(MODEL.model_copy(update={"attention": "varlen"}), trainer)
     assert violation.startswith("trainer.tensor_parallel_size=2 with sequence_parallel_size=2:")
 
 
