@@ -30,7 +30,7 @@ from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_summary, run_cli
 from tests.small_run import small_run_overrides
 
-pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(600)]
 
 NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
 REWARD = """
