@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = {"answer_of", "gather_answers", "late_calls", "silence_limit"}
+HELPERS = {"answer_of", "gather_answers", "late_calls", "silence_limit", "wait_started"}
 PLAIN_LIMITS = {"timeout", "timeout_at", "wait_for"}
 WITHOUT_A_LIMIT_HERE = {
     "actors/cluster.py:engine_actor": "starts a process",
@@ -27,7 +27,6 @@ WITHOUT_A_LIMIT_HERE = {
     "actors/reference.py:start_references": "starts processes",
     "actors/reward/client.py:score": "its worker has a limit for each score, and a lost worker fails it",
     "actors/reward/client.py:close": "the processes are killed after it",
-    "actors/trainer/client.py:start": "`_answers` limits it",
     "actors/trainer/client.py:training_sharding": "`_answers` limits it",
     "actors/trainer/client.py:read_back": "returns a handle, which the engine's update resolves",
     "actors/trainer/client.py:_call": "returns the calls to `_answers` and `call_ranks`",
