@@ -17,7 +17,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.cluster.costs import Prediction, Scales, Workload, generate_s, predict, send_s, swap_s, train_s
-from penstock.platform.cluster.planner import Candidate, Plan, Search, search
+from penstock.platform.cluster.planner import Candidate, Plan, Search, excess_gib, search
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
@@ -25,7 +25,7 @@ from penstock.platform.run.resume import read_saved_config
 from penstock.platform.simulator.calibration import column, halves
 
 NUM_PLANS = 5
-_WIDTH = 150
+_WIDTH = 170
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,13 @@ def _print(
         table.add_column(heading, no_wrap=True)
     for heading in ("train s", "generate s", "publish s", "trainer idle", "engines idle"):
         table.add_column(heading, justify="right")
-    table.add_column("bound by")
+    table.add_column("bound by", no_wrap=True)
     for number, one in enumerate(best, start=1):
         table.add_row(str(number), *_row(one.plan, one.predicted))
-    given = Plan.of(config)
-    table.add_row("given", *_row(given, predict(config, workload, _scales(calibration))), style="dim")
+    given, excess = _row(Plan.of(config), predict(config, workload, _scales(calibration))), excess_gib(config)
+    if excess > 0:
+        given[-1] = f"over memory by {excess:.1f} GiB"
+    table.add_row("given", *given, style="dim")
     console.print(table)
     for number, one in enumerate(best, start=1):
         console.print(f"{number}: {' '.join(one.plan.overrides(config))}")

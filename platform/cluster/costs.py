@@ -154,7 +154,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     length = workload.prompt_tokens + workload.answer_tokens
     num_answers = config.dataflow.batch_groups * config.dataflow.group_size
     num_tokens = num_answers * length
-    num_replicas = trainer.num_ranks // tp
+    num_replicas = max(trainer.num_ranks // tp, 1)
 
     algorithm = config.algorithm
     has_own_reference = algorithm.needs_reference and not config.num_frozen("reference")
@@ -165,7 +165,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     compute_s = num_tokens * flops / (trainer.num_ranks * device.flops * MODEL_FLOPS)
 
     in_one = max(trainer.max_tokens_per_micro_batch // length, 1) if sp == 1 else 1
-    num_micro_batches = ceil(num_answers / trainer.data_parallel_size / in_one)
+    num_micro_batches = ceil(num_answers / max(trainer.data_parallel_size, 1) / in_one)
     weights = shape.num_parameters * width / tp
     trained = weights if trainer.lora is None else adapter_parameters(config) * width
     per_s = _link_bytes_per_s(config, config.cluster.trainer_pool, trainer.num_ranks)

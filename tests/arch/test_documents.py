@@ -84,7 +84,7 @@ def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
-CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep", "launch")
+CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep", "launch", "plan")
 """Commands that take overrides of a configuration."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.simulator.calibration import calibrate, fit
+from penstock.platform.simulator.calibration import calibrate, fit, halves
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.sweep import enough_steps, must_complete
 
@@ -149,6 +149,14 @@ def test_the_step_time_of_a_synthetic_run_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     figures = calibrate(tmp_path)
     assert figures["predicted_over_measured"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_machine_that_becomes_slower_affects_the_fit_and_the_comparison_alike(tmp_path: Path) -> None:
+    slower = [row(1 + step / 40, 1e4, running=8, busy_s=1.0, trainer_s=0.5) for step in range(41)]
+    lines = [json.dumps({"step": step, "time_s": 0.0, "metrics": metrics}) for step, metrics in enumerate(slower)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    fitted, compared = (np.mean([one["throughput/step_s"] for one in half]) for half in halves(tmp_path))
+    assert fitted == pytest.approx(compared, rel=0.1)
 
 
 def test_a_run_that_is_too_short_is_refused(tmp_path: Path) -> None:

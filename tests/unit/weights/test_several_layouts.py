@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.layout.algebra import side_by_side
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, manifest_of, read_shard
+from tests.contract.engine_harness import make_spec
+from tests.layouts import read, torch_layout
 from tests.unit.weights.models import engine_layout, numbered, tensors_of
 
 _, TENSORS = tensors_of("qwen2")
@@ -55,3 +62,21 @@ def test_an_engine_on_a_node_without_the_files_says_which_one_is_missing(tmp_pat
     (transfer.folder(1) / "rank2").unlink()
     with pytest.raises(WeightSyncError, match="rank2 does not exist"):
         list(read_shard(manifest, 1, None))
+
+
+async def test_a_real_engine_takes_its_ranks_and_refuses_those_of_another_kind(
+    tiny_model_config: ModelConfig, publisher_of_tiny: Callable[..., Callable[[int], WeightManifest]]
+) -> None:
+    of_vllm, of_torch = read("tiny").layouts[2], torch_layout().layout
+    publish = publisher_of_tiny(EngineLayout("vllm", side_by_side([of_vllm, of_torch])))
+    engine = TorchEngine(make_spec(tiny_model_config, TorchEngineConfig(type="torch", max_num_seqs=4), "keep_kv"))
+    await engine.start()
+    try:
+        manifest = publish(1)
+        mine = manifest_of(manifest, range(2, 3))
+        ack = await engine.update_weights(mine)
+        assert (ack.version, ack.checksum) == (1, mine.checksum), "read back from its live weights"
+        with pytest.raises(WeightSyncError):
+            await engine.update_weights(manifest_of(publish(2), range(2)))
+    finally:
+        await engine.shutdown()
