@@ -18,7 +18,7 @@ divided by t.
                          gradients, where they are not float32 and flat already
     activations          T·b·(L·layer + 5H) and the head; with checkpointing L·H, or T·b·(L·H + layer + 2H + 2I);
                          a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less
-    head                 V·H·b of its gradient, and one tile of logits: T·v·(4 + b) + T·H·4, v ≤ 8192
+    head                 V·H·b of its gradient, and one tile of logits: T·v·(4 + 2b) + T·H·4, v ≤ 8192
     between steps        a rank keeps weights and optimizer, and its gradients if DeepSpeed never frees their buffer: at
                          Z = 3, and at Z = 1 in bfloat16 without offload_optimizer
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for a staged version
@@ -361,7 +361,9 @@ def _head_bytes(config: RunConfig, *, on_gpu: bool, is_trained: bool) -> float:
     rows = shape.vocab_size / (1 if shape.tie_word_embeddings else trainer.tensor_parallel_size)
     max_tokens, max_words = GPU_TILE if on_gpu else CPU_TILE
     words, tokens = min(max_words, rows), trainer.max_tokens_per_micro_batch
-    tile = min(tokens, max_tokens) * words * (4 + width)
+    # Of several tiles, the gradient of one is dropped when that of the next is there.
+    has_several = rows > max_words or tokens > max_tokens
+    tile = min(tokens, max_tokens) * words * (4 + width * (1 + has_several))
     weight = (width * rows + 4 * words) * shape.hidden_size * is_trained
     return tile + weight + 4 * tokens * shape.hidden_size
 

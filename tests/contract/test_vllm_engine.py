@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,24 +44,50 @@ CONFIG = VllmEngineConfig(
     enforce_eager=True,
     journal_interval_tokens=JOURNAL_INTERVAL,
 )
-ENGINES = [("keep_kv", 1, "host"), pytest.param(("recompute_kv", 2, "device"), marks=pytest.mark.full)]
-"""Update mode, tensor-parallel workers, and where versions are written; an engine takes 15 s to start."""
+ENGINES = [
+    ("keep_kv", 1, "host", "synchronous"),
+    pytest.param(("recompute_kv", 2, "device", "synchronous"), marks=pytest.mark.full),
+    pytest.param(("keep_kv", 1, "host", "asynchronous"), marks=pytest.mark.full),
+]
+"""Update mode, tensor-parallel workers, where versions are written, and scheduling; an engine takes 15 s to start."""
+
+
+def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
+    """Schedule the next step while one runs, as vLLM does on GPUs; its CPU platform turns that off."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    plain = platform.check_and_update_config
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        plain(vllm_config)
+        assert vllm_config.scheduler_config.async_scheduling is False, "this patch is not needed any more"
+        vllm_config.scheduler_config.async_scheduling = True
+
+    patch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES, ids=str)
 async def harness(
     request: pytest.FixtureRequest, cpu_profile: None, open_harness: OpenHarness
 ) -> AsyncIterator[Harness]:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
-    update_mode, tp_size, memory = request.param
+    update_mode, tp_size, memory, scheduling = request.param
     config = CONFIG.model_copy(update={"tensor_parallel_size": tp_size})
-    async with open_harness(VllmEngine, config, update_mode, memory) as harness:
-        yield harness
+    with pytest.MonkeyPatch.context() as patch:
+        if scheduling == "asynchronous":
+            schedule_asynchronously(patch)
+        async with open_harness(VllmEngine, config, update_mode, memory) as harness:
+            scheduler = harness.engine._llm.vllm_config.scheduler_config.get_scheduler_cls()  # type: ignore[attr-defined]
+            assert (scheduler is AsyncScheduler) == (scheduling == "asynchronous")
+            yield harness
 
 
 class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, TransferGroupContract):
-    """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""
+    """The contract on vLLM's CPU build: both update modes, one worker and two, slots of both kinds, both schedulers."""
 
 
 @pytest.mark.usefixtures("cpu_profile")
