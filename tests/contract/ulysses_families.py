@@ -20,7 +20,7 @@ from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
-from penstock.weights.model_config import Attention
+from penstock.weights.model_config import Attention, ModelConfig
 from tests.contract.test_model_families import CONTEXT, FAMILIES, VOCAB_SIZE, model_config
 
 LENGTHS = (40, 90, 25, 12, 60)
@@ -44,8 +44,11 @@ def packed_row(attention: Attention) -> MicroBatch:
 
 
 def load(folder: Path, attention: Attention) -> PolicyModel:
-    model = model_config(folder).model_copy(update={"attention": attention})
-    return load_policy(str(folder), model, gradient_checkpointing=False)
+    return load_policy(str(folder), with_attention(folder, attention), gradient_checkpointing=False)
+
+
+def with_attention(folder: Path, attention: Attention) -> ModelConfig:
+    return model_config(folder).model_copy(update={"attention": attention})
 
 
 def scores_and_gradient(policy: PolicyModel, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -74,7 +77,7 @@ def main() -> None:
     results = {}
     for family in FAMILIES:
         policy = load(folder / family, "varlen")
-        register_ulysses(policy, model_config(folder / family), trainer)
+        register_ulysses(policy, with_attention(folder / family, "varlen"), trainer)
         share = sequence_share(packed_row("varlen"), rank, world)
         logprobs, gradients = scores_and_gradient(policy, share)
         found = torch.zeros(len(LENGTHS), max(LENGTHS))
