@@ -191,12 +191,6 @@ async def test_gpus_are_reserved_on_nodes_with_their_label_and_groups_on_one_nod
         assert isinstance(places[0], BundlePlace)
 
 
-async def test_an_address_without_a_cluster_is_named() -> None:
-    with pytest.raises(PlacementError, match=r"cluster\.address=127\.0\.0\.1:1 cannot be joined: .*ray status"):
-        async with ray_session("127.0.0.1:1", needs=JobNeeds()):
-            pass
-
-
 def test_a_run_with_relative_paths_and_its_own_reward_trains_on_it(cluster: Cluster, folder: Path) -> None:
     overrides = small_run_overrides(folder, "joined", character_tokenizer())
     joined = (f"cluster.address={cluster.address}", "reward.fn=my_reward:score", "total_steps=2")
@@ -223,3 +217,10 @@ def test_the_doctor_checks_all_nodes_and_a_run_that_does_not_fit_starts_nothing(
     assert refused.returncode == 1
     assert "your code cannot be imported on" in refused.stderr
     assert "so nothing was started" in refused.stderr
+
+
+def test_an_address_without_a_cluster_is_named(tmp_path: Path) -> None:
+    refused = run_cli("doctor", "--cluster", "127.0.0.1:1", cwd=tmp_path)
+    assert refused.returncode == 1, refused
+    assert "cluster.address=127.0.0.1:1 cannot be joined" in refused.stderr
+    assert "ray status" in refused.stderr
