@@ -70,7 +70,7 @@ class NodeReport:
         gpus: Name and memory (GiB; 0 if it is not known) of each GPU that the NVIDIA driver sees.
         nvidia_driver: Version of the NVIDIA driver; None: there is none.
         shm_free_gib: Free shared memory; None: there is no /dev/shm.
-        niceness: Of the processes that Ray starts there; above 0 any other program has priority.
+        niceness: Of the processes that Ray starts there; above that of the driver other programs have priority.
         clock_offset_s: Its clock minus that of the driver.
         clock_error_s: Largest error of the offset: half of the round trip.
         folder_problem: What is wrong with the run directory there; empty if nothing is.

@@ -92,7 +92,9 @@ async def check_nodes(config: RunConfig, command: Command) -> None:
 
 def show_nodes(here: NodeReport, nodes: Sequence[NodeReport], needs: NodeNeeds, console: Console) -> list[str]:
     """Print the table and the warnings; returns the problems that would end a run."""
-    console.print(node_table([here, *nodes]), width=None if console.is_terminal else _TABLE_WIDTH)
+    if not console.is_terminal:
+        console.width = max(console.width, _TABLE_WIDTH)
+    console.print(node_table([here, *nodes]))
     findings = list(node_findings(here, nodes, needs))
     for finding in findings:
         if finding.severity == "warning":
@@ -121,11 +123,11 @@ def node_findings(here: NodeReport, nodes: Sequence[NodeReport], needs: NodeNeed
     yield from _devices(answered, taking_part, needs)
     yield from _files(answered, taking_part, needs)
     yield from _connections(here, answered)
-    niced = {node.name: node.niceness for node in answered if node.niceness > 0}
+    niced = {node.name: node.niceness for node in answered if node.niceness > here.niceness}
     if niced:
         yield warning(
-            f"cluster: workers have a niceness of {_by_value(niced)}, so any other program there is served first. "
-            "Export RAY_worker_niceness=0 before `ray start` on these nodes."
+            f"cluster: workers have a niceness of {_by_value(niced)}, this process of {here.niceness}, so that other "
+            "programs there are served first. Export RAY_worker_niceness=0 before `ray start` on these nodes."
         )
 
 

@@ -113,7 +113,9 @@ async def test_workers_have_the_variables_modules_and_files_of_the_driver_and_no
         assert (at_nodes.run_dir, at_nodes.model.path) == (str(folder / "runs" / "x"), str(folder / "policy"))
         for options in ({}, {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "3"}}}):
             for variable, threads, where, niceness, points in on_each_node(options, look):
-                assert (variable, niceness) == ("WARN", 0), "an actor's own variables are added to these"
+                assert (variable, niceness) == ("WARN", os.getpriority(os.PRIO_PROCESS, 0)), (
+                    "an actor's own variables are added to these"
+                )
                 assert 0.5 <= points < 0.6
                 assert threads == "3" or not options
                 assert where != str(folder), "a copy"
@@ -132,7 +134,8 @@ async def test_the_preflight_asks_every_node_and_names_what_is_wrong(cluster: Cl
         assert node.silence == ""
         assert (node.python, node.code, node.packages) == (here.python, here.code, here.packages)
         assert len(node.code) == 12
-        assert (node.ray_gpus, node.niceness, node.folder_problem, node.unreachable) == (2, 0, "", ())
+        assert (node.ray_gpus, node.folder_problem, node.unreachable) == (2, "", ())
+        assert node.niceness == here.niceness, "not 15 more"
         assert abs(node.clock_offset_s) <= node.clock_error_s + 0.5
         assert list(node.import_errors) == ["env.curriculum"]
     assert {node.accelerator_types for node in nodes} == {("H100",), ("L4",)}
@@ -191,12 +194,6 @@ async def test_gpus_are_reserved_on_nodes_with_their_label_and_groups_on_one_nod
         assert isinstance(places[0], BundlePlace)
 
 
-async def test_an_address_without_a_cluster_is_named() -> None:
-    with pytest.raises(PlacementError, match=r"cluster\.address=127\.0\.0\.1:1 cannot be joined: .*ray status"):
-        async with ray_session("127.0.0.1:1", needs=JobNeeds()):
-            pass
-
-
 def test_a_run_with_relative_paths_and_its_own_reward_trains_on_it(cluster: Cluster, folder: Path) -> None:
     overrides = small_run_overrides(folder, "joined", character_tokenizer())
     joined = (f"cluster.address={cluster.address}", "reward.fn=my_reward:score", "total_steps=2")
@@ -223,3 +220,10 @@ def test_the_doctor_checks_all_nodes_and_a_run_that_does_not_fit_starts_nothing(
     assert refused.returncode == 1
     assert "your code cannot be imported on" in refused.stderr
     assert "so nothing was started" in refused.stderr
+
+
+def test_an_address_without_a_cluster_is_named(tmp_path: Path) -> None:
+    refused = run_cli("doctor", "--cluster", "127.0.0.1:1", cwd=tmp_path)
+    assert refused.returncode == 1, refused
+    assert "cluster.address=127.0.0.1:1 cannot be joined" in refused.stderr
+    assert "ray status" in refused.stderr

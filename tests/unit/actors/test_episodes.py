@@ -122,7 +122,11 @@ async def reset(source: SpreadEpisodes, **fields: Any) -> str:
 
 async def test_an_episode_is_opened_where_there_are_the_fewest_per_process(two_nodes: Nodes) -> None:
     source, here, there, _ = two_nodes()
-    assert await reset(source) == "here", "it may run itself"
+    async with AsyncExitStack() as stack:
+        for _ in range(3):
+            played = await stack.enter_async_context(source.open(task()))
+        assert here.host.num_open == 3, "it may run itself"
+        assert (await played.reset())["content"] == "here"
     async with AsyncExitStack() as stack:
         where = []
         for _ in range(6):
