@@ -153,7 +153,9 @@ async def ray_session(
     try:
         yield
     finally:
-        started = ray_processes()  # listed now: after the raylet has ended, its workers are no children of this process
+        # Listed now: after the raylet has ended, its workers are no children of this process. Those of a joined cluster
+        # are others', even if this process has started it.
+        started = ray_processes() if needs is None else []
         ray.shutdown()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
