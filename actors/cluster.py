@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ REWARD_CONCURRENCY = 100_000
 RANK_CONCURRENCY = {"weight_io": 1, "checkpoint": 1, "health": 1}
 FETCH_TIMEOUT_S = 120.0
 DRAIN_QUERY_S = 5
+CONNECT_S = 10.0
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -131,6 +133,7 @@ async def ray_session(
         variables = own | passed_variables(os.environ, needs.variables) | variables
         # A driver that `ray job submit` has started inherits a runtime environment: what is given here replaces it.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+        _check_listens(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with shipped_folder(user_locations(needs.modules if needs is not None else ()), Path.cwd()) as sent:
         try:
@@ -153,10 +156,30 @@ async def ray_session(
     try:
         yield
     finally:
-        started = ray_processes()  # listed now: after the raylet has ended, its workers are no children of this process
+        # Listed now: after the raylet has ended, its workers are no children of this process. Those of a joined cluster
+        # are others', even if this process has started it.
+        started = ray_processes() if needs is None else []
         ray.shutdown()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
+
+
+def _check_listens(address: str) -> None:
+    """Check that something listens at HOST:PORT; Ray tries for minutes.
+
+    Raises:
+        PlacementError: If nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # `auto`, which Ray looks up on this machine
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise PlacementError(
+            f"cluster.address={address} cannot be joined: nothing answers there ({error.strerror or error}). Start Ray "
+            "on that machine with `ray start --head`, give the address that it prints, and open its port."
+        ) from error
 
 
 async def draining_nodes() -> set[str]:

@@ -220,10 +220,3 @@ def test_the_doctor_checks_all_nodes_and_a_run_that_does_not_fit_starts_nothing(
     assert refused.returncode == 1
     assert "your code cannot be imported on" in refused.stderr
     assert "so nothing was started" in refused.stderr
-
-
-def test_an_address_without_a_cluster_is_named(tmp_path: Path) -> None:
-    refused = run_cli("doctor", "--cluster", "127.0.0.1:1", cwd=tmp_path)
-    assert refused.returncode == 1, refused
-    assert "cluster.address=127.0.0.1:1 cannot be joined" in refused.stderr
-    assert "ray status" in refused.stderr

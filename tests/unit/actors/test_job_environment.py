@@ -10,8 +10,9 @@ import pytest
 from ray._private.runtime_env.packaging import create_package
 
 from penstock.actors import job_environment
+from penstock.actors.cluster import JobNeeds, ray_session
 from penstock.actors.job_environment import passed_variables, shipped_folder, user_locations
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PlacementError
 
 
 def test_variables_of_the_libraries_and_proxies_are_passed_and_those_of_one_machine_are_not() -> None:
@@ -103,3 +104,9 @@ def test_too_much_to_send_is_refused_with_the_largest_entries(project: Path, mon
     (project / ".gitignore").write_text("corpus.jsonl\n")
     with shipped_folder([project / "my_reward.py"], project) as fields:
         assert fields
+
+
+async def test_an_address_without_a_cluster_is_named_at_once() -> None:
+    with pytest.raises(PlacementError, match=r"cluster\.address=127\.0\.0\.1:1 cannot be joined: .*`ray start --head`"):
+        async with ray_session("127.0.0.1:1", needs=JobNeeds()):
+            pass
