@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -165,20 +167,25 @@ async def ray_session(
 
 
 def _check_listens(address: str) -> None:
-    """Check that something listens at HOST:PORT; Ray tries for minutes.
+    """Check that something listens at HOST:PORT, or where `auto` leads to; Ray tries for minutes.
 
     Raises:
         PlacementError: If nothing does.
     """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    found = address
+    if address == "auto":  # the newest cluster of this machine by Ray's record, which outlives it
+        with contextlib.suppress(OSError, ValueError):  # none: `ray.init` says so
+            found = canonicalize_bootstrap_address(address) or address
+    host, _, port = found.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return  # `auto`, which Ray looks up on this machine
+        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
+        where = "there" if found == address else f"at {found}, the last one that Ray started here"
         raise PlacementError(
-            f"cluster.address={address} cannot be joined: nothing answers there ({error.strerror or error}). Start Ray "
-            "on that machine with `ray start --head`, give the address that it prints, and open its port."
+            f"cluster.address={address} cannot be joined: nothing answers {where} ({error.strerror or error}). Start "
+            "Ray on that machine with `ray start --head`, give the address that it prints, and open its port."
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.actors.trainer import actor
 from penstock.actors.trainer.actor import TrainerRank
 
 
@@ -42,6 +43,7 @@ def test_what_torch_has_cached_goes_back_to_a_shared_device_after_each_call(
     what: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    monkeypatch.setattr(actor, "payloads_of", lambda groups: groups)  # it asks Ray, which would start one
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     rank = TrainerRank(SimpleNamespace(shares_devices=shares, device="cpu", model=SimpleNamespace(dtype="float32")), 1)  # type: ignore[arg-type]
     rank._trainer = Trainer(calls)  # type: ignore[assignment]
