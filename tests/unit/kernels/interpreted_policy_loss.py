@@ -292,7 +292,11 @@ def test_an_empty_micro_batch_gives_zero_and_measures_nothing() -> None:
     target, entropies = torch.tensor([-1.5]), torch.tensor([0.7])
     for proximal in PROXIMALS:
         loss, gradient, found = run(
-            algorithm_config(proximal=proximal), empty_micro_batch(CPU), target, entropies, is_first=False
+            algorithm_config(proximal=proximal),
+            empty_micro_batch(CPU, needs_mask=True),
+            target,
+            entropies,
+            is_first=False,
         )
         assert float(loss) == 0.0
         assert not gradient.any()

@@ -18,6 +18,7 @@ from penstock.dataflow.trajectory import GroupRef, iterate_groups
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors, start_actors
+from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.rollout.pool.pool import EnginePool
 
@@ -164,17 +165,17 @@ async def test_a_colocated_engine_starts_when_the_trainer_has_loaded(
     async def nothing(*_arguments: object) -> None: ...
 
     @asynccontextmanager
-    async def session(*_arguments: object) -> AsyncIterator[None]:
-        yield
+    async def session(config: RunConfig, *_arguments: object) -> AsyncIterator[RunConfig]:
+        yield config
 
     overrides = ["cluster.colocated=true", "dataflow.max_staleness=0"] if colocated else []
     config = compose_config(["experiment=arithmetic", *overrides])
     closed = SimpleNamespace(close=nothing)
     for name, fake in {
-        "ray_session": session,
+        "cluster_session": session,
         "start_trainer_group": trainer,
         "start_engines": engines,
-        "reward_workers": lambda _config: closed,
+        "reward_workers": lambda _config, **_options: closed,
         "start_frozen_group": nothing,
     }.items():
         monkeypatch.setattr(actor_factory, name, fake)
