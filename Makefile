@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench gpu-check clean
+.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench gpu-check cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -113,6 +113,9 @@ bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 
 gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
 	@$(BIN)/python benchmarks/gpu_check.py
+
+cluster: setup  ## Several machines with Ray on this one, in namespaces, with delay and loss (needs root; NODES=4)
+	@$(BIN)/python -m tests.cluster --nodes $(or $(NODES),4)
 
 clean:  ## Remove caches and build output; keeps .venv and runs/
 	@rm -rf build dist site gpu-check outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis

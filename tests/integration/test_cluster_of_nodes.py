@@ -46,7 +46,6 @@ def training(cluster: Machines, folder: Path, *overrides: str) -> subprocess.Pop
         f"model.path={folder}/policy",
         "weights.transport=process_group",
         "rollout.num_engines=2",
-        "trainer.num_ranks=2",
         "cluster.pools.cpu.memory_gib=64",
         "dataflow.batch_groups=8",
         *overrides,
