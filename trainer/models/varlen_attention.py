@@ -12,7 +12,7 @@ Shape legend: R rows, L row length, T = R · L tokens, S sequences, H heads (of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +38,7 @@ class SequenceBoundaries:
     """
 
     lengths: tuple[int, ...]
-    cumulative: Tensor
+    cumulative: Tensor = field(compare=False)  # follows from the lengths; DeepSpeed compares inputs of tensor ranks
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBoundaries:
