@@ -8,7 +8,7 @@ a answer tokens on average, c = p + a/2 the mean context.
     a token in training     F = passes · (2·Pa + 2·(p + a)·A·L)      3 passes, 4 with checkpointing, more by algorithm
     computation             N·(p + a)·F / (R · FLOP/s · 0.35)        0.35: MODEL_FLOPS
     ZeRO traffic            P·b · (3·M if Z = 3, M + 1 if Z = 2, else 2); Z = 3 gathers during computation
-    Ulysses                 8 exchanges of H·b per layer and token; one sequence at a time: M = N / D
+    Ulysses                 8 exchanges of H·b per layer and token
     optimizer               read and write 16 bytes of each trained parameter
     a decode step           max((P·b + n·c·KV) / t / (bytes/s · 0.6), 2·Pa·n / t / (FLOP/s · 0.35)) + TP exchange + 2 ms
     an answer               a / n steps, and its share p / G of prefilling the group's prompt
@@ -164,7 +164,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     flops = passes * (2 * shape.active_parameters + attention)
     compute_s = num_tokens * flops / (trainer.num_ranks * device.flops * MODEL_FLOPS)
 
-    in_one = max(trainer.max_tokens_per_micro_batch // length, 1) if sp == 1 else 1
+    in_one = max(trainer.max_group_tokens // length, 1)
     num_micro_batches = ceil(num_answers / max(trainer.data_parallel_size, 1) / in_one)
     weights = shape.num_parameters * width / tp
     trained = weights if trainer.lora is None else adapter_parameters(config) * width

@@ -227,9 +227,8 @@ def _trainer_options(config: RunConfig, num_ranks: int, too_large: list[TooLarge
         if num_ranks % sp or config.model.shape.num_kv_heads % sp:
             continue
         longest = ceil(context / sp)
-        # Under sequence parallelism a micro-batch is one sequence.
-        sizes = [longest * multiple for multiple in (MICRO_BATCHES if sp == 1 else MICRO_BATCHES[:1])]
-        if sp == 1 and given.max_tokens_per_micro_batch >= longest:
+        sizes = [longest * multiple for multiple in MICRO_BATCHES]
+        if given.max_tokens_per_micro_batch >= longest:
             sizes = sorted({*sizes, given.max_tokens_per_micro_batch})
         for stage in range(4):
             for tokens in sizes:

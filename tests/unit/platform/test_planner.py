@@ -90,8 +90,6 @@ def tried(config: RunConfig, workload: Workload) -> float:
     devices = pools["train"].count + pools["generate"].count
     for ranks in range(1, devices):
         for sp, stage, multiple in itertools.product(range(1, ranks + 1), range(4), MICRO_BATCHES):
-            if sp > 1 and multiple > 1:
-                continue
             trainer = {
                 "num_ranks": ranks,
                 "sequence_parallel_size": sp,
