@@ -109,7 +109,12 @@ async def answer_of(
 async def late_calls(
     calls: Collection[asyncio.Future[Any]], limit_s: float, return_when: str = asyncio.ALL_COMPLETED
 ) -> set[asyncio.Future[Any]]:
-    """Wait as `asyncio.wait`, within a `silence_limit` of `limit_s` seconds; returns the calls that have not ended."""
+    """Wait as `asyncio.wait`, within a `silence_limit` of `limit_s` seconds; returns the calls that have not ended.
+
+    Failures that the caller does not look at are not reported by asyncio.
+    """
+    for call in calls:
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
     with suppress(TimeoutError):
         async with silence_limit(limit_s):
             await asyncio.wait(calls, return_when=return_when)
@@ -149,7 +154,6 @@ async def wait_started(
         noting.cancel()
         for call in calls.values():
             call.cancel()
-            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first failure is enough
     with ray_boundary(error, what):
         answers = [call.result() for call in calls.values() if call not in late]
     if late:
@@ -183,8 +187,6 @@ async def gather_answers(
         late = await late_calls(pending, timeout_s)
     for call in late:
         call.cancel()
-    for call in pending:
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
     with ray_boundary(WeightSyncError, what):
         if first is not None:
             raise first

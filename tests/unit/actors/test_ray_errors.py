@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -126,6 +127,19 @@ async def test_calls_that_do_not_end_are_late_and_the_others_are_not() -> None:
     calls = [asyncio.ensure_future(asyncio.sleep(delay_s)) for delay_s in (0.0, 60.0)]
     assert await late_calls(calls, LIMIT_S) == {calls[1]}
     calls[1].cancel()
+
+
+async def test_a_failure_that_nobody_looks_at_is_not_reported_by_asyncio() -> None:
+    """Such as those of processes on a lost node that were asked to end, or that a cancelled publish waited for."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context))
+
+    async def dies() -> None:
+        raise ActorDiedError
+
+    assert await late_calls([asyncio.ensure_future(dies())], LIMIT_S) == set()
+    gc.collect()
+    assert reported == []
 
 
 async def test_calls_that_need_each_other_name_what_they_were_for() -> None:
