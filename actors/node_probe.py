@@ -213,7 +213,8 @@ def _problem_of(folder: Path, nonce: str, limit_s: float) -> str:
         if time.monotonic() > deadline:
             return "is not the same folder there" if folder.is_dir() else "does not exist there"
         time.sleep(0.2)
-    own = folder / f"{nonce}-{os.getpid()}"
+    # Not named by the process: in containers, numbers of processes are the same on several nodes.
+    own = folder / f"{nonce}-{secrets.token_hex(4)}"
     try:
         own.write_text(nonce)
         own.unlink()

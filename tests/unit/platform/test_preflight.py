@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from penstock.actors.bundles import Bundle
-from penstock.actors.node_probe import NodeReport
+from penstock.actors.node_probe import NodeProbe, NodeReport
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.preflight import NodeNeeds, needs_of, node_findings, show_nodes
@@ -42,6 +44,14 @@ def said(*nodes: NodeReport, needs: NodeNeeds = NEEDS, here: NodeReport = GOOD) 
 
 def test_equal_nodes_have_no_findings() -> None:
     assert said(node(1), node(2)) == []
+
+
+def test_nodes_whose_processes_have_the_same_number_write_to_the_run_directory_at_once(tmp_path: Path) -> None:
+    """As in containers, where the numbers begin at 1 on every node."""
+    (tmp_path / "sign").write_text("sign")
+    with ThreadPoolExecutor(8) as nodes:
+        reports = nodes.map(lambda _: NodeProbe().report(str(tmp_path), "sign", [], 1.0), range(80))
+        assert {report["folder_problem"] for report in reports} == {""}
 
 
 @pytest.mark.parametrize(
