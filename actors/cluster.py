@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -67,8 +68,8 @@ class Resources:
         accelerator_type: Ray's accelerator label, or None for any; of a process without a place.
         assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
         place: Where its own GPUs are reserved; None for a process that joins later.
-        near: Node on which it is started if that is possible: the one that a lost process was on, since the route of
-            the weights depends on it.
+        near: Node on which it is started if it is alive. For a lost process the one that it was on, since the
+            route of the weights depends on it.
     """
 
     num_gpus: float = 0.0
@@ -91,8 +92,9 @@ class Resources:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:
             options["accelerator_type"] = self.accelerator_type
-        if self.near is not None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.near, soft=True)
+        # Ray ignores soft affinity of actors that ask for no CPU or GPU.
+        if self.near is not None and self.near in node_ids():
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.near, soft=False)
         return options
 
 
@@ -136,6 +138,10 @@ async def ray_session(
         # A driver that `ray job submit` has started inherits a runtime environment: what is given here replaces it.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         _check_listens(address)
+        # `ray start --head` demands the token of ~/.ray wherever a local run has once made one, but without this only
+        # the address `auto` gives it. A cluster that demands none takes it as well.
+        logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` below does
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with shipped_folder(user_locations(needs.modules if needs is not None else ()), Path.cwd()) as sent:
         try:
@@ -152,7 +158,8 @@ async def ray_session(
                 raise
             raise PlacementError(
                 f"cluster.address={address} cannot be joined: {' '.join(str(error).split())} Check with `ray status "
-                f"--address {address}`; every node needs the same versions of Python and Ray as this machine."
+                f"--address {address}`; every node needs the same versions of Python and Ray, and the same "
+                "~/.ray/auth_token if the cluster demands one, as this machine."
             ) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler exits at once and leaves processes behind
     try:
@@ -213,6 +220,12 @@ class ObjectStore:
         return payload
 
 
+def node_ids() -> list[str]:
+    """The nodes that are alive and offer CPUs, in the order of their addresses. Some heads are not meant for work."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    return [node["NodeID"] for node in sorted(nodes, key=lambda node: str(node["NodeManagerAddress"]))]
+
+
 async def start_engines(
     specs: Sequence[EngineSpec], resources: Sequence[Resources], timeout_s: float
 ) -> list[RemoteEngine]:
@@ -264,7 +277,10 @@ def start_rewards(
     worker_type = ray.remote(RewardActor)
 
     def starting(need: Resources) -> Callable[[], ActorHandle]:
-        options = worker_type.options(max_concurrency=REWARD_CONCURRENCY, **need.options({}))
-        return lambda: options.remote(config, sandbox, device)
+        def start() -> ActorHandle:  # where it is started depends on the nodes that are alive then
+            options = worker_type.options(max_concurrency=REWARD_CONCURRENCY, **need.options({}))
+            return options.remote(config, sandbox, device)
+
+        return start
 
     return RewardClient([starting(need) for need in resources])

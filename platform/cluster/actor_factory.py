@@ -7,13 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.actors.cluster import (
     ObjectStore,
     Resources,
+    node_ids,
     start_engines,
     start_rewards,
     start_trainer,
@@ -43,7 +43,7 @@ from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.memory import kv_cache_gib
 from penstock.platform.cluster.placement import Role, plan_placement
-from penstock.platform.cluster.session import cluster_session
+from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, MULTI_LAYOUT_ROUTES, WeightRoute, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
@@ -180,7 +180,8 @@ class RunActors:
         All engines of a pool that are not colocated need the same resources.
         """
         needs = resources(config, "engine", "train")
-        need = replace(needs[index if index < len(needs) else 0], near=near)
+        need = needs[index % len(needs)]
+        need = replace(need, near=near or need.near)
         if self.devices is not None:
             need = replace(need, place=self.devices.place(("engine", self.policy_id, index)))
         (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
@@ -327,7 +328,8 @@ async def start_trainer_group(
     """
     spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
     needs = resources(config, "trainer", command, devices, policy_id)
-    needs = [replace(need, near=node) for need, node in zip_longest(needs, near)]
+    if near:
+        needs = [replace(need, near=node) for need, node in zip(needs, near, strict=True)]
     return await start_trainer(spec, needs, torch_environment(config, spec.device))
 
 
@@ -498,6 +500,9 @@ def resources(
 ) -> list[Resources]:
     """Ray resources of each process of a role.
 
+    On a cluster that is joined, processes on CPU pools are dealt to the nodes in turn: they ask Ray for nothing, so it
+    would start all of them on one.
+
     Args:
         config: Configuration of one policy.
         role: Of the processes.
@@ -505,8 +510,8 @@ def resources(
         devices: Reserved devices of the run; None: Ray looks for GPUs when each process starts.
         policy_id: The policy that `config` is of.
     """
-    needs = []
-    for placement in plan_placement(config, command):
+    needs, nodes = [], node_ids() if is_joined(config) else []
+    for number, placement in enumerate(plan_placement(config, command)):
         if (placement.role, placement.policy_id) != (role, POLICY):
             continue
         need = Resources(
@@ -517,6 +522,8 @@ def resources(
             need = replace(need, place=devices.place((role, policy_id, placement.index)))
         elif devices is not None and placement.device == "gpu":
             need = replace(need, assignment=devices.assign(placement.slot, placement.num_slots))
+        if nodes and placement.device == "cpu":
+            need = replace(need, near=nodes[number % len(nodes)])
         needs.append(need)
     return needs
 

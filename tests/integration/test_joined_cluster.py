@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+from ray._raylet import Config
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -48,8 +50,14 @@ def score(trajectory, **task):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes, started in another folder, without our variables and with Ray's own niceness of 15."""
+    """Two nodes, started in another folder, without our variables and with Ray's own niceness of 15.
+
+    They demand the token that the first local run on a machine makes, as `ray start --head` does.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        Config.initialize("")  # reads the variable
+        ensure_token_if_auth_enabled(create_token_if_missing=True)
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         for name in ("RAY_worker_niceness", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"):
             patch.delenv(name, raising=False)
