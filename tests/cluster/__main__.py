@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from tests.cluster.nodes import RAY_PORT, Machines, can_make_nodes, machines, wait_for_nodes
+from tests.cluster.nodes import RAY_PORT, Machines, can_make_nodes, machines, start_ray_on
 
 
 def main() -> None:
@@ -28,9 +28,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         machines(Path(folder), options.nodes, delay_s=options.delay_ms / 1000, loss=options.loss) as made,
     ):
-        for node in made.nodes:
-            node.start_ray()
-        wait_for_nodes(made.nodes[0], options.nodes)
+        start_ray_on(made.nodes)
         first = made.nodes[0]
         print(f"{options.nodes} nodes are up. On the first: nsenter -t {first.pid} -n -m -p -u bash")
         print(f"There: penstock train … cluster.address={first.address}:{RAY_PORT} run_dir=/a/shared/folder")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +126,14 @@ class Node:
             timeout_s=120,
         )
 
-    def raylet_pids(self) -> list[int]:
-        """Its raylets, as numbered inside of it."""
-        found = self.start(["pgrep", "-x", "raylet"])
+    def actors(self) -> list[str]:
+        """The classes of Ray actors whose processes are on this node."""
+        found = self.start(["pgrep", "--list-full", "^ray::"])
         printed, _ = found.communicate(timeout=30)
-        return [int(pid) for pid in printed.split()]
+        titles = (line.partition("ray::")[2] for line in printed.splitlines())
+        return [
+            title.partition(".")[0] for title in titles if not title.startswith(("IDLE", "Dashboard", "RuntimeEnv"))
+        ]
 
     def kill(self) -> None:
         """Cut the power: every process of the node ends at once."""
@@ -199,14 +203,24 @@ def _start_node(folder: Path, index: int) -> Node:
     first = subprocess.Popen(
         ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert first.stdout is not None
     if first.stdout.readline() != "up\n":
-        first.wait(timeout=10)
-        raise RuntimeError(f"node {index}: its namespaces could not be made (exit code {first.returncode})")
+        _, said = first.communicate(timeout=10)
+        raise RuntimeError(f"node {index}: its namespaces could not be made: {said}")
     children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
     return Node(index, home, first, int(children[0]))
+
+
+def start_ray_on(nodes: Sequence[Node], *arguments: str) -> None:
+    """Start Ray on all nodes, the first of which is the head."""
+    nodes[0].start_ray(*arguments)
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        for joined in [threads.submit(node.start_ray, *arguments) for node in nodes[1:]]:
+            joined.result()
+    wait_for_nodes(nodes[0], len(nodes))
 
 
 def wait_for_nodes(head: Node, num_nodes: int, timeout_s: float = 60) -> None:
