@@ -137,7 +137,11 @@ async def ray_session(
         variables = own | passed_variables(os.environ, needs.variables) | variables
         # A driver that `ray job submit` has started inherits a runtime environment: what is given here replaces it.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-        _check_listens(address)
+        if problem := connection_problem(address):
+            raise PlacementError(
+                f"cluster.address={address} cannot be joined: {problem}. Start Ray on that machine with `ray start "
+                "--head`, give the address that it prints, and open its port."
+            )
         # `ray start --head` demands the token of ~/.ray wherever a local run has once made one, but without this only
         # the address `auto` gives it. A cluster that demands none takes it as well.
         logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` below does
@@ -173,11 +177,10 @@ async def ray_session(
         remove_directories_of([process.pid for process in started], publish_in)
 
 
-def _check_listens(address: str) -> None:
-    """Check that something listens at HOST:PORT, or where `auto` leads to; Ray tries for minutes.
+def connection_problem(address: str) -> str:
+    """Why nothing can be reached at HOST:PORT, or where `auto` leads to; empty if it can, or is not known.
 
-    Raises:
-        PlacementError: If nothing does.
+    `ray.init` tries a dead address for minutes.
     """
     found = address
     if address == "auto":  # the newest cluster of this machine by Ray's record, which outlives it
@@ -185,15 +188,13 @@ def _check_listens(address: str) -> None:
             found = canonicalize_bootstrap_address(address) or address
     host, _, port = found.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
-        return
+        return ""
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         where = "there" if found == address else f"at {found}, the last one that Ray started here"
-        raise PlacementError(
-            f"cluster.address={address} cannot be joined: nothing answers {where} ({error.strerror or error}). Start "
-            "Ray on that machine with `ray start --head`, give the address that it prints, and open its port."
-        ) from error
+        return f"nothing answers {where} ({error.strerror or error})"
+    return ""
 
 
 async def draining_nodes() -> set[str]:

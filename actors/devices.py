@@ -23,9 +23,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.actors.bundles import Bundle, described
-from penstock.actors.ray_errors import ray_boundary, silence_limit
+from penstock.actors.ray_errors import noting, ray_boundary, silence_limit
 from penstock.dataflow.errors import PlacementError
 
+FIRST_NOTE_S = 2.0
+"""GPUs that are free are reserved faster."""
 RAY_LEAVES_DEVICES_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -115,20 +117,25 @@ class ReservedDevices:
 async def reserve_devices(bundles: Sequence[Bundle], timeout_s: float) -> ReservedDevices:
     """Reserve all bundles or none, and find out which GPUs those without a process of their own are.
 
+    A wait is logged when it begins and each minute, with the bundles and the GPUs that are free.
+
     Raises:
         PlacementError: If the cluster does not have them free within the time limit.
     """
+    asked = described(bundles)
     group = placement_group([_ray_bundle(one) for one in bundles], strategy="PACK")
     shared = [(index, one.num_gpus) for index, one in enumerate(bundles) if not one.processes]
+    what = "cluster: reserving GPUs"
     try:
-        with ray_boundary(PlacementError, "cluster: reserving GPUs"):
+        with ray_boundary(PlacementError, what):
             async with silence_limit(timeout_s):
-                await group.ready()
+                async with noting(what, lambda: f"{asked}; free are {_free_gpus()}", timeout_s, FIRST_NOTE_S):
+                    await group.ready()
                 devices = await asyncio.gather(*(_gpus_of(group, index, count) for index, count in shared))
     except TimeoutError:
         remove_placement_group(group)
         raise PlacementError(
-            f"cluster: {described(bundles)} could not be reserved within {timeout_s:.0f} s; free are {_free_gpus()}. "
+            f"cluster: {asked} could not be reserved within {timeout_s:.0f} s; free are {_free_gpus()}. "
             "A run takes all its GPUs or none: wait until other runs have ended, or use fewer trainer.num_ranks or "
             "rollout.num_engines, or a smaller rollout.engine.tensor_parallel_size."
         ) from None

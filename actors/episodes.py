@@ -47,11 +47,11 @@ class EpisodeActor:
     def __init__(self, env: EnvConfig, seed: int) -> None:
         keep_output("environments")
         self._host = EpisodeHost(env, seed)
-        self._open: dict[int, tuple[AsyncExitStack, PlayedEpisode]] = {}
+        self._open: dict[int, tuple[AsyncExitStack, PlayedEpisode] | None] = {}  # None: it is being opened
 
     async def open(self, key: int, task: bytes) -> Failure | None:
         """Open an episode of a pickled task; returns why it cannot be opened."""
-        episode = AsyncExitStack()
+        episode, self._open[key] = AsyncExitStack(), None
         try:
             played = await episode.enter_async_context(self._host.open(pickle.loads(task)))  # noqa: S301 - of our driver
         except (TrajectoryError, ConfigError) as error:
@@ -59,21 +59,26 @@ class EpisodeActor:
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
             what = "the task cannot be unpickled on the node of the environment"
             return TrajectoryError("env", f"{what}: {type(error).__name__}: {error}")
+        if key not in self._open:  # the driver gave it up meanwhile
+            await episode.aclose()
+            return TrajectoryError("env", "the episode was closed while it was being opened")
         self._open[key] = episode, played
         return None
 
     async def call(self, key: int, method: str, arguments: Sequence[Any]) -> EpisodeReply | Failure:
         """Call a method of an open episode."""
+        opened = self._open[key]
+        assert opened is not None, "called after `open` has answered"
         try:
-            reply: EpisodeReply = await getattr(self._open[key][1], method)(*arguments)
+            reply: EpisodeReply = await getattr(opened[1], method)(*arguments)
         except (TrajectoryError, ConfigError) as error:
             return error
         return reply
 
     async def close(self, key: int) -> None:
-        """Close an episode, if it is open."""
-        if key in self._open:
-            await self._open.pop(key)[0].aclose()
+        """Close an episode, also one that is still being opened."""
+        if (opened := self._open.pop(key, None)) is not None:
+            await opened[0].aclose()
 
     async def shutdown(self) -> None:
         """End all processes."""

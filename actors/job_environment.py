@@ -63,7 +63,9 @@ def user_locations(modules: Iterable[str]) -> list[Path]:
     Args:
         modules: Names of modules that can be imported here.
     """
-    installed = [Path(path).resolve() for path in _installation_folders()]
+    paths = sysconfig.get_paths()
+    own = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = [Path(path).resolve() for path in (*own, *site.getsitepackages(), site.getusersitepackages())]
     found: dict[Path, None] = {}
     for name in dict.fromkeys(module.partition(".")[0] for module in modules):
         spec = None if name == "penstock" or name in sys.stdlib_module_names else importlib.util.find_spec(name)
@@ -74,12 +76,6 @@ def user_locations(modules: Iterable[str]) -> list[Path]:
             if not any(location.resolve().is_relative_to(folder) for folder in installed):
                 found[location.absolute()] = None
     return list(found)
-
-
-def _installation_folders() -> list[str]:
-    paths = sysconfig.get_paths()
-    own = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return [*own, *site.getsitepackages(), site.getusersitepackages()]
 
 
 @contextmanager
@@ -109,18 +105,12 @@ def shipped_folder(locations: Collection[Path], folder: Path) -> Iterator[dict[s
         for root in sorted(roots, key=lambda root: root != folder):
             for entry in sorted(root.iterdir()):
                 link = Path(staging) / entry.name
-                if not link.exists() and (root == folder or _is_importable(entry)) and not _is_environment(entry):
+                is_importable = entry.suffix == ".py" or (entry.is_dir() and any(entry.glob("*.py")))
+                is_environment = (entry / "pyvenv.cfg").exists()
+                if not link.exists() and (root == folder or is_importable) and not is_environment:
                     link.symlink_to(entry)
         _check_size(Path(staging), list(roots))
         yield {"working_dir": staging, "excludes": list(_NOT_CODE)}
-
-
-def _is_importable(entry: Path) -> bool:
-    return entry.suffix == ".py" or (entry.is_dir() and any(entry.glob("*.py")))
-
-
-def _is_environment(entry: Path) -> bool:
-    return (entry / "pyvenv.cfg").exists()
 
 
 def _check_size(staging: Path, roots: Collection[Path]) -> None:

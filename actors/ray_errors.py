@@ -8,7 +8,6 @@ event loop therefore does not count towards these limits.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 NOTE_S = 60.0
-"""Between two messages about processes that are still starting, seconds."""
+"""Between two messages about what a start still waits for, seconds."""
 _NUM_CHECKS = 8
 _LATE_S = 1.0
 """A timer that is at least this late indicates a stalled event loop, seconds; less is ordinary load."""
@@ -121,6 +120,32 @@ async def late_calls(
     return {call for call in calls if not call.done()}
 
 
+@asynccontextmanager
+async def noting(what: str, waits_for: Callable[[], str], limit_s: float, first_s: float) -> AsyncIterator[None]:
+    """Within the context, log what a start waits for: after `first_s` seconds, and every `NOTE_S` seconds after that.
+
+    Args:
+        what: The start, for messages.
+        waits_for: Says what it waits for.
+        limit_s: Longest wait, seconds, for messages.
+        first_s: Seconds until the first message; a start that ends earlier says nothing.
+    """
+
+    async def note() -> None:
+        passed_s = first_s
+        await asyncio.sleep(first_s)
+        while True:
+            logger.warning("%s: waiting for %s, %.0f s so far; the limit is %g s", what, waits_for(), passed_s, limit_s)
+            await asyncio.sleep(NOTE_S)
+            passed_s += NOTE_S
+
+    task = asyncio.create_task(note())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 async def wait_started(
     what: str, starts: Mapping[str, Awaitable[_Answer]], limit_s: float, error: type[PenstockError], hint: str
 ) -> list[_Answer]:
@@ -141,17 +166,11 @@ async def wait_started(
     def pending() -> str:
         return ", ".join(name for name, call in calls.items() if not call.done())
 
-    async def note_pending() -> None:
-        for passed_s in itertools.count(NOTE_S, NOTE_S):
-            await asyncio.sleep(NOTE_S)
-            logger.warning("%s: waiting for %s, %.0f s so far; the limit is %g s", what, pending(), passed_s, limit_s)
-
-    noting = asyncio.create_task(note_pending())
     try:
-        late = await late_calls(calls.values(), limit_s, asyncio.FIRST_EXCEPTION)
+        async with noting(what, pending, limit_s, NOTE_S):
+            late = await late_calls(calls.values(), limit_s, asyncio.FIRST_EXCEPTION)
         missing = pending()
     finally:
-        noting.cancel()
         for call in calls.values():
             call.cancel()
     with ray_boundary(error, what):

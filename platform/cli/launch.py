@@ -40,6 +40,8 @@ SETTINGS: dict[Launcher, type[LaunchSettings]] = {
 OWN_KEYS = {"cluster.address": "auto", "resume": "auto"}
 """Keys that a launched run always has: it joins the Ray that is started for it, and continues when it starts again."""
 _POLL_S = 2.0
+NOTE_S = 60.0
+"""Between two messages about nodes that have not joined, seconds."""
 _SUBMIT_TIMEOUT_S = 120
 
 
@@ -163,26 +165,38 @@ def _meaning(model: type[LaunchSettings], key: str) -> str:
 def run_wait(num_nodes: int, timeout_s: float, say: Callable[[str], None]) -> int:
     """Wait until the Ray cluster of RAY_ADDRESS, or of this machine, has `num_nodes` nodes; returns the exit code.
 
+    Says at the start and each minute which nodes are there.
+
     Raises:
         PlacementError: If it has fewer at the time limit.
     """
     import ray
 
-    until, names, problem = time.monotonic() + timeout_s, list[str](), "no Ray answers"
+    from penstock.actors.cluster import connection_problem
+
+    names, problem = list[str](), ""
     address = os.environ.get("RAY_ADDRESS", "auto")
+    begun = time.monotonic()
+    next_note = begun
     try:
         while True:
             try:
-                if not ray.is_initialized():
+                if not ray.is_initialized() and not (problem := connection_problem(address)):
                     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-                names = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
+                if ray.is_initialized():
+                    names = sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"])
             except (ConnectionError, RuntimeError) as error:  # the head is not up yet
                 problem = (str(error).strip().splitlines() or [problem])[0]
             if len(names) >= num_nodes:
                 say(f"{len(names)} node{'s' if len(names) > 1 else ''}: {', '.join(names)}")
                 return 0
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            if now >= begun + timeout_s:
                 break
+            if now >= next_note:
+                here = f"{len(names)} of {num_nodes} nodes ({', '.join(names) or problem})"
+                say(f"launch: {here} are in Ray at {address}, {now - begun:.0f} s so far; the limit is {timeout_s:g} s")
+                next_note += NOTE_S
             time.sleep(_POLL_S)
     finally:
         ray.shutdown()

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from penstock.actors.bundles import Bundle
 from penstock.dataflow.errors import ConfigError
+from penstock.platform.cluster.bundles import Process, device_bundles
 from penstock.platform.cluster.hardware import SHARED_MEMORY
 from penstock.platform.cluster.memory import shared_gib
-from penstock.platform.cluster.placement import RolePlacement, host_load_gib, plan_placement, shared_bundles
+from penstock.platform.cluster.placement import RolePlacement, host_load_gib, plan_placement
 from penstock.platform.config.schema import RunConfig
 
 NODE_ENVIRONMENT = {
@@ -144,19 +146,30 @@ def node_groups(config: RunConfig, gpus_per_node: int) -> list[NodeGroup]:
     """
     placements = plan_placement(config)
     on_cpu = [placement for placement in placements if placement.device == "cpu"]
-    bundles = _bundles(config, placements)
-    if not bundles:
+    by_type: dict[str | None, list[Bundle]] = defaultdict(list)
+    for bundle in device_bundles(config):
+        by_type[bundle.accelerator_type].append(bundle)
+    if not by_type:
         return [NodeGroup(None, 1, 0, *_cores_and_memory(config, [], on_cpu, 1))]
     _check_types(config, placements)
     groups = []
-    for accelerator_type, named in bundles.items():
-        widest, what = max(named)
+    for accelerator_type, bundles in by_type.items():
+        widths = [bundle.num_gpus for bundle in bundles]
+        widest = max(widths)
         if widest > gpus_per_node:
+            processes = bundles[widths.index(widest)].processes
+            role = cast("Process", processes[0])[0] if processes else None  # colocated roles share a bundle
+            keys = f"rollout.engine.tensor_parallel_size={widest}"
+            if role == "trainer" or (role is None and config.rollout.engine.tensor_parallel_size < widest):
+                trainer = config.trainer
+                keys = (
+                    f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} with "
+                    f"sequence_parallel_size={trainer.sequence_parallel_size}"
+                )
             raise ConfigError(
-                f"launch.gpus_per_node={gpus_per_node} is too small: {what} needs {widest} GPUs of one node, because "
+                f"launch.gpus_per_node={gpus_per_node} is too small: {keys} needs {widest} GPUs of one node, because "
                 f"they exchange data in every layer. Use nodes of {widest} GPUs, or lower it."
             )
-        widths = [width for width, _ in named]
         num_nodes = _num_nodes(widths, gpus_per_node)
         gpus = next(size for size in range(widest, gpus_per_node + 1) if _num_nodes(widths, size) == num_nodes)
         mine = [
@@ -167,35 +180,6 @@ def node_groups(config: RunConfig, gpus_per_node: int) -> list[NodeGroup]:
         size = _cores_and_memory(config, mine, on_cpu, num_nodes)
         groups.append(NodeGroup(accelerator_type, num_nodes, gpus, *size))
     return groups
-
-
-def _bundles(config: RunConfig, placements: Sequence[RolePlacement]) -> dict[str | None, list[tuple[int, str]]]:
-    """Accelerator type -> numbers of GPUs that must be on one node, each with what needs them."""
-    trainer = config.trainer
-    bundles: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
-    if config.cluster.colocated:
-        label = config.cluster.pools[config.cluster.trainer_pool].accelerator_type
-        bundles[label] += [(width, _engine_keys(width)) for width in shared_bundles(config)]
-        placements = [placement for placement in placements if placement.role not in ("trainer", "engine")]
-    together = trainer.tensor_parallel_size * trainer.sequence_parallel_size
-    trainer_keys = (
-        f"trainer.tensor_parallel_size={trainer.tensor_parallel_size} with "
-        f"sequence_parallel_size={trainer.sequence_parallel_size}"
-    )
-    for placement in placements:
-        if placement.device != "gpu":
-            continue
-        label = _accelerator_type(config, placement)
-        if placement.role != "trainer":
-            width = placement.num_slots
-            bundles[label].append((width, _engine_keys(width) if placement.role == "engine" else placement.role))
-        elif placement.index % together == 0:
-            bundles[label].append((together, trainer_keys))
-    return {label: named for label, named in bundles.items() if named}
-
-
-def _engine_keys(width: int) -> str:
-    return f"rollout.engine.tensor_parallel_size={width}"
 
 
 def _num_nodes(widths: Sequence[int], gpus_per_node: int) -> int:
@@ -265,7 +249,8 @@ def slurm_script(config: RunConfig, command: Sequence[str], settings: SlurmSetti
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     groups = node_groups(config, settings.gpus_per_node)
-    names = {group.accelerator_type: _slurm_gpu_name(group, settings) for group in groups}
+    kinds = [group.accelerator_type for group in groups]
+    names = {name: "" if name is None else settings.gpu_names.get(name, name.lower()) + ":" for name in kinds}
     return environment.get_template("slurm.sh.j2").render(
         name=config.name,
         groups=groups,
@@ -278,11 +263,6 @@ def slurm_script(config: RunConfig, command: Sequence[str], settings: SlurmSetti
         start_timeout_s=START_TIMEOUT_S,
         grace_s=GRACE_S,
     )
-
-
-def _slurm_gpu_name(group: NodeGroup, settings: SlurmSettings) -> str:
-    label = group.accelerator_type
-    return "" if label is None else settings.gpu_names.get(label, label.lower()) + ":"
 
 
 def kuberay_manifest(config: RunConfig, command: Sequence[str], settings: KubeRaySettings) -> str:
@@ -335,6 +315,7 @@ def _pod(container: str, group: NodeGroup, config: RunConfig, settings: KubeRayS
     limits = {"cpu": str(group.cpus), "memory": f"{group.memory_gib}Gi"}
     if group.gpus:
         limits["nvidia.com/gpu"] = str(group.gpus)
+    shm_gib = ceil(shared_gib(config)) + MEMORY_RESERVE_GIB // 2
     spec: dict[str, Any] = {
         "containers": [
             {
@@ -354,7 +335,7 @@ def _pod(container: str, group: NodeGroup, config: RunConfig, settings: KubeRayS
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
             # Ray's object store, published weights and NCCL; 64 MiB by default, which is too small for each of them.
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{_shm_gib(config)}Gi"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}},
         ],
     }
     label = group.accelerator_type
@@ -365,10 +346,6 @@ def _pod(container: str, group: NodeGroup, config: RunConfig, settings: KubeRayS
     return {"spec": spec}
 
 
-def _shm_gib(config: RunConfig) -> int:
-    return ceil(shared_gib(config)) + MEMORY_RESERVE_GIB // 2
-
-
 def ray_commands(config: RunConfig, command: Sequence[str], settings: RaySettings) -> str:
     """Commands that start Ray on each node, submit the run, and end Ray.
 
@@ -376,10 +353,16 @@ def ray_commands(config: RunConfig, command: Sequence[str], settings: RaySetting
         ConfigError: If an override does not survive `ray job submit`.
     """
     groups = node_groups(config, settings.gpus_per_node)
+    told = []
+    for group in groups:
+        nodes = "1 node" if group.num_nodes == 1 else f"{group.num_nodes} nodes"
+        gpus = f"{group.gpus} {group.accelerator_type or ''}".strip() + (" GPU" if group.gpus == 1 else " GPUs")
+        device = gpus if group.gpus else "no GPU"
+        told.append(f"{nodes} with {device}, {group.cpus} cores and {group.memory_gib} GiB of memory each")
     variables = " ".join(f"{name}={value}" for name, value in {**NODE_ENVIRONMENT, "RAY_AUTH_MODE": "token"}.items())
     folder = shlex.quote(settings.shared_dir)
     lines = [
-        f"# {_described(groups)}. Activate Penstock's environment on each node. All of them need the same token:",
+        f"# {', and '.join(told)}. Activate Penstock's environment on each node. All of them need the same token:",
         "# `ray get-auth-token --generate` on the head writes ~/.ray/auth_token; copy it to the others.",
         f"# On the head node ({settings.head}), one of those with GPUs:",
         f"cd {folder} && {variables} ray start --head --port=6379 --dashboard-host=0.0.0.0",
@@ -420,13 +403,3 @@ def _job_word(word: str) -> str:
             "file of your own (--config-dir)."
         )
     return word if has_space else re.sub(r"([^\w@%+=:,./\"-])", r"\\\1", word)
-
-
-def _described(groups: Sequence[NodeGroup]) -> str:
-    told = []
-    for group in groups:
-        nodes = "1 node" if group.num_nodes == 1 else f"{group.num_nodes} nodes"
-        gpus = f"{group.gpus} {group.accelerator_type or ''}".strip() + (" GPU" if group.gpus == 1 else " GPUs")
-        device = gpus if group.gpus else "no GPU"
-        told.append(f"{nodes} with {device}, {group.cpus} cores and {group.memory_gib} GiB of memory each")
-    return ", and ".join(told)

@@ -326,13 +326,14 @@ class SimulatedActors(RunActors):
         for engine in self.engines:
             engine.kill()
         for process in self._processes:
-            process.die()
+            if process.is_alive:
+                process.die()
 
     def _new_engine(self, index: int, *, joins: bool) -> CheckedEngine:
         rates, world, engine = self._rates, self._world, self._make(index)
         process = EngineProcess(engine, self._nodes[index % NUM_NODES], rates, self._step_s, world, joins=joins)
         process.may_die = lambda: self.may_lose([engine.engine_id])
-        self._processes = [*(known for known in self._processes if known.is_alive), process]
+        self._processes.append(process)
         if rates.skew:
             engine.speed *= 1 + rates.speed_spread * (2 * self._rng.random() - 1)
             engine.clock_rate = 1 + rates.skew * (2 * self._rng.random() - 1)

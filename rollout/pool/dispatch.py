@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, SlotRequest
+from penstock.rollout.pool.routing import AverageSpeed, EngineView, LeastLoaded, SlotRequest
 
 Granted = list[SlotRequest]
 
@@ -42,6 +42,7 @@ class Dispatcher:
         self.num_waiting = 0
         self.num_serving = 0
         self.newest = -1
+        self._speed = AverageSpeed(1.0)
         self._open: list[EngineView] = []
         self._queue: OrderedDict[SlotRequest, None] = OrderedDict()
         self._resumes: OrderedDict[SlotRequest, None] = OrderedDict()
@@ -116,19 +117,13 @@ class Dispatcher:
         request.serial = next(self._serials)
         self._grant(request, view)
 
-    def assume_speed(self, speed: float) -> None:
-        """Use the first measured speed for every engine until it is measured itself."""
-        for view in self.serving():
-            if not view.is_measured:
-                view.speed = speed
-
     def add(self, view: EngineView) -> Granted:
         """Add an engine, or return a fenced one to service."""
-        known = [other.speed for other in self.serving() if other.is_measured]
-        view.speed = sum(known) / len(known) if known else 1.0
+        view.of_all = self._speed
         self.views[view.engine_id] = view
         self.num_serving += 1
-        return self.refresh()
+        self.newest = max(self.newest, view.version)
+        return self._refill([view], [])
 
     def fence(self, view: EngineView, reason: str) -> Granted:
         """Take an engine out of service. Requests that waited for it wait for any engine."""

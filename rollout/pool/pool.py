@@ -125,8 +125,7 @@ class Lease(SlotRequest):
         """Record new tokens: they update the load and the speed of the engine, and show that it is alive."""
         now = _now()
         assert self.view is not None, "tokens without a grant"
-        if self.view.delivered(self, num_tokens, now - self.last_token_at):
-            self._pool.assume_speed(self.view.speed)
+        self.view.delivered(self, num_tokens, now - self.last_token_at)
         self.last_token_at = now
 
     def lost(self, error: EngineLostError, group: Hashable) -> None:
@@ -502,10 +501,6 @@ class EnginePool:
             self.release_lease(lease)
         elif lease.waits_at is not None:
             self._wake_granted(self._dispatcher.withdraw(lease))
-
-    def assume_speed(self, speed: float) -> None:
-        """Use the first measured speed for all engines that are not measured yet."""
-        self._dispatcher.assume_speed(speed)
 
     def lost(self, view: EngineView, error: EngineLostError, group: Hashable) -> None:
         """Record that the engine of `view` lost a request of `group`; fence it if it is dead or loses many."""

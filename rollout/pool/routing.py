@@ -34,6 +34,26 @@ SPEED_DECAY = 0.98
 """Weight of the past in the measured speed, per report of new tokens."""
 
 
+@dataclass(slots=True)
+class AverageSpeed:
+    """Tokens/s of one request: the ratio of two exponential averages, so that short intervals weigh little.
+
+    Attributes:
+        value: The ratio; as at the start, while no tokens were reported.
+    """
+
+    value: float
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def add(self, num_tokens: int, elapsed_s: float) -> None:
+        """Record `num_tokens` of one request in `elapsed_s` > 0."""
+        self._tokens = self._tokens * SPEED_DECAY + num_tokens
+        self._seconds = self._seconds * SPEED_DECAY + elapsed_s
+        if self._tokens > 0:
+            self.value = self._tokens / self._seconds
+
+
 @dataclass(slots=True, eq=False)
 class EngineView:
     """State of one engine as routing sees it. Only the dispatcher writes it.
@@ -43,7 +63,7 @@ class EngineView:
         limit: Present limit of concurrent requests, 1 ≤ limit ≤ max_slots (adaptive concurrency).
         in_use: Slots in use.
         outstanding_tokens: Tokens that its requests may still sample.
-        speed: Tokens/s of one request, an exponential average; 1 until any engine has been measured.
+        of_all: Speed of all engines of the dispatcher that the engine is in.
         num_losses: Requests lost, or interrupted for silence, since the last delivered token.
         losing_groups: Groups of those requests.
         fenced: Reason why the engine is out of service; None if it is in service.
@@ -59,7 +79,7 @@ class EngineView:
     limit: int
     in_use: int = 0
     outstanding_tokens: int = 0
-    speed: float = 1.0
+    of_all: AverageSpeed = field(default_factory=lambda: AverageSpeed(1.0), repr=False)
     num_losses: int = 0
     losing_groups: set[Hashable] = field(default_factory=set, repr=False)
     fenced: str | None = None
@@ -68,8 +88,7 @@ class EngineView:
     requests: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
     queue: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
     gang: SlotRequest | None = None
-    _tokens: float = field(default=0.0, repr=False)
-    _seconds: float = field(default=0.0, repr=False)
+    _own: AverageSpeed = field(default_factory=lambda: AverageSpeed(0.0), repr=False)
 
     @property
     def engine_id(self) -> EngineId:
@@ -80,8 +99,9 @@ class EngineView:
         return self.engine.version
 
     @property
-    def is_measured(self) -> bool:
-        return self._seconds > 0
+    def speed(self) -> float:
+        """Tokens/s of one request; until it is measured, that of all engines, and 1 until any is measured."""
+        return self._own.value or self.of_all.value
 
     def may_take(self, request: SlotRequest) -> bool:
         """Whether it has free slots for `request`, is new enough, and is not the engine to avoid."""
@@ -92,24 +112,16 @@ class EngineView:
             and self.engine_id != request.avoid
         )
 
-    def delivered(self, request: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
-        """Record `num_tokens` of one request in `elapsed_s`. Returns whether it is the first measurement of its speed.
-
-        Speed is a ratio of two exponential averages, so that short intervals weigh little.
-        """
+    def delivered(self, request: SlotRequest, num_tokens: int, elapsed_s: float) -> None:
+        """Record `num_tokens` of one request in `elapsed_s`."""
         fewer = min(num_tokens, request.tokens)
         request.tokens -= fewer
         self.outstanding_tokens -= fewer
         self.num_losses = 0
         self.losing_groups.clear()
-        if elapsed_s <= 0:
-            return False
-        is_first = not self.is_measured
-        self._tokens = self._tokens * SPEED_DECAY + num_tokens
-        self._seconds = self._seconds * SPEED_DECAY + elapsed_s
-        if self._tokens > 0:
-            self.speed = self._tokens / self._seconds
-        return is_first
+        if elapsed_s > 0:
+            self._own.add(num_tokens, elapsed_s)
+            self.of_all.add(num_tokens, elapsed_s)
 
 
 @dataclass(eq=False)

@@ -60,7 +60,8 @@ class Case(NamedTuple):
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(dtype=self.dtype, max_context_tokens=self.tokens, shape=SHAPE)
+        # Not varlen, which needs to know where sequences begin: these rows are one sequence each.
+        return ModelConfig(dtype=self.dtype, max_context_tokens=self.tokens, shape=SHAPE, attention="sdpa")
 
     @property
     def trainer(self) -> TrainerConfig:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import ray
 
+from penstock.actors import devices as devices_of_a_run
 from penstock.actors.bundles import Bundle
 from penstock.actors.cluster import engine_actor, trainer_ranks
 from penstock.actors.devices import reserve_devices
@@ -106,11 +107,17 @@ async def test_gpus_that_the_cluster_does_not_have_together_are_refused(four_gpu
         await reserve_devices([Bundle(1, "H100")], timeout_s=1.0)
 
 
-async def test_two_runs_do_not_hold_half_of_their_gpus_each(four_gpus: None) -> None:
+async def test_two_runs_do_not_hold_half_of_their_gpus_each(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices_of_a_run, "FIRST_NOTE_S", 0.2)
     first = await reserve_devices([Bundle(1, None, (name,)) for name in ("a", "b", "c")], timeout_s=30.0)
     try:
         with pytest.raises(PlacementError, match=r"2 GPUs \(2 x 1\) .*; free are 1 of 4 on .*all its GPUs or none"):
             await reserve_devices([Bundle(1, None, (name,)) for name in ("a", "b")], timeout_s=1.0)
+        assert [line.partition(" on ")[0] for line in caplog.messages] == [
+            "cluster: reserving GPUs: waiting for 2 GPUs (2 x 1); free are 1 of 4"
+        ]
         third = await reserve_devices([Bundle(1, None, ("a",))], timeout_s=30.0)  # the second run holds nothing
         ray.util.remove_placement_group(third.group)
     finally:

@@ -73,8 +73,7 @@ class Dispatching(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(self.granted, key=lambda request: request.serial)))
         view = request.view
         assert view is not None
-        if view.delivered(request, num_tokens, elapsed):
-            self.dispatcher.assume_speed(view.speed)
+        view.delivered(request, num_tokens, elapsed)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

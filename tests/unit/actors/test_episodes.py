@@ -52,11 +52,14 @@ class Host:
         self.refusal = refusal
         self.num_open = 0
         self.is_closed = False
+        self.may_open = asyncio.Event()
+        self.may_open.set()
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Played]:
         if self.refusal is not None:
             raise self.refusal
+        await self.may_open.wait()
         self.num_open += 1
         yield Played(task, self.where)
         self.num_open -= 1
@@ -78,7 +81,8 @@ class Actor:
                 raise ray.exceptions.RayActorError
             return await getattr(self._actor, method)(*arguments)
 
-        remote = staticmethod(lambda *arguments: asyncio.ensure_future(call(*arguments)))
+        # As in Ray, a caller that is cancelled does not cancel the call.
+        remote = staticmethod(lambda *arguments: asyncio.shield(asyncio.ensure_future(call(*arguments))))
         return type("Method", (), {"remote": remote})
 
 
@@ -169,6 +173,21 @@ async def test_an_environment_that_raises_fails_its_own_episode(two_nodes: Nodes
             await reset(source, error="no board")
         assert failed.value.kind == "env"
         assert await reset(source) == "there"
+
+
+async def test_an_episode_that_is_given_up_while_it_opens_is_closed_on_its_node(two_nodes: Nodes) -> None:
+    source, _, there, _ = two_nodes()
+    await reset(source)
+    async with source.open(task()):
+        there.may_open.clear()
+        opening = asyncio.create_task(reset(source))
+        await asyncio.sleep(0.01)
+        opening.cancel()
+        await asyncio.wait([opening])
+        there.may_open.set()
+        await asyncio.sleep(0.01)
+        assert there.num_open == 0
+        assert await reset(source) == "there", "the node is not blamed"
 
 
 class Unreadable:

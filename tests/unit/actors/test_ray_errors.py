@@ -18,6 +18,7 @@ from penstock.actors.ray_errors import (
     answer_of,
     gather_answers,
     late_calls,
+    noting,
     ray_boundary,
     silence_limit,
     wait_started,
@@ -163,6 +164,23 @@ async def test_processes_that_are_not_up_are_named_while_they_start_and_at_the_l
     assert "rank 0" not in caplog.text
     both = {"rank 0": up(), "rank 1": up()}
     assert await wait_started("trainer: start", both, 5.0, TrainingError, "") == ["node", "node"]
+
+
+def test_what_is_waited_for_is_told_soon_and_then_each_minute(caplog: pytest.LogCaptureFixture) -> None:
+    left = iter(["8 GPUs", "8 GPUs", "2 GPUs"])
+
+    async def waits() -> None:
+        async with noting("cluster: reserving", lambda: next(left), 300.0, 2.0):
+            await asyncio.sleep(150.0)
+        await asyncio.sleep(600.0)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(waits())
+    assert caplog.messages == [
+        "cluster: reserving: waiting for 8 GPUs, 2 s so far; the limit is 300 s",
+        "cluster: reserving: waiting for 8 GPUs, 62 s so far; the limit is 300 s",
+        "cluster: reserving: waiting for 2 GPUs, 122 s so far; the limit is 300 s",
+    ]
 
 
 async def test_a_process_that_fails_to_start_ends_the_wait_for_the_others() -> None:

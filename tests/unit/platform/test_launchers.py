@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,9 @@ def test_an_engine_that_does_not_fit_on_a_node_is_refused_with_both_numbers() ->
     assert sizes(*wide, gpus_per_node=4) == [(None, 2, 4)]
     with pytest.raises(ConfigError, match=r"gpus_per_node=2.*tensor_parallel_size=4 needs 4 GPUs of one node"):
         sizes(*wide, gpus_per_node=2)
+    colocated = [*ONE, "cluster.pools.gpu.count=2", "trainer.num_ranks=2", "trainer.sequence_parallel_size=2"]
+    with pytest.raises(ConfigError, match=r"trainer\.tensor.*sequence_parallel_size=2 needs 2 GPUs of one node"):
+        sizes(*colocated, gpus_per_node=1)
 
 
 def test_gpus_that_differ_need_names() -> None:
@@ -328,6 +332,7 @@ class FakeRay:
 
         self.refusals, self.most, self.asked = refusals, most, 0
         self.is_up = False
+        monkeypatch.setenv("RAY_ADDRESS", "fake")
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_up)
         monkeypatch.setattr(ray, "init", self.join)
         monkeypatch.setattr(ray, "nodes", self.nodes)
@@ -350,7 +355,9 @@ def test_the_wait_ends_when_all_nodes_are_there(monkeypatch: pytest.MonkeyPatch)
     cluster = FakeRay(monkeypatch, refusals=2, most=3)
     said: list[str] = []
     assert launch.run_wait(3, 60.0, said.append) == 0
-    assert said == ["3 nodes: node0, node1, node2"]
+    first, last = said
+    assert first.startswith("launch: 0 of 3 nodes (no head yet) are in Ray at fake, 0 s so far; the limit is 60 s")
+    assert last == "3 nodes: node0, node1, node2"
     assert not cluster.is_up
 
 
@@ -358,6 +365,18 @@ def test_the_wait_ends_when_all_nodes_are_there(monkeypatch: pytest.MonkeyPatch)
 def test_the_wait_has_a_limit_and_names_who_is_there(refusals: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRay(monkeypatch, refusals=refusals, most=2)
     clock = iter(range(1000))
-    monkeypatch.setattr(launch.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(launch.time, "monotonic", lambda: 30.0 * next(clock))
+    said: list[str] = []
     with pytest.raises(PlacementError, match=told):
-        launch.run_wait(3, 10.0, lambda _: None)
+        launch.run_wait(3, 300.0, said.append)
+    assert [line.partition("are in Ray at fake, ")[2].split()[0] for line in said] == ["30", "60", "120", "180", "240"]
+
+
+def test_the_wait_does_not_let_ray_try_an_address_at_which_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeRay(monkeypatch, refusals=0, most=2)
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(PlacementError, match=r"0 of 2 .*nothing answers there \(Connection refused\)"):
+            launch.run_wait(2, 0.0, lambda _: None)
+    assert cluster.refusals == 0, "Ray was not asked"

@@ -60,6 +60,8 @@ while True:
 import os, pathlib, signal, sys, time
 state = pathlib.Path(os.environ["STATE"])
 if sys.argv[1:3] == ["launch", "wait"]:
+    while not list(state.glob("node-*")):  # the limit of a case is short, and counts from the first node
+        time.sleep(0.05)
     until = time.monotonic() + float(os.environ.get("WAIT_S", "30"))
     while len(list(state.glob("node-*"))) < int(sys.argv[3]):
         if time.monotonic() > until:

@@ -41,9 +41,9 @@ def name(request: SlotRequest) -> str | None:
     return None if request.view is None else request.view.engine_id
 
 
-def deliver(request: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
+def deliver(request: SlotRequest, num_tokens: int, elapsed_s: float) -> None:
     assert request.view is not None
-    return request.view.delivered(request, num_tokens, elapsed_s)
+    request.view.delivered(request, num_tokens, elapsed_s)
 
 
 def test_outstanding_tokens_decide_not_the_number_of_requests() -> None:
@@ -82,14 +82,39 @@ def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
     assert view.speed == pytest.approx(10, rel=0.01)
 
 
-def test_an_engine_that_was_never_measured_counts_as_fast_as_the_others() -> None:
-    made = dispatcher(LeastLoaded(), 8, 8)
-    request = place(made)
-    assert deliver(request, 5, 0.1)
-    made.assume_speed(50.0)
-    assert [view.speed for view in made.serving()] == [50.0, 50.0]
-    made.add(EngineView(Named(EngineId("late")), 8, 8))  # type: ignore[arg-type]
-    assert made.views[EngineId("late")].speed == 50.0
+def test_an_engine_that_was_never_measured_counts_as_fast_as_the_requests_of_all_others() -> None:
+    made = dispatcher(LeastLoaded(), 1, 1, 1)
+    assert [view.speed for view in made.serving()] == [1.0, 1.0, 1.0]
+    deliver(place(made), 5, 0.1)
+    assert [view.speed for view in made.serving()] == [50.0, 50.0, 50.0]
+    deliver(place(made), 20, 0.1)
+    made.add(EngineView(Named(EngineId("late")), 1, 1))  # type: ignore[arg-type]
+    mean = (0.98 * 5 + 20) / (0.98 * 0.1 + 0.1)
+    assert sorted(view.speed for view in made.serving()) == pytest.approx([50.0, mean, mean, 200.0])
+
+
+class Counting(Named):
+    """Counts how often the dispatcher looks at its version."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "version":
+            Counting.looks += 1
+        return super().__getattribute__(name)
+
+
+def looks_at_start(num_engines: int) -> int:
+    made, Counting.looks = Dispatcher(LeastLoaded()), 0
+    for index in range(num_engines):
+        made.add(EngineView(Counting(EngineId(f"e{index}")), 1, 1))  # type: ignore[arg-type]
+    for _ in range(num_engines):
+        deliver(place(made), 5, 0.1)
+    return Counting.looks
+
+
+def test_starting_ten_times_as_many_engines_takes_ten_times_as_many_looks_at_them() -> None:
+    assert 0 < looks_at_start(1000) <= 10 * looks_at_start(100)
 
 
 def test_ties_are_broken_at_random_but_the_same_for_the_same_seed() -> None:
