@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
-from penstock.dataflow.trajectory import FinishReason, GroupPayload, GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Spans
 
 
@@ -25,15 +25,29 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Maximum number of sampled tokens.
         temperature: 0 is greedy. Behavior logprobs are those after the temperature.
+        top_k: Sample from the k most likely tokens only; 0: from all.
+        top_p: Then from the fewest most likely ones whose probability reaches this; 1: from all.
+        min_p: First of all, from tokens with at least this share of the largest probability only; 0: from all.
         stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
+        stop: Sampling stops after the token that completes any of these texts, which is included in the output. The
+            trajectory runner applies it (rollout/trajectory/stop_texts.py); an engine has no tokenizer.
         seed: Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives
             each draw from (seed, position in the sequence), so a resumed request continues with the same draws.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary, which is then recorded with them."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class GenerateRequest(NamedTuple):
@@ -52,12 +66,14 @@ class TokenDelta(NamedTuple):
         logprobs: Behavior logprob of each new id, after the sampling transform.
         spans: Versions of exactly these tokens, set by the engine.
         finish_reason: Set on the last delta only.
+        alternatives: The other ids that each new token was sampled from; None if that is the whole vocabulary.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: Spans
     finish_reason: FinishReason | None = None
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)

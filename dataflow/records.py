@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import CheckpointError, FailureKind
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
-from penstock.dataflow.trajectory import Episode, GroupPayload, Thread, Trajectory, Turn
+from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, Spans, join_spans
 
-FORMAT = 1
+FORMAT = 2
 """Version of the form on disk. A reader knows its own and all older ones."""
 
 
@@ -40,11 +40,13 @@ class PartialTokens:
         token_ids: `[n] int32`.
         logprobs: `[n] float32`, behavior logprobs.
         spans: Version spans of the n tokens.
+        alternatives: Of the n tokens; None if they were sampled from the whole vocabulary.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     spans: Spans
+    alternatives: Alternatives | None = None
 
     @classmethod
     def of(cls, deltas: Sequence[TokenDelta]) -> PartialTokens:
@@ -52,11 +54,13 @@ class PartialTokens:
             np.array(list(chain.from_iterable(delta.token_ids for delta in deltas)), np.int32),
             np.array(list(chain.from_iterable(delta.logprobs for delta in deltas)), np.float32),
             join_spans([span for delta in deltas for span in delta.spans]),
+            Alternatives.joined(delta.alternatives for delta in deltas),
         )
 
     def delta(self) -> TokenDelta:
         """The tokens as one delta."""
-        return TokenDelta(tuple(self.token_ids.tolist()), tuple(self.logprobs.tolist()), self.spans)
+        ids, logprobs = tuple(self.token_ids.tolist()), tuple(self.logprobs.tolist())
+        return TokenDelta(ids, logprobs, self.spans, alternatives=self.alternatives)
 
 
 @dataclass(slots=True)
@@ -110,6 +114,7 @@ class OpenGroup:
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        Alternatives,
         Episode,
         Failure,
         GroupPayload,

@@ -5,7 +5,7 @@ Shape legend: T = all tokens of one trajectory (prompt, sampled and observation 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -111,6 +111,50 @@ class Episode:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class Alternatives:
+    """The other ids that each of n sampled tokens was sampled from (docs/concepts/truncated-sampling.md).
+
+    Attributes:
+        ids: `[m] int32`, those of the first token, then those of the second, and so on.
+        counts: `[n] int32`, how many of them belong to each token; 0 if it was the only one left.
+    """
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Alternatives:
+        """From the ids of each token."""
+        return cls(np.array(list(chain.from_iterable(rows)), np.int32), np.array([len(row) for row in rows], np.int32))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Alternatives | None]) -> Alternatives | None:
+        """One after the other, without those that are None; None if nothing is left."""
+        found = [one for one in parts if one is not None]
+        if not found:
+            return None
+        return cls(np.concatenate([one.ids for one in found]), np.concatenate([one.counts for one in found]))
+
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of each token."""
+        ends = np.cumsum(self.counts).tolist()
+        ids = self.ids.tolist()
+        return tuple([tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)])
+
+    def part(self, start: int, stop: int) -> Alternatives:
+        """Those of the tokens `start` ≤ index < `stop`."""
+        first, last = int(self.counts[:start].sum()), int(self.counts[:stop].sum())
+        return Alternatives(self.ids[first:last], self.counts[start:stop])
+
+    def padded(self) -> NDArray[np.int32]:
+        """`[n, max(counts)] int32`, with −1 behind the ids of each token."""
+        places = np.arange(self.counts.max(initial=0))
+        found = np.full((len(self.counts), len(places)), -1, np.int32)
+        found[places < self.counts[:, None]] = self.ids
+        return found
+
+
 # Not frozen: many instances are created, and constructing frozen ones takes three times as long.
 @dataclass(slots=True, eq=False)
 class Trajectory:
@@ -134,6 +178,7 @@ class Trajectory:
         reasoning: Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is
             set.
         messages: The task's prompt as chat messages; empty if it is plain text.
+        alternatives: Of the sampled tokens; None if they were sampled from the whole vocabulary.
         num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
@@ -154,6 +199,7 @@ class Trajectory:
     retried_after: str = ""
     reasoning: str = ""
     messages: Sequence[Mapping[str, str]] = ()
+    alternatives: Alternatives | None = None
     num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +214,7 @@ class Trajectory:
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
                 "(I4, I7). Tokens would train with a wrong version, or without having been sampled by the policy."
             )
+        assert self.alternatives is None or len(self.alternatives.counts) == masked
 
     def score(self, reward: float, parts: Mapping[str, float]) -> None:
         """Set the reward. May be called once."""
@@ -205,7 +252,7 @@ class Trajectory:
             return (self,)
         separated: list[Trajectory] = []
         turns = self.episode.turns if self.episode is not None else ()
-        start, spans = 0, self.spans
+        start, num_before, spans = 0, 0, self.spans
         for thread in self.threads:
             tokens = slice(start, start := start + thread.num_tokens)
             num_sampled = int(np.count_nonzero(self.loss_mask[tokens]))
@@ -221,8 +268,10 @@ class Trajectory:
                 reasoning="".join(turn.reasoning for turn in thread_turns),
                 reward=self.thread_reward(thread.name),
                 threads=(thread,),
+                alternatives=self.alternatives and self.alternatives.part(num_before, num_before + num_sampled),
             )
             separated.append(part)
+            num_before += num_sampled
             spans = last_tokens(spans, num_tokens(spans) - num_sampled)
         return tuple(separated)
 

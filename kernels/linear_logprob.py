@@ -14,7 +14,10 @@ Hooks of the module, with which ZeRO-3 gathers and releases its weight, therefor
 backward instead of once per chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for
 one chunk of tokens at a time, and again in backward.
 
-Shape legend: T tokens, V vocabulary, H hidden.
+With `alternatives`, the distribution is the one that a truncated sampler draws from, over a few tokens per position
+(kernels/portable/truncated_logprob.py, docs/concepts/truncated-sampling.md).
+
+Shape legend: T tokens, V vocabulary, H hidden, A alternatives of a token at most.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.portable.logprob import Settings, logprobs_and_entropies
+from penstock.kernels.portable.truncated_logprob import scores_in_support, truncated_logprobs_and_entropies
 
 MAX_LOGITS = 1 << 27
 """Maximum number of logits in memory (elements; 512 MiB in float32). Tiles on CPU are far smaller, to fit its cache."""
@@ -64,6 +68,7 @@ def linear_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    alternatives: Tensor | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> LinearLogprobs:
     """Compute the logprob of each target and the entropy of each distribution, in float32.
@@ -75,14 +80,17 @@ def linear_logprobs(
         head: The output projection: a module (called, so that ZeRO-3 hooks gather its weight) or its weight `[V, H]`.
         targets: `[T] int64`, the token that each hidden state predicts.
         temperature: Divides the logits; > 0.
+        alternatives: `[T, A] int64`, the other ids that each target was sampled from, then −1; the distribution is
+            renormalised over target and alternatives. None: over the whole vocabulary.
         max_logits: Maximum number of elements of a tile of logits.
 
     Raises:
         ShapeError: If shapes or dtypes do not match.
     """
+    support = None if alternatives is None else torch.cat([targets[:, None], alternatives], dim=1)
     if isinstance(head, nn.Module) and not _is_plain(head):
-        return _chunked_scores(hidden, head, targets, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
-    return _scores(hidden, head, targets, Settings(1.0 / temperature, max_logits))
+        return _chunked_scores(hidden, head, targets, support, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
+    return _scores(hidden, head, targets, support, Settings(1.0 / temperature, max_logits))
 
 
 def vocabulary_parallel_logprobs(
@@ -92,11 +100,13 @@ def vocabulary_parallel_logprobs(
     part: VocabularyShard,
     *,
     temperature: float = 1.0,
+    alternatives: Tensor | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> LinearLogprobs:
     """Compute `linear_logprobs` with the head sharded over the ranks of a group; every rank gets the full result.
 
-    Forward uses two collectives of `[T]` and `[3, T]`, backward one of `[T, H]` float32. The gradient of `hidden` is
+    Forward uses two collectives of `[T]` and `[3, T]` (with alternatives one of `[T, 1 + A]`), backward one of `[T, H]`
+    float32. The gradient of `hidden` is
     that of the whole vocabulary on every rank: all ranks compute the same loss, which is not summed over ranks.
 
     Args:
@@ -106,15 +116,24 @@ def vocabulary_parallel_logprobs(
         targets: `[T] int64`, tokens of the whole vocabulary, equal on all ranks.
         part: The range of the rows and the process group; V' may differ between ranks.
         temperature: Divides the logits; > 0.
+        alternatives: As in `linear_logprobs`, equal on all ranks.
         max_logits: Maximum number of elements of a tile of logits.
 
     Raises:
         ShapeError: If shapes or dtypes do not match.
     """
-    return _scores(hidden, head, targets - part.start, Settings(1.0 / temperature, max_logits, part.group))
+    support = None if alternatives is None else torch.cat([targets[:, None], alternatives], dim=1)
+    return _scores(hidden, head, targets, support, Settings(1.0 / temperature, max_logits, part.group), part.start)
 
 
-def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings: Settings) -> LinearLogprobs:
+def _scores(
+    hidden: Tensor,
+    head: nn.Module | Tensor,
+    targets: Tensor,
+    support: Tensor | None,
+    settings: Settings,
+    first_row: int = 0,
+) -> LinearLogprobs:
     """Compute from the weight of `head`. For a module this runs as its forward, inside the hooks that gather it."""
 
     def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +143,9 @@ def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings:
                 f"{weight.dtype} and targets {list(targets.shape)}. They must be [T, H], [V, H] and [T], the first two "
                 "of one dtype: cast one of them, or select as many hidden states as there are targets."
             )
-        return logprobs_and_entropies(rows, weight, targets, settings)
+        if support is not None:
+            return truncated_logprobs_and_entropies(rows, weight, support, settings, first_row)
+        return logprobs_and_entropies(rows, weight, targets - first_row, settings)
 
     if isinstance(head, Tensor):
         return LinearLogprobs(*compute(hidden, head))
@@ -147,17 +168,18 @@ def _is_plain(head: nn.Module) -> bool:
 
 
 def _chunked_scores(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, max_logits: int
+    hidden: Tensor, head: nn.Module, targets: Tensor, support: Tensor | None, temperature: float, max_logits: int
 ) -> LinearLogprobs:
     """Compute chunk by chunk for heads that can only be called; several chunks are recomputed in backward."""
     size = max(1, max_logits // cast("int", head.out_features))
     is_recomputed = hidden.shape[0] > size and torch.is_grad_enabled()
     chunks = []
-    for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+    by_call, wanted = (_scores_by_call, targets) if support is None else (_truncated_scores_by_call, support)
+    for rows, ids in zip(hidden.split(size), wanted.split(size), strict=True):
         if is_recomputed:
-            chunks.append(checkpoint(_scores_by_call, rows, head, wanted, temperature, use_reentrant=False))
+            chunks.append(checkpoint(by_call, rows, head, ids, temperature, use_reentrant=False))
         else:
-            chunks.append(_scores_by_call(rows, head, wanted, temperature))
+            chunks.append(by_call(rows, head, ids, temperature))
     return LinearLogprobs(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
@@ -167,3 +189,10 @@ def _scores_by_call(hidden: Tensor, head: nn.Module, targets: Tensor, temperatur
     logprobs = log_probabilities.gather(-1, targets[:, None])[:, 0]
     entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return logprobs, entropies, logprobs.detach() == log_probabilities.detach().amax(-1)
+
+
+def _truncated_scores_by_call(
+    hidden: Tensor, head: nn.Module, support: Tensor, temperature: float
+) -> tuple[Tensor, ...]:
+    logits = cast("Tensor", head(hidden)).float().gather(-1, support.clamp(min=0))
+    return scores_in_support(logits / temperature, support)

@@ -11,6 +11,8 @@ from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.rollout.pool.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25
+MAX_TOP_K = 64
+"""Largest support of a token that is recorded."""
 
 
 class VllmEngineConfig(BaseModel):
@@ -108,17 +110,32 @@ EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminat
 
 
 class SamplingConfig(BaseModel):
-    """How the policy samples during training: from the whole vocabulary, over which the trainer computes logprobs.
+    """How the policy samples during training.
+
+    From a truncated distribution, the ids that each token was sampled from are recorded with it, and the trainer
+    renormalises over them (docs/concepts/truncated-sampling.md).
 
     Attributes:
         max_new_tokens: Longest answer, tokens; below `model.max_context_tokens`.
         temperature: Applied by the engine and, identically, by the trainer's logprobs.
+        top_k: Sample from so many most likely tokens; 0 from all. `top_p` and `min_p` need one, so that what they leave
+            can be recorded.
+        top_p: Sample from the fewest most likely tokens that together have this probability.
+        min_p: Sample from tokens with at least this share of the largest probability.
+        stop: Texts that end a turn. The token that completes one is its last; the text stays in the answer, and all its
+            tokens carry loss. A special token is not text: name it in `stop_token_ids`.
+        stop_token_ids: Ids that end a turn, in addition to the end tokens of the tokenizer and the generation config.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(default=1.0, gt=0, le=10)
+    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
 class RolloutConfig(BaseModel):

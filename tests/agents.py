@@ -104,6 +104,7 @@ async def run_agents(
     max_tokens: int = 2000,
     max_new_tokens: int = 200,
     timeout_s: float = 10.0,
+    stop: tuple[str, ...] = (),
 ) -> list[Trajectory]:
     """Run all programs concurrently; returns one trajectory of each."""
     endpoint = Endpoint(EndpointConfig(), timeout_s)
@@ -111,7 +112,7 @@ async def run_agents(
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
     player = EpisodePlayer(source, codec, EpisodeBudget(max_turns, max_tokens), endpoint)
     runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
-    sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids)
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids, stop=stop)
     try:
         runs = [runner.run(RolloutContext(task, task.task_id), 0, sampling) for task in tasks]
         return list(await asyncio.wait_for(asyncio.gather(*runs), 60))

@@ -25,6 +25,7 @@ from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
 from penstock.platform.checks.without_effect import check_without_effect
 from penstock.platform.config.findings import Command, Finding, error
 from penstock.platform.config.schema import RunConfig
+from penstock.rollout.config import MAX_TOP_K
 
 Check = Callable[[RunConfig], Iterator[Finding]]
 
@@ -91,13 +92,34 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
-    """Check that the context has space for a prompt and an answer."""
+    """Check that the context has space for a prompt and an answer, and that what is sampled from can be recorded."""
     sampling, context = config.rollout.sampling, config.model.max_context_tokens
     if sampling.max_new_tokens >= context:
         yield error(
             f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no space for a prompt in "
             f"model.max_context_tokens={context}: prompt and answer share the context. Use less than {context}, or "
             "a longer context."
+        )
+    for key, cuts in (("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
+        if cuts and not sampling.top_k:
+            yield error(
+                f"rollout.sampling.{key}={getattr(sampling, key):g} without rollout.sampling.top_k: the ids that each "
+                "token was sampled from are recorded, since the trainer renormalises over the same ones, and without "
+                f"top_k there may be as many as the vocabulary has. Use a top_k from 2 to {MAX_TOP_K}, e.g. 20."
+            )
+    if not sampling.top_k:
+        return
+    if sampling.top_k == 1 or sampling.top_k >= config.model.shape.vocab_size:
+        effect = "every token is then certain, and nothing is learned" if sampling.top_k == 1 else "it cuts nothing off"
+        yield error(
+            f"rollout.sampling.top_k={sampling.top_k} with model.shape.vocab_size={config.model.shape.vocab_size}: "
+            f"{effect}. Use 0 for all tokens, or a number from 2 to {MAX_TOP_K} and below the vocabulary."
+        )
+    if config.model.head_dtype == "model" and config.model.dtype != "float32":
+        yield error(
+            f"rollout.sampling.top_k={sampling.top_k} with model.head_dtype=model: logits rounded to "
+            f"{config.model.dtype} often tie with the k-th one, and engines then keep more tokens than they report. "
+            "Use model.head_dtype=float32."
         )
 
 

@@ -13,9 +13,9 @@ from penstock.envs.import_path import load_object
 from penstock.envs.streams import MAX_HELD_OUT_TASKS, load_task_streams, stages_of
 from penstock.platform.checks.algorithm import cannot_divide, misfit, unequal_work
 from penstock.platform.cluster.memory import (
-    PAYLOAD_BYTES_PER_TOKEN,
     kv_cache_gib,
     max_live_trajectories,
+    payload_bytes,
     sequence_kv_gib,
 )
 from penstock.platform.config.findings import Finding, error, warning
@@ -38,7 +38,7 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
         )
     capacity, needed = max_live_trajectories(config), flow.batch_groups * size
     if capacity is not None and capacity < needed:
-        gib = 1.01 * needed * config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN / 2**30
+        gib = 1.01 * needed * payload_bytes(config) / 2**30
         yield error(
             f"dataflow.max_live_gib={flow.max_live_gib:g} holds {capacity} trajectories of "
             f"model.max_context_tokens={config.model.max_context_tokens}, but a batch has {needed}, batch_groups="

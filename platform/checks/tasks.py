@@ -79,6 +79,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
+        yield from check_stop(config)
         yield from check_scripted_turns(config, source, tasks.train[:NUM_SCRIPTED_TASKS])
     elif command in ("rm", "dpo"):
         yield from check_pairs(config, source, measured)
@@ -261,6 +262,31 @@ def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]
                 f"Use a context of at least {length}, or a smaller max_new_tokens."
             ),
         )
+
+
+def check_stop(config: RunConfig) -> Iterator[Finding]:
+    """Check that the stop texts can appear in an answer's text, and the stop tokens in its tokens."""
+    sampling, vocab_size = config.rollout.sampling, config.model.shape.vocab_size
+    for token_id in sampling.stop_token_ids:
+        if token_id >= vocab_size:
+            yield error(
+                f"rollout.sampling.stop_token_ids has {token_id}; model.shape.vocab_size={vocab_size}, so the policy "
+                f"never samples it. Use ids below {vocab_size}."
+            )
+    try:
+        codec = _load_codec(config) if sampling.stop else None
+    except ConfigError:
+        return  # `check_prompts` reports it
+    if codec is None:
+        return
+    for text in sampling.stop:
+        if special := next((one for one in codec.tokenizer.all_special_tokens if one in text), None):
+            yield error(
+                f"rollout.sampling.stop has {text!r}: {special!r} is a special token of the tokenizer, which is left "
+                "out of texts, so no answer would end with it. Use rollout.sampling.stop_token_ids="
+                f"[{codec.tokenizer.convert_tokens_to_ids(special)}].",
+                "model",
+            )
 
 
 def check_scripted_turns(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:

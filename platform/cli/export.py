@@ -184,7 +184,17 @@ def _card_rows(
     yield "reward", config.reward.fn or ", ".join(config.reward.parts)
     yield "batch", f"{flow.batch_groups} groups of {flow.group_size}, max_staleness {flow.max_staleness}"
     yield "learning rate", config.trainer.optimizer.lr
-    yield "sampling in training", f"temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens"
+    limits = [
+        f"{name} {value:g}"
+        for name, value, whole in (
+            ("top_k", sampling.top_k, 0),
+            ("top_p", sampling.top_p, 1),
+            ("min_p", sampling.min_p, 0),
+        )
+        if value != whole
+    ]
+    drawn = ", ".join([f"temperature {sampling.temperature:g}", *limits])
+    yield "sampling in training", f"{drawn}, at most {sampling.max_new_tokens} new tokens"
     yield "adapters", f"LoRA of rank {config.trainer.lora.rank}, merged" if config.trainer.lora else "none"
     yield "seed", config.seed
     yield "steps", f"{version} of {config.total_steps}"

@@ -62,9 +62,11 @@ ALL_REDUCE_ELEMENTS = 500_000_000
 GPU_TILE = (16384, 8192)
 CPU_TILE = (512, 1024)
 """Tokens and words of the largest tile of logits (kernels/portable/logprob.py)."""
+GPU_GATHERED, CPU_GATHERED = 1 << 25, 1 << 19
+"""Elements of the rows of the head that are gathered at once (kernels/portable/truncated_logprob.py)."""
 
 PAYLOAD_BYTES_PER_TOKEN = 16
-"""Size of a stored trajectory: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
+"""Of a stored trajectory without alternatives: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
 BASE_HOST_GIB = {"driver": 1.2, "trainer": 0.7, "vllm": 1.6, "torch": 0.7, "reward": 0.3}
 """Resident memory of a process after its imports, GiB. `driver` includes Ray's own processes."""
 BASE_GPU_HOST_GIB = 3.0
@@ -356,11 +358,25 @@ def _layer_width(config: RunConfig, tp: int) -> float:
 
 
 def _head_bytes(config: RunConfig, *, on_gpu: bool, is_trained: bool) -> float:
-    """Of kernels/linear_logprob.py in backward: gradients of the weight and of hidden states, one tile of logits."""
+    """Of kernels/linear_logprob.py in backward: gradients of the weight and of hidden states, one tile of logits.
+
+    With truncated sampling also the gradient of those rows of the weight that occur, in float32.
+    """
     shape, trainer, width = config.model.shape, config.trainer, DTYPE_BYTES[config.model.dtype]
     rows = shape.vocab_size / (1 if shape.tie_word_embeddings else trainer.tensor_parallel_size)
     max_tokens, max_words = GPU_TILE if on_gpu else CPU_TILE
     words, tokens = min(max_words, rows), trainer.max_tokens_per_micro_batch
+    if config.rollout.sampling.top_k:  # kernels/portable/truncated_logprob.py
+        gathered, hidden = tokens * config.rollout.sampling.top_k, 4 * tokens * shape.hidden_size
+        chunk = min(gathered * shape.hidden_size, GPU_GATHERED if on_gpu else CPU_GATHERED)
+        used = min(rows, gathered) * shape.hidden_size * is_trained
+        weight = width * rows * shape.hidden_size * is_trained
+        moments = (
+            12 * chunk,  # forward: two operands and their product
+            (width + 4) * chunk + 4 * used + hidden,
+            weight + (4 + width * (width < 4)) * used + hidden,  # the sum is converted
+        )
+        return 48 * gathered + max(moments)  # ids, places, logits and their gradients
     # Of several tiles, the gradient of one is dropped when that of the next is there.
     has_several = rows > max_words or tokens > max_tokens
     tile = min(tokens, max_tokens) * words * (4 + width * (1 + has_several))
@@ -372,4 +388,9 @@ def max_live_trajectories(config: RunConfig) -> int | None:
     """Number of full-length trajectories whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
     if config.dataflow.max_live_gib is None:
         return None
-    return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))
+    return int(config.dataflow.max_live_gib * 2**30 / payload_bytes(config))
+
+
+def payload_bytes(config: RunConfig) -> int:
+    """Size of a stored trajectory that fills the context; each sampled token has up to `top_k` − 1 alternatives."""
+    return config.model.max_context_tokens * (PAYLOAD_BYTES_PER_TOKEN + 4 * config.rollout.sampling.top_k)

@@ -116,6 +116,12 @@ PEER_NAMES = {
     "max_response_length": "rollout.sampling.max_new_tokens=VALUE",
     "max_prompt_length": "model.max_context_tokens=TOKENS (prompt plus answer)",
     "temperature": "rollout.sampling.temperature=VALUE",
+    "top_k": "rollout.sampling.top_k=VALUE",
+    "top_p": "rollout.sampling.top_p=VALUE rollout.sampling.top_k=20 (any up to 64)",
+    "min_p": "rollout.sampling.min_p=VALUE rollout.sampling.top_k=20 (any up to 64)",
+    "stop": "rollout.sampling.stop=VALUE",
+    "stop_strings": "rollout.sampling.stop=VALUE",
+    "stop_token_ids": "rollout.sampling.stop_token_ids=VALUE",
     "beta": "algorithm.kl.coefficient=VALUE",
     "epsilon": "algorithm.loss.clip_low=VALUE algorithm.loss.clip_high=VALUE",
     "epsilon_high": "algorithm.loss.clip_high=VALUE",
@@ -125,10 +131,6 @@ PEER_NAMES = {
 """Names of TRL and verl -> replacement, as in `RENAMED`. TOKENS is a number that differs from theirs."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
-_FULL_SUPPORT = (
-    "it would cut the sampling support: the engine renormalises over what is left and the trainer does not, so every "
-    "importance ratio would include the cut mass. Lower rollout.sampling.temperature instead."
-)
 _GROUP_TIMEOUT = "the logprobs of one group may take 10 minutes, a limit that only a hanging worker reaches."
 _RETRIED = "requests to a failed service are retried for every program; max_attempts and backoff_s say how often."
 REMOVED = {
@@ -138,8 +140,6 @@ REMOVED = {
     "reference.timeout_s": _GROUP_TIMEOUT,
     "reward.normalize": "set the weights of reward.parts to their final values, e.g. with a sum of 1.",
     "rollout.adaptive_concurrency": "an engine that runs out of KV cache always gets fewer requests at a time.",
-    "rollout.sampling.top_k": _FULL_SUPPORT,
-    "rollout.sampling.top_p": _FULL_SUPPORT,
     "sandbox.remote.connect_timeout_s": "a service has 5 s to accept a connection; grace_s limits its answer.",
     "sandbox.remote.failures_to_open": _RETRIED,
     "sandbox.remote.open_s": _RETRIED,
@@ -394,7 +394,8 @@ def _kind_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of: " + ", ".join(str(member.value) for member in kind)
     if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
-        return "a list of names"
+        item = get_args(kind)[0]
+        return f"a list of {'integers' if int in (item, *get_args(item)) else 'names'}"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     if get_origin(kind) is dict or sections_of(kind):

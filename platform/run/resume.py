@@ -103,6 +103,13 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     """Continue a run whose lock is held."""
     run_dir = Path(config.run_dir)
     problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
+    before, now = (saved["rollout"]["sampling"].get("top_k", 0), config.rollout.sampling.top_k)
+    if bool(before) != bool(now):
+        problems.append(
+            f"rollout.sampling.top_k={now}: the run began with {before}, and its checkpoint holds answers that were "
+            "sampled with that. A batch cannot mix truncated and whole distributions. Resume with "
+            f"top_k={before}, or start a run from the exported policy (penstock export)."
+        )
     if checkpoint.version >= config.total_steps:
         problems.append(
             f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "

@@ -61,7 +61,11 @@ def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         temperature=config.rollout.sampling.temperature,
-        stop_token_ids=codec.stop_token_ids,
+        top_k=config.rollout.sampling.top_k,
+        top_p=config.rollout.sampling.top_p,
+        min_p=config.rollout.sampling.min_p,
+        stop_token_ids=(*codec.stop_token_ids, *config.rollout.sampling.stop_token_ids),
+        stop=config.rollout.sampling.stop,
         # vLLM samples seeded requests one by one, and restarts their random stream when they are resumed.
         seed=config.seed if all(view.rollout.engine.type == "torch" for view in config.rollout_views) else None,
     )

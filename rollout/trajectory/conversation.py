@@ -22,7 +22,16 @@ import numpy as np
 
 from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
-from penstock.dataflow.trajectory import MAIN_THREAD, Episode, FinishReason, Task, Thread, Trajectory, Turn
+from penstock.dataflow.trajectory import (
+    MAIN_THREAD,
+    Alternatives,
+    Episode,
+    FinishReason,
+    Task,
+    Thread,
+    Trajectory,
+    Turn,
+)
 from penstock.dataflow.versions import Span, Spans, concatenate_spans, first_tokens, join_spans
 from penstock.envs.reasoning import TurnText
 
@@ -65,6 +74,7 @@ class PartialTurn:
             tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
             join_spans([span for delta in deltas for span in delta.spans]),
             self.finish_reason,
+            Alternatives.joined(delta.alternatives for delta in deltas),
         )
 
     @property
@@ -109,6 +119,8 @@ class PartialTurn:
 
     def finish_if_complete(self) -> bool:
         """Finish an interrupted turn if only the engine's final message was lost. Returns whether it is finished."""
+        if self.is_cut:
+            return True
         self.finish_reason = None
         if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             self.finish_reason = "stop"
@@ -121,8 +133,14 @@ class PartialTurn:
 
         They stay on-policy as long as the rule that ends it looks at these tokens only.
         """
-        logprobs = self.logprobs[:num_tokens]
-        self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
+        whole = self.joined()
+        kept = TokenDelta(
+            whole.token_ids[:num_tokens],
+            whole.logprobs[:num_tokens],
+            first_tokens(whole.spans, num_tokens),
+            alternatives=whole.alternatives and whole.alternatives.part(0, num_tokens),
+        )
+        self._deltas = [kept]
         self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
 
 
@@ -163,6 +181,7 @@ class Conversation:
         loss_mask: For each token, whether it was sampled in this thread.
         logprobs: Behavior logprob of each token; 0 where it was not sampled.
         spans: Version spans of the sampled tokens.
+        alternatives: Of the sampled tokens, turn by turn; None where they were sampled from the whole vocabulary.
     """
 
     def __init__(
@@ -187,6 +206,7 @@ class Conversation:
         self.loss_mask = [False] * len(prompt_ids)
         self.logprobs = [0.0] * len(prompt_ids)
         self.spans: list[Span] = []
+        self.alternatives: list[Alternatives | None] = []
         self._turned_at = time.monotonic()
 
     @property
@@ -220,6 +240,7 @@ class Conversation:
         self.loss_mask += [True] * partial.num_tokens
         self.logprobs += answer.logprobs
         self.spans += answer.spans
+        self.alternatives.append(answer.alternatives)
         began_at, self._turned_at = self._turned_at, time.monotonic()
         interruptions = partial.num_interruptions - self.num_interruptions
         self.num_interruptions = partial.num_interruptions
@@ -274,4 +295,5 @@ def build_trajectory(
         episode=episode,
         threads=() if has_main_only else tuple(one.thread() for one in conversations),
         messages=() if isinstance(task.prompt, str) else task.prompt,
+        alternatives=Alternatives.joined(part for one in conversations for part in one.alternatives),
     )

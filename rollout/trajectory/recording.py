@@ -1,8 +1,7 @@
 """The tokens of an agent program's session: each request is the next turn of one conversation (conversation.py).
 
-The program decides when it sends a request, how many tokens it wants and which stop texts end the turn. The run's
-configuration decides how tokens are sampled. A stop text is a rule on sampled tokens only: the turn ends with the token
-that completes the stop text, and the tokens up to it are on-policy.
+The program decides when it sends a request, how many tokens it wants and which stop texts end the turn, in addition to
+those of the run (stop_texts.py). The run's configuration decides how tokens are sampled.
 
 Consumes: new messages of a session. Waits for: the turn to be sampled. Unblocked by: the trajectory runner.
 """
@@ -13,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from tokenizers.decoders import DecodeStream
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
@@ -33,6 +30,7 @@ from penstock.rollout.trajectory.conversation import (
     SampleTurn,
     build_trajectory,
 )
+from penstock.rollout.trajectory.stop_texts import StopTextReader
 
 if TYPE_CHECKING:
     from penstock.rollout.trajectory.runner import TrajectoryRunner
@@ -82,7 +80,8 @@ class Recording:
         partial = conversation.next_turn(self._budget.max_tokens, request.max_tokens)
         preceding, marks = conversation.newest_text, self._codec.reasoning if request.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, preceding)
-        reader = TurnReader(self._codec, exchange, partial, thinking) if request.is_stream or request.stop else None
+        stops = (*request.stop, *self._sampling.stop)
+        reader = TurnReader(self._codec, exchange, partial, thinking, stops) if request.is_stream or stops else None
         await self._sample(partial)
         turn_text = self._codec.split(partial.token_ids, preceding)
         conversation.add_turn(partial, turn_text)
@@ -135,14 +134,18 @@ class TurnReader:
     """Reads a turn while it is sampled: streams its text, and ends it after a stop text."""
 
     def __init__(
-        self, codec: TokenCodec, exchange: Exchange, partial: PartialTurn, thinking: ReasoningReader | None
+        self,
+        codec: TokenCodec,
+        exchange: Exchange,
+        partial: PartialTurn,
+        thinking: ReasoningReader | None,
+        stops: Sequence[str],
     ) -> None:
         self._codec = codec
         self._exchange = exchange
         self._partial = partial
         self._thinking = thinking
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._text = ""
+        self._reader = StopTextReader(codec, stops)
         self._num_said = 0
         self._num_tokens = 0
         self._is_cut = False
@@ -150,9 +153,9 @@ class TurnReader:
 
     def finish(self, sampled: str) -> str:
         """Return the text to deliver; `sampled` is the text of all tokens."""
-        if not self._is_cut and sampled.startswith(self._text):
-            self._text = sampled  # including trailing bytes that never completed a character
-        return self._text
+        if not self._is_cut and sampled.startswith(self._reader.text):
+            return sampled  # including trailing bytes that never completed a character
+        return self._reader.text
 
     def _read(self, delta: TokenDelta) -> None:
         if self._is_cut:
@@ -160,7 +163,7 @@ class TurnReader:
         request, num_read = self._exchange.request, 0
         for token_id in delta.token_ids:
             num_read += 1
-            if self._ends_with(token_id, request.stop):
+            if self._reader.completes(token_id):
                 self._is_cut = True
                 self._partial.cut(self._num_tokens + num_read)
                 break
@@ -168,22 +171,11 @@ class TurnReader:
         if request.is_stream:
             self._say(delta, num_read, request)
 
-    def _ends_with(self, token_id: int, stops: Sequence[str]) -> bool:
-        """Append a token's text. If it completes a stop text, cut the stop text off and return True."""
-        fresh = self._stream.step(self._codec.tokenizer.backend_tokenizer, token_id)
-        if not fresh:
-            return False
-        begins = max(0, len(self._text) - max(map(len, stops), default=0))
-        self._text += fresh
-        places = [place for stop in stops if (place := self._text.find(stop, begins)) >= 0]
-        if places:
-            self._text = self._text[: min(places)]
-        return bool(places)
-
     def _say(self, delta: TokenDelta, num_read: int, request: ChatRequest) -> None:
         """Stream the new text, except an end that may become a stop text."""
-        end = len(self._text) - (0 if self._is_cut else num_begun(self._text, request.stop))
-        text, self._num_said = self._text[self._num_said : end], max(self._num_said, end)
+        so_far = self._reader.text
+        end = len(so_far) - (0 if self._is_cut else num_begun(so_far, self._reader.stops))
+        text, self._num_said = so_far[self._num_said : end], max(self._num_said, end)
         ids, logprobs = delta.token_ids[:num_read], delta.logprobs[:num_read]
         tokens = _with_text(self._codec, ids, logprobs) if request.wants_logprobs else ()
         thought = ""

@@ -25,6 +25,7 @@ from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, build_trajectory
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
+from penstock.rollout.trajectory.stop_texts import end_at_stop_texts
 
 CHECKS_PER_TIMEOUT = 8
 
@@ -126,6 +127,8 @@ class TrajectoryRunner:
         # Engines also stop at the context limit. The turn gets the same limit here, so that a turn that fills the
         # context counts as complete even if the engine's final message was lost.
         turn = conversation.next_turn(self._max_context_tokens or conversation.num_tokens + sampling.max_new_tokens)
+        if sampling.stop:
+            end_at_stop_texts(turn, self.codec)
         if (saved := context.saved_tokens.pop(member, None)) is not None:
             turn.extend(saved)
         context.turns[member] = turn
@@ -200,6 +203,8 @@ class TrajectoryRunner:
 
     async def _sample(self, context: RolloutContext, member: int, partial: PartialTurn) -> None:
         """Sample a turn to its end, resuming on other engines as needed."""
+        if partial.sampling.stop and partial.on_delta is None:
+            end_at_stop_texts(partial, self.codec)
         last: Interruption | None = None
         num_in_vain = 0
         while True:

@@ -10,13 +10,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
+from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import memory
 from penstock.platform.cluster.memory import GIB, trainer_memory
 from penstock.platform.config.schema import PoolConfig
 from penstock.trainer.algorithms.config import GaeConfig
+from penstock.weights.model_config import DType
 from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes
+from tests.live_bytes import LiveBytes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -100,3 +104,26 @@ def test_activations_of_shipped_models_are_within_a_tenth_of_their_estimate(
     found = activation_bytes(file, tokens, gradient_checkpointing=checkpoints)
     planned = estimated_activation_bytes(name, tokens, gradient_checkpointing=checkpoints)
     assert found == pytest.approx(planned, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(64, 4), (512, 20), (2048, 64)])
+def test_the_head_over_a_truncated_support_is_within_a_tenth_of_its_estimate(
+    dtype: DType, tokens: int, top_k: int
+) -> None:
+    case = Case(dtype, 0, tokens=tokens)
+    config = compose_config(["experiment=math_qwen_8gpu", f"rollout.sampling.top_k={top_k}"])
+    planned = memory._head_bytes(
+        config.model_copy(update={"model": case.model, "trainer": case.trainer}), on_gpu=False, is_trained=True
+    )
+    shape, generator = case.model.shape, torch.Generator().manual_seed(0)
+    support = torch.rand(tokens, shape.vocab_size, generator=generator).topk(top_k).indices
+    kind = getattr(torch, dtype)
+    hidden, weight = (
+        torch.randn(count, shape.hidden_size, generator=generator).to(kind).requires_grad_()
+        for count in (tokens, shape.vocab_size)
+    )
+    with LiveBytes() as live:
+        scored = linear_logprobs(hidden, weight, support[:, 0], alternatives=support[:, 1:])
+        (scored.logprobs.sum() + scored.entropies.sum()).backward()  # type: ignore[no-untyped-call]
+    assert live.peak == pytest.approx(planned, rel=TOLERANCE)

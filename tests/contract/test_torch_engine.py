@@ -25,7 +25,9 @@ from .engine_harness import (
 )
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
+from .stop_texts import StopTextContract
 from .transfer_group import TransferGroupContract
+from .truncated_sampling import TruncatedSamplingContract
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)
@@ -40,7 +42,14 @@ async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> 
         yield harness
 
 
-class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract, TransferGroupContract):
+class TestTorchEngine(
+    EngineContract,
+    PartialRolloutContract,
+    MultiTurnContract,
+    StopTextContract,
+    TruncatedSamplingContract,
+    TransferGroupContract,
+):
     """The contract, in both update modes and with slots of both kinds."""
 
 

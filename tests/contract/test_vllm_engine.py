@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,9 @@ from .engine_harness import (
 )
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
+from .stop_texts import StopTextContract
 from .transfer_group import TransferGroupContract
+from .truncated_sampling import TruncatedSamplingContract
 
 pytestmark = [
     pytest.mark.integration,
@@ -86,7 +89,14 @@ async def harness(
             yield harness
 
 
-class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, TransferGroupContract):
+class TestVllmEngine(
+    EngineContract,
+    PartialRolloutContract,
+    MultiTurnContract,
+    StopTextContract,
+    TruncatedSamplingContract,
+    TransferGroupContract,
+):
     """The contract on vLLM's CPU build: both update modes, one worker and two, slots of both kinds, both schedulers."""
 
 
@@ -164,3 +174,29 @@ async def test_whole_tensors_go_through_vllms_own_loader(
     assert output.spans == ((serving, 20),), "the old version serves on"
     np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
     await harness.publish()
+
+
+async def test_the_support_is_read_from_outputs_that_vllm_has_joined_too() -> None:
+    """Joining outputs lists the sampled id once. Ids that were removed have −∞, and ids that tie may be missing."""
+    from vllm.logprobs import FlatLogprobs
+
+    from penstock.rollout.engines.vllm.engine import support
+
+    def listed(*tokens: tuple[list[int], list[float]]) -> FlatLogprobs:
+        found = FlatLogprobs()
+        for ids, chances in tokens:
+            with np.errstate(divide="ignore"):
+                found.append_fast(ids, np.log(chances).tolist(), itertools.repeat(1), itertools.repeat(None))
+        return found
+
+    first = listed(([7, 5, 7, 9], [0.3, 0.6, 0.3, 0.1]), ([5, 5, 7, 9], [1.0, 1.0, 0.0, 0.0]))
+    first.extend(listed(([9, 5, 9, 7], [0.2, 0.8, 0.2, 0.0])))
+    logprobs, alternatives = support(first, "here")
+    np.testing.assert_allclose(np.exp(logprobs), [0.3, 1.0, 0.2])
+    assert alternatives.rows() == ((5, 9), (), (5,))
+    logprobs, alternatives = support(FlatLogprobs(), "here")
+    assert (logprobs, alternatives.rows()) == ((), ())
+    with pytest.raises(
+        TrajectoryError, match=r"here: the listed tokens .* probability of 0\.9000, not 1: .* rollout\.sampling\.top_k"
+    ):
+        support(listed(([7, 5, 7], [0.3, 0.6, 0.3])), "here")

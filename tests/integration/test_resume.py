@@ -208,6 +208,8 @@ def test_what_cannot_be_resumed_says_why(folder: Path, uninterrupted: Path) -> N
             resume.resume(uninterrupted, [])
         with pytest.raises(ConfigError, match=r"algorithm.loss.clip_high=0.5: the run began with 0\.2"):
             resume.resume(uninterrupted, ["total_steps=30", "algorithm.loss.clip_high=0.5"])
+        with pytest.raises(ConfigError, match=r"rollout\.sampling\.top_k=5: the run began with 0, .* with top_k=0"):
+            resume.resume(uninterrupted, ["total_steps=30", "rollout.sampling.top_k=5"], allows_changed=True)
         with pytest.raises(ConfigError, match=r"trainer\.zero_stag"):
             resume.resume(uninterrupted, ["total_steps=30", "trainer.zero_stag=3"])
         with pytest.raises(ConfigError, match=r"holds no config\.yaml"):

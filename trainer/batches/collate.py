@@ -1,6 +1,7 @@
 """From sequences and a plan to the tensors of one micro-batch.
 
-Shape legend: T tokens of one sequence, R rows, L row length, K loss tokens of one micro-batch (flat).
+Shape legend: T tokens of one sequence, R rows, L row length, K loss tokens of one micro-batch (flat), A alternatives of
+a token at most.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class ModelInputs(NamedTuple):
         target_index: `[K] int64` into the flattened `[R·L]` hidden states.
         target_ids: `[K] int64`, the token to predict there.
         boundaries: Of the sequences, for attention without a mask (varlen); None for sdpa.
+        alternatives: `[K, A] int64`, the other ids that each target was sampled from, then −1; None: sampled from the
+            whole vocabulary.
     """
 
     input_ids: Tensor
@@ -39,6 +42,7 @@ class ModelInputs(NamedTuple):
     target_index: Tensor
     target_ids: Tensor
     boundaries: SequenceBoundaries | None = None
+    alternatives: Tensor | None = None
 
     def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
         """Call a (wrapped) `PolicyModel` with these."""
@@ -169,6 +173,7 @@ def collate(
             target_index=tensor(np.concatenate(target_index).astype(np.int64)),
             target_ids=per_token([one.token_ids[one.targets] for one in chosen], np.int64),
             boundaries=None if needs_mask else boundaries_of(plan, sequences, device),
+            alternatives=None if (found := joined_alternatives(chosen)) is None else tensor(found),
         ),
         behavior_logprobs=per_token([one.behavior_logprobs for one in chosen], np.float32),
         advantages=per_token([one.advantages for one in chosen], np.float32),
@@ -186,6 +191,18 @@ def collate(
         returns=if_any([one.returns for one in chosen]),
         teacher_logprobs=if_any([one.teacher_logprobs for one in chosen]),
     )
+
+
+def joined_alternatives(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64] | None:
+    """`[K, A]`: the alternatives of all sequences, padded to the widest; None if they have none."""
+    recorded = [one.alternatives for one in sequences if one.alternatives is not None]
+    if not recorded:
+        return None
+    assert len(recorded) == len(sequences), "all answers of a run are sampled alike (platform/run/resume.py)"
+    width = max(one.shape[1] for one in recorded)
+    return np.concatenate(
+        [np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=-1) for one in recorded]
+    ).astype(np.int64)
 
 
 def boundaries_of(
@@ -251,12 +268,13 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         given = empty.inputs._replace(input_ids=input_ids, position_ids=position_ids, boundaries=boundaries)
         return replace(empty, inputs=given)
     places, target_ids = inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
+    alternatives = None if inputs.alternatives is None else inputs.alternatives[is_mine]
     columns = {name: getattr(micro_batch, name) for name in _PER_TOKEN}
     mine: dict[str, Any] = {name: one[is_mine] for name, one in columns.items() if one is not None}
     is_mine_there = is_mine.cpu().numpy()
     return replace(
         micro_batch,
-        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids, boundaries),
+        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids, boundaries, alternatives),
         sequence_index=micro_batch.sequence_index[is_mine_there],
         token_index=micro_batch.token_index[is_mine_there],
         num_tokens=len(places),

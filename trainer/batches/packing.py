@@ -60,6 +60,8 @@ class TrainingSequence:
         proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None without one.
         old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
         returns: `[len(targets)]`, targets of the critic.
+        alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
+            were sampled from the whole vocabulary.
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
             are not recorded.
     """
@@ -79,6 +81,7 @@ class TrainingSequence:
     returns: NDArray[np.floating] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
     prompt_length: int = 0
+    alternatives: NDArray[np.integer] | None = None
     recorded_as: tuple[TrajectoryId, int, int] | None = None
 
     def __post_init__(self) -> None:

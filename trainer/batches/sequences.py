@@ -189,6 +189,14 @@ def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int6
     return np.flatnonzero(trajectory.loss_mask)[is_new_enough(trajectory, min_version)]
 
 
+def alternatives_of(trajectory: Trajectory, keep: NDArray[np.bool_] | None = None) -> NDArray[np.int32] | None:
+    """`[n, A]`: the alternatives of the sampled tokens, or of those to `keep`; None if there are none recorded."""
+    if trajectory.alternatives is None:
+        return None
+    padded = trajectory.alternatives.padded()
+    return padded if keep is None else padded[keep]
+
+
 def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
     """`[G] float64` rewards of a group; those that are not finite become NaN.
 
@@ -333,6 +341,7 @@ def policy_sequences(
                 unit=member.group if index in compared else None,
                 group=member.group,
                 prompt_length=prompt_length(member.trajectory),
+                alternatives=alternatives_of(member.trajectory, keep),
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
@@ -441,6 +450,7 @@ def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
             targets=(targets := loss_tokens(one)),
             behavior_logprobs=np.zeros(len(targets), np.float32),
             prompt_length=prompt_length(one),
+            alternatives=alternatives_of(one),
         )
         for one in all_sequences(payloads)
     ]

@@ -48,6 +48,7 @@ class PolicyModel(nn.Module):
         target_ids: Tensor,
         temperature: float,
         boundaries: SequenceBoundaries | None = None,
+        alternatives: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score target tokens.
 
@@ -59,6 +60,8 @@ class PolicyModel(nn.Module):
             target_ids: `[K] int64`, the token that follows each of them.
             temperature: The sampling temperature; divides the logits.
             boundaries: Of the sequences, if attention takes them instead of a mask.
+            alternatives: `[K, A] int64`, the other ids that each target was sampled from, then −1: logprobs and
+                entropies are those of the distribution renormalised over them. None: over the whole vocabulary.
 
         Returns:
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
@@ -68,9 +71,11 @@ class PolicyModel(nn.Module):
         hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
-            scored = linear_logprobs(hidden, head, target_ids, temperature=temperature)
+            scored = linear_logprobs(hidden, head, target_ids, temperature=temperature, alternatives=alternatives)
         else:
-            scored = vocabulary_parallel_logprobs(hidden, head, target_ids, part, temperature=temperature)
+            scored = vocabulary_parallel_logprobs(
+                hidden, head, target_ids, part, temperature=temperature, alternatives=alternatives
+            )
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
 
 

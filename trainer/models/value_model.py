@@ -45,12 +45,13 @@ class ValueModel(nn.Module):
         target_ids: Tensor,
         temperature: float,
         boundaries: SequenceBoundaries | None = None,
+        alternatives: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The value before each target token, which itself is not seen: `[K] float32` twice (there is no entropy).
 
-        Arguments as of `PolicyModel.forward`; `target_ids` and `temperature` have no effect.
+        Arguments as of `PolicyModel.forward`; `target_ids`, `temperature` and `alternatives` have no effect.
         """
-        del target_ids, temperature
+        del target_ids, temperature, alternatives
         body = self.classifier.base_model
         hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
         values = self.classifier.score(hidden)[:, 0].float()

@@ -27,9 +27,9 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.seeding import derive_seed, uniforms
-from penstock.dataflow.trajectory import FinishReason
+from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, join_spans
 from penstock.rollout.engines.torch.cache import SlotCache
 
@@ -61,7 +61,8 @@ class RunningRequest:
         seed: Key of its draws; None until the batch assigns one to a request without a seed.
         num_cached: Leading tokens that are in the cache. The next step takes the token after them; it samples if that
             is the last one.
-        unreported_*: Sampled since the last delta; spans as (version, count) pairs.
+        unreported_*: Sampled since the last delta; spans as (version, count) pairs; alternatives only if the
+            distribution is truncated.
     """
 
     request: GenerateRequest
@@ -73,6 +74,7 @@ class RunningRequest:
     unreported_ids: list[int] = field(default_factory=list)
     unreported_logprobs: list[float] = field(default_factory=list)
     unreported_spans: list[Span] = field(default_factory=list)
+    unreported_alternatives: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: GenerateRequest, limits: BatchLimits) -> RunningRequest:
@@ -95,11 +97,15 @@ class RunningRequest:
         """All tokens are in the cache: the newest logits are those of the next token."""
         return self.num_cached == len(self.token_ids)
 
-    def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
+    def append(
+        self, token_id: int, logprob: float, version: int, alternatives: tuple[int, ...] | None = None
+    ) -> FinishReason | None:
         """Append one sampled token; return the finish reason if the request ends with it."""
         self.token_ids.append(token_id)
         self.unreported_ids.append(token_id)
         self.unreported_logprobs.append(logprob)
+        if alternatives is not None:
+            self.unreported_alternatives.append(alternatives)
         if self.unreported_spans and self.unreported_spans[-1].version == version:
             self.unreported_spans[-1] = Span(version, self.unreported_spans[-1].num_tokens + 1)
         else:
@@ -115,10 +121,12 @@ class RunningRequest:
             tuple(self.unreported_logprobs),
             join_spans(self.unreported_spans),
             finish_reason,
+            Alternatives.of(self.unreported_alternatives) if self.request.sampling.is_truncated else None,
         )
         self.unreported_ids.clear()
         self.unreported_logprobs.clear()
         self.unreported_spans.clear()
+        self.unreported_alternatives.clear()
         return delta
 
 
@@ -188,7 +196,7 @@ class DecodeBatch:
         self._admit()
         if not self.running:
             return []
-        token_ids, logprobs = self._sample(self._forward())
+        token_ids, logprobs, alternatives = self._sample(self._forward())
         deltas: Deltas = []
         finished: list[int] = []
         for slot, request in enumerate(self.running):
@@ -196,7 +204,7 @@ class DecodeBatch:
             if not request.is_at_end:  # its prompt is still being cached
                 continue
             self.tokens_generated += 1
-            reason = request.append(token_ids[slot], logprobs[slot], self.version)
+            reason = request.append(token_ids[slot], logprobs[slot], self.version, alternatives.get(slot))
             if reason is not None:
                 finished.append(slot)
             if reason is not None or len(request.unreported_ids) >= self.limits.journal_interval_tokens:
@@ -263,8 +271,8 @@ class DecodeBatch:
         logits: torch.Tensor = output.logits[:, -1]
         return logits.float()
 
-    def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw one token per row of `[R, V]` and its behavior logprob.
+    def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float], dict[int, tuple[int, ...]]]:
+        """Draw one token per row of `[R, V]`; returns them, their behavior logprobs, and slot -> alternatives.
 
         Inverse CDF: with u from [0, 1), keyed by (seed, position), take the first token whose cumulative probability
         exceeds u. Temperature 0 takes the arg max, with logprobs at temperature 1.
@@ -275,11 +283,22 @@ class DecodeBatch:
             [request.seed or 0 for request in self.running], [request.num_cached + 1 for request in self.running]
         )
         is_greedy = temperatures == 0
-        logprobs = torch.log_softmax(logits / temperatures.masked_fill(is_greedy, 1.0).float(), dim=-1)
-        cumulative = logprobs.double().exp_().cumsum(dim=-1)
-        drawn = torch.searchsorted(cumulative, self._column(draws, num_rows) * cumulative[:, -1:], right=True)
-        token_ids = torch.where(is_greedy, logprobs.argmax(dim=-1, keepdim=True), drawn)
-        return token_ids[:, 0].tolist(), logprobs.gather(1, token_ids)[:, 0].tolist()
+        scaled = logits / temperatures.masked_fill(is_greedy, 1.0).float()
+        logprobs, uniform = torch.log_softmax(scaled, dim=-1), self._column(draws, num_rows)
+        token_ids = torch.where(is_greedy, logprobs.argmax(dim=-1, keepdim=True), _drawn(logprobs, uniform))
+        drawn, behavior = token_ids[:, 0].tolist(), logprobs.gather(1, token_ids)[:, 0].tolist()
+        alternatives: dict[int, tuple[int, ...]] = {}
+        slots = [slot for slot, request in enumerate(self.running) if request.request.sampling.is_truncated]
+        if slots:
+            limits = [self.running[slot].request.sampling for slot in slots]
+            kept_logprobs, ids = truncated(scaled[slots], limits)
+            chosen = _drawn(kept_logprobs, uniform[slots])
+            values, counts = kept_logprobs.gather(1, chosen)[:, 0].tolist(), kept_logprobs.isfinite().sum(1).tolist()
+            for row, slot in enumerate(slots):
+                support, place = ids[row, : counts[row]].tolist(), int(chosen[row])
+                drawn[slot], behavior[slot] = support[place], values[row]
+                alternatives[slot] = (*support[:place], *support[place + 1 :])
+        return drawn, behavior, alternatives
 
     def _column(self, values: Sequence[float] | NDArray[np.float64], num_rows: int) -> torch.Tensor:
         """`[num_rows, 1]` int64, or float64 for floats: one value per running request, 0 in idle rows."""
@@ -292,6 +311,35 @@ class DecodeBatch:
         if slot < len(self.running):
             self.cache.move(len(self.running), slot, last.num_cached)
             self.running[slot] = last
+
+
+def _drawn(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`[N, 1] int64`: by inverse CDF from `[N, V]` logprobs, with draws from [0, 1), `[N, 1] float64`."""
+    cumulative = logprobs.double().exp_().cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+
+
+def truncated(scaled: torch.Tensor, limits: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Truncate distributions by min-p, then top-k, then top-p of what is left (vLLM's order), and renormalise them.
+
+    Args:
+        scaled: `[N, V] float32`, logits after the temperature.
+        limits: Of each row.
+
+    Returns:
+        Logprobs, −∞ behind the end of the support, and ids, by falling probability: `[N, K]` each, K the largest top-k.
+    """
+    num_kept = torch.tensor([limit.top_k or scaled.shape[1] for limit in limits], device=scaled.device)[:, None]
+    top_p, min_p = (
+        torch.tensor([getattr(limit, name) for limit in limits], device=scaled.device)[:, None]
+        for name in ("top_p", "min_p")
+    )
+    values, ids = scaled.topk(min(int(num_kept.max()), scaled.shape[1]), dim=-1)
+    is_cut = (torch.arange(values.shape[1], device=scaled.device) >= num_kept) | (values < values[:, :1] + min_p.log())
+    probabilities = values.masked_fill(is_cut, -torch.inf).softmax(dim=-1)
+    # A token is not needed if enough are more likely. Rounding must not remove any where nothing is to be removed.
+    is_cut |= (probabilities.cumsum(dim=-1) - probabilities >= top_p) & (top_p < 1)
+    return values.masked_fill(is_cut, -torch.inf).log_softmax(dim=-1), ids
 
 
 def _chunks(requests: Sequence[RunningRequest], budget_tokens: int) -> Iterator[list[RunningRequest]]:

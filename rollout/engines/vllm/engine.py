@@ -14,11 +14,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -37,9 +39,9 @@ from penstock.dataflow.ports import (
     WeightAck,
     WeightManifest,
 )
-from penstock.dataflow.trajectory import FinishReason
+from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
-from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.config import MAX_TOP_K, VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.layout import joined
@@ -53,6 +55,8 @@ from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 UNPUBLISHED = -1
 POLL_S = 0.002
+MAX_LOST_PROBABILITY = 1e-3
+"""Of tokens that a truncated distribution kept and that vLLM did not list; rounding in float32 explains 1e-5."""
 
 
 class CacheUsage(StatLoggerBase):
@@ -92,7 +96,8 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         gpu_memory_utilization=utilization,
         enforce_eager=config.enforce_eager or spec.device == "cpu",
         enable_sleep_mode=spec.device == "cuda",
-        logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
+        logprobs_mode="processed_logprobs",  # after temperature and truncation: what the importance ratio needs
+        max_logprobs=MAX_TOP_K,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="penstock.rollout.engines.vllm.worker.WorkerExtension",
         tensor_parallel_size=config.tensor_parallel_size,
@@ -323,10 +328,14 @@ class VllmEngine:
         return VllmSamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only what the request names stops it
             seed=sampling.seed,
-            logprobs=0,
+            logprobs=sampling.top_k if sampling.is_truncated else 0,
+            flat_logprobs=sampling.is_truncated,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             stream_interval=self._config.journal_interval_tokens,
@@ -335,10 +344,15 @@ class VllmEngine:
     def _delta(self, request_id: RequestId, output: RequestOutput, progress: int) -> TokenDelta:
         completion = output.outputs[0]
         ids, reason = tuple(completion.token_ids), completion.finish_reason
-        logprobs = tuple(step[token].logprob for step, token in zip(completion.logprobs or (), ids, strict=True))
+        alternatives = None
+        if isinstance(completion.logprobs, FlatLogprobs):
+            logprobs, alternatives = support(completion.logprobs, f"{self.engine_id}: {request_id}")
+        else:
+            logprobs = tuple(step[token].logprob for step, token in zip(completion.logprobs or (), ids, strict=True))
         spans = self._stamps(request_id, output, progress, progress + len(ids))
         known: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-        return TokenDelta(ids, logprobs, spans, None if reason is None else known.get(reason, "abort"))
+        finish_reason = None if reason is None else known.get(reason, "abort")
+        return TokenDelta(ids, logprobs, spans, finish_reason, alternatives)
 
     def _stamps(self, request_id: RequestId, output: RequestOutput, start: int, end: int) -> Spans:
         """Versions of output tokens start..end, from vLLM's own label of each engine step.
@@ -388,6 +402,39 @@ def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
             logprobs=delta.logprobs[start : start + most],
             spans=join_spans([Span(version, 1) for version in versions[start : start + most]]),
             finish_reason=delta.finish_reason if start == starts[-1] else None,
+            alternatives=delta.alternatives and delta.alternatives.part(start, start + most),
         )
         for start in starts
     ]
+
+
+def support(listed: FlatLogprobs, where: str) -> tuple[tuple[float, ...], Alternatives]:
+    """Logprobs of the tokens of a truncated request, and their alternatives.
+
+    For each token, vLLM lists the sampled id and then the top-k, −∞ where top-p or min-p removed one. The sampled id is
+    listed twice, or once if vLLM has joined outputs that were not fetched in time. Of all ids that tie with the k-th,
+    which vLLM keeps, only k are listed: then the listed probabilities do not sum to 1.
+
+    Args:
+        listed: As returned.
+        where: Begin of the message.
+
+    Raises:
+        TrajectoryError: kind `engine`, if ids that could have been sampled are not listed.
+    """
+    ids, logprobs = np.array(listed.token_ids, np.int32), np.array(listed.logprobs, np.float64)
+    starts = np.array(listed.start_indices, np.int64)
+    sizes = np.diff(starts, append=len(ids))
+    token_of = np.repeat(np.arange(len(starts)), sizes)
+    is_other = np.isfinite(logprobs) & (ids != ids[starts][token_of])
+    others = token_of[is_other]
+    kept = np.exp(logprobs[starts]) + np.bincount(others, np.exp(logprobs[is_other]), len(starts))
+    if np.any(np.abs(kept - 1.0) > MAX_LOST_PROBABILITY):
+        raise TrajectoryError(
+            "engine",
+            f"{where}: the listed tokens of a truncated distribution have a probability of "
+            f"{kept[np.abs(kept - 1.0).argmax()]:.4f}, not 1: others tie with the least likely one. The trainer could "
+            "not renormalise over them. Use another rollout.sampling.top_k.",
+        )
+    counts = np.bincount(others, minlength=len(starts)).astype(np.int32)
+    return tuple(logprobs[starts].tolist()), Alternatives(ids[is_other], counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from penstock.dataflow.errors import CheckpointError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.records import Failure, MemberProgress, OpenGroup, PartialTokens, decode, encode
-from penstock.dataflow.trajectory import Episode, GroupPayload, Thread, Trajectory, Turn
+from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 
 TURNS = (
@@ -44,6 +44,7 @@ def played(index: int) -> Trajectory:
         threads=(Thread("main", 4, "2+2="), Thread("check", 3, "2+2=", fork_of="main")),
         retried_after="timeout: 5 s",
         reasoning="<think>é</think>",
+        alternatives=Alternatives.of([(5, 9), (), (index,)]),
     )
 
 
@@ -87,7 +88,10 @@ def test_a_payload_of_single_turns_comes_back_with_what_it_lacks_as_none() -> No
 
 
 def test_open_groups_come_back_as_far_as_their_members_have_come() -> None:
-    deltas = (TokenDelta((5, 6), (-0.5, -0.25), (Span(3, 2),)), TokenDelta((7,), (-0.125,), (Span(4, 1),)))
+    deltas = (
+        TokenDelta((5, 6), (-0.5, -0.25), (Span(3, 2),), alternatives=Alternatives.of([(7,), ()])),
+        TokenDelta((7,), (-0.125,), (Span(4, 1),), alternatives=Alternatives.of([(8, 9)])),
+    )
     members = (
         MemberProgress(trajectory=played(0)),
         MemberProgress(deltas=deltas, failures=(Failure("env", "5 s"),)),
@@ -97,8 +101,20 @@ def test_open_groups_come_back_as_far_as_their_members_have_come() -> None:
     packed = OpenGroup(GroupId(9), members, is_judged=True).packed()
     (found,) = decode(encode((packed,)), "here")
     assert_same(found, packed)
-    assert found.members[1].partial.delta() == TokenDelta((5, 6, 7), (-0.5, -0.25, -0.125), (Span(3, 2), Span(4, 1)))
+    delta = found.members[1].partial.delta()
+    assert delta[:3] == ((5, 6, 7), (-0.5, -0.25, -0.125), (Span(3, 2), Span(4, 1)))
+    assert delta.alternatives.rows() == ((7,), (), (8, 9))
     assert found.packed() == found, "packed again, the tokens so far are kept"
+
+
+def test_threads_have_the_alternatives_of_their_own_tokens() -> None:
+    main, check = played(4).split_threads()
+    assert main.alternatives is not None
+    assert check.alternatives is not None
+    assert (main.alternatives.rows(), check.alternatives.rows()) == (((5, 9), ()), ((4,),))
+    assert main.alternatives.padded().tolist() == [[5, 9], [-1, -1]]
+    assert Alternatives.of([]).rows() == ()
+    assert Alternatives.of([(), ()]).padded().shape == (2, 0)
 
 
 def test_no_part_of_a_torn_or_damaged_record_is_used() -> None:
@@ -113,12 +129,24 @@ def test_no_part_of_a_torn_or_damaged_record_is_used() -> None:
             decode(bytes(changed), "spool/7")
 
 
+def test_a_record_of_the_format_before_has_no_alternatives() -> None:
+    data = encode(replace(played(0), alternatives=None))
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["format"] = 1
+    del header["value"]["of"]["alternatives"]
+    old = json.dumps(header).encode()
+    body = len(old).to_bytes(8, "little") + old + data[8 + length : -4]
+    found = decode(body + zlib.crc32(body).to_bytes(4, "little"), "here")
+    assert_same(found, replace(played(0), alternatives=None))
+
+
 def test_a_newer_format_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = GroupPayload(GroupId(7), (played(0),))
     with monkeypatch.context() as newer:
-        newer.setattr(records, "FORMAT", 2)
+        newer.setattr(records, "FORMAT", records.FORMAT + 1)
         data = encode(payload)
-    with pytest.raises(CheckpointError, match=r"^spool/7: has format 2, .* reads formats up to 1\. .*newer one"):
+    with pytest.raises(CheckpointError, match=r"^spool/7: has format 3, .* reads formats up to 2\. .*newer one"):
         decode(data, "spool/7")
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from penstock.kernels.linear_logprob import VocabularyShard, vocabulary_parallel_logprobs
-from tests.unit.kernels.problems import expected_scores, head_problem
+from tests.unit.kernels.problems import expected_scores, expected_truncated_scores, head_problem, some_alternatives
 
 TEMPERATURE = 0.6
 SLICES = {"even": (0, 88, 176), "uneven": (0, 171, 176)}
 
 
-def run_rank(rank: int, bounds: tuple[int, ...], folder: str) -> None:
+def run_rank(rank: int, bounds: tuple[int, ...], folder: str, is_truncated: bool) -> None:
     """Score and differentiate with this rank's rows; leave the results in a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -27,7 +27,13 @@ def run_rank(rank: int, bounds: tuple[int, ...], folder: str) -> None:
     assert group is not None
     part = VocabularyShard(bounds[rank], bounds[rank + 1], group)
     scored = vocabulary_parallel_logprobs(
-        hidden, weight, problem.targets, part, temperature=TEMPERATURE, max_logits=160
+        hidden,
+        weight,
+        problem.targets,
+        part,
+        temperature=TEMPERATURE,
+        alternatives=some_alternatives(problem, 5) if is_truncated else None,
+        max_logits=160,
     )
     (scored.logprobs @ problem.upstream[0] + scored.entropies @ problem.upstream[1]).backward()
     results = [scored.logprobs.detach(), scored.entropies.detach(), hidden.grad, weight.grad, scored.is_most_likely]
@@ -37,7 +43,7 @@ def run_rank(rank: int, bounds: tuple[int, ...], folder: str) -> None:
 
 @pytest.mark.parametrize("bounds", SLICES.values(), ids=SLICES)
 def test_slices_of_the_head_give_what_the_whole_gives(tmp_path: Path, bounds: tuple[int, ...]) -> None:
-    multiprocessing.spawn(run_rank, (bounds, str(tmp_path)), nprocs=2)
+    multiprocessing.spawn(run_rank, (bounds, str(tmp_path), False), nprocs=2)
     problem = head_problem(num_tokens=13, vocab_size=bounds[-1], hidden_size=8, seed=5)
     logprobs, entropies, grad_hidden, grad_weight = expected_scores(problem, TEMPERATURE)
     is_best = (problem.hidden @ problem.weight.T).argmax(-1) == problem.targets
@@ -47,3 +53,16 @@ def test_slices_of_the_head_give_what_the_whole_gives(tmp_path: Path, bounds: tu
         for mine, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
         assert is_most_likely.tolist() == is_best.tolist()
+
+
+@pytest.mark.parametrize("bounds", SLICES.values(), ids=SLICES)
+def test_slices_of_the_head_give_what_the_whole_gives_over_a_truncated_support(
+    tmp_path: Path, bounds: tuple[int, ...]
+) -> None:
+    multiprocessing.spawn(run_rank, (bounds, str(tmp_path), True), nprocs=2)
+    problem = head_problem(num_tokens=13, vocab_size=bounds[-1], hidden_size=8, seed=5)
+    expected = expected_truncated_scores(problem, some_alternatives(problem, 5), TEMPERATURE)
+    for rank in range(2):
+        *actual, _ = torch.load(tmp_path / f"{rank}.pt")
+        for mine, theirs in zip(actual, [*expected[:3], expected[3][bounds[rank] : bounds[rank + 1]]], strict=True):
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks import model_files
 from penstock.platform.checks.load import load_config
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from tests.chat_tokenizers import chat_tokenizer
 from tests.model_folder import CONFIG, write_model
 
 PLUGIN = """
@@ -336,3 +338,14 @@ def test_the_model_of_a_reward_is_checked_too(overrides, tmp_path):
         found.startswith(f"reward.args.path={judge}: {judge}/model.safetensors has 0 bytes")
         for found in raised.value.violations
     )
+
+
+def test_a_stop_text_that_no_text_contains_and_a_stop_token_that_is_never_sampled_are_refused(overrides, monkeypatch):
+    codec = TokenCodec(chat_tokenizer("chatml"))
+    end = codec.stop_token_ids[0]
+    monkeypatch.setattr("penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: codec)
+    found = problem([*overrides, f"rollout.sampling.stop=['</answer>','{codec.tokenizer.decode([end])}']"])
+    assert "is a special token" in found
+    assert f"Use rollout.sampling.stop_token_ids=[{end}]" in found
+    found = problem([*overrides, "rollout.sampling.stop_token_ids=[1,32]"])
+    assert "stop_token_ids has 32; model.shape.vocab_size=32" in found

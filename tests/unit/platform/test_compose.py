@@ -160,6 +160,7 @@ TYPED = dict.fromkeys(AT_LEAST_ONE.split(), "2") | {
     "algorithm.kl_in": "loss", "algorithm.overlong": "mask", "algorithm.pairs": "all", "algorithm.renormalise": "true",
     "algorithm.whiten": "none", "dataflow.prefetch": "false", "model_name_or_path": "x", "output_dir": "runs/x",
     "rollout.max_engine_restarts": "2", "sample.side": "held_out",
+    "stop": "[x]", "stop_strings": "[x]", "stop_token_ids": "[2]", "top_k": "2",
 }  # fmt: skip
 """Values of old keys, where the new key does not take 0.5."""
 
@@ -339,13 +340,13 @@ def test_all_problems_come_in_one_message():
         "total_steps=abc",
         "rollout.sampling.temperature=0",
         "trainer.num_ranks=5",
-        "rollout.sampling.top_p=0.5",
+        "rollout.sampling.top_p=1.5",
         "model.path=${nme}",
     )
     expected = [
         "'foo'", "trainer=torhc", "dataflow.max_stalness", "dataflow.group_siz", "total_steps",
         "rollout.sampling.temperature", "dataflow.batch_groups=32 is not a multiple of trainer.num_ranks=5",
-        "rollout.sampling.top_p=0.5", "model.path=${nme}",
+        "rollout.sampling.top_p=1.5", "model.path=${nme}",
     ]  # fmt: skip
     assert len(found) == len(expected)
     assert all(any(problem.startswith(start) for problem in found) for start in expected), found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +17,7 @@ import pytest
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Alternatives, Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply
@@ -150,6 +151,11 @@ async def test_an_ordinary_episode_has_no_threads_and_a_lone_thread_keeps_its_na
     assert [one.reward for one in named.split_threads()] == [1.0]
 
 
+def others(token: int) -> tuple[int, ...]:
+    """Alternatives of a token: none, one or two."""
+    return tuple(range(token + 1, token + 1 + token % 3))
+
+
 @dataclass
 class RecordingEngine(FakeEngine):
     """Records what it sampled for which prompt; its version rises every few tokens."""
@@ -164,7 +170,7 @@ class RecordingEngine(FakeEngine):
             versions += [span.version for span in delta.spans for _ in range(span.num_tokens)]
             if delta.finish_reason is not None:
                 self.answers.append((request.prompt_token_ids, tuple(ids), tuple(versions)))
-            yield delta
+            yield delta._replace(alternatives=Alternatives.of([others(token) for token in delta.token_ids]))
             self.version += self.rng.random() < 0.1
 
 
@@ -207,6 +213,8 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
         ids, mask = thread.token_ids.tolist(), thread.loss_mask.tolist()
         versions = iter(versions_per_token(thread.spans).tolist())
         join_spans(thread.spans)  # raises if they decrease
+        assert thread.alternatives is not None
+        assert thread.alternatives.rows() == tuple(others(token) for token in itertools.compress(ids, mask))
         assert mask[-1]
         assert len(ids) <= budget.max_tokens
         position = 0

@@ -13,11 +13,17 @@ CPU = torch.device("cpu")
 
 
 def packed_row():
-    """Sequences of 7 and 4 tokens with loss tokens at 2..6 and 1, 3: one row of 9 inputs."""
+    """Sequences of 7 and 4 tokens with loss tokens at 2..6 and 1, 3: one row of 9 inputs; 3 and 2 alternatives."""
     rng = np.random.default_rng(0)
     sequences = [
-        TrainingSequence(rng.integers(1, 20, length), targets, rng.normal(size=len(targets)).astype(np.float32), w)
-        for length, targets, w in ((7, np.arange(2, 7), 0.25), (4, np.array([1, 3]), 0.5))
+        TrainingSequence(
+            rng.integers(1, 20, length),
+            targets,
+            rng.normal(size=len(targets)).astype(np.float32),
+            w,
+            alternatives=rng.integers(20, 40, (len(targets), width)),
+        )
+        for length, targets, w, width in ((7, np.arange(2, 7), 0.25, 3), (4, np.array([1, 3]), 0.5, 2))
     ]
     return collate(MicroBatchPlan(((0, 1),), 9), sequences, device=CPU, needs_mask=False)
 
@@ -38,6 +44,7 @@ def test_every_loss_token_is_predicted_by_the_rank_that_has_the_token_before_it(
             found[key] = (
                 int(share.inputs.input_ids[0, at]), int(share.inputs.position_ids[0, at]),
                 int(share.inputs.target_ids[k]), float(share.behavior_logprobs[k]), float(share.token_weights[k]),
+                tuple(share.inputs.alternatives[k].tolist()),
             )  # fmt: skip
     expected = {}
     for key, k in zip(order, range(7), strict=True):
@@ -45,7 +52,9 @@ def test_every_loss_token_is_predicted_by_the_rank_that_has_the_token_before_it(
         expected[key] = (
             int(whole.inputs.input_ids[0, at]), int(whole.inputs.position_ids[0, at]),
             int(whole.inputs.target_ids[k]), float(whole.behavior_logprobs[k]), float(whole.token_weights[k]),
+            tuple(whole.inputs.alternatives[k].tolist()),
         )  # fmt: skip
+    assert {len(alternatives) - alternatives.count(-1) for *_, alternatives in expected.values()} == {2, 3}
     assert found == expected
 
 
