@@ -321,6 +321,7 @@ class GroupPayload:
         teacher: Logprobs of the teacher.
         proximal: Logprobs of the policy at the start of the step.
         values: The critic's value estimates before each token.
+        cut_values: Of each thread instead: its value estimate after the last token if that was cut off, else 0.
     """
 
     group_id: GroupId
@@ -330,6 +331,7 @@ class GroupPayload:
     teacher: NDArray[np.float32] | None = None
     proximal: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
+    cut_values: NDArray[np.float32] | None = None
 
 
 # Not frozen, for the same reason as `Trajectory`.

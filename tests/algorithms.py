@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from penstock.trainer.algorithms import config as variants
 from penstock.trainer.algorithms.catalog import is_import_path
-from penstock.trainer.algorithms.config import CorrectionConfig, Custom, KlConfig, Named, OverlongConfig
+from penstock.trainer.algorithms.config import CorrectionConfig, Custom, EntropyConfig, KlConfig, Named, OverlongConfig
 from penstock.trainer.config import AlgorithmConfig
 
 LOSS = {
@@ -73,6 +73,14 @@ def algorithm_config(**flat: Any) -> AlgorithmConfig:
         "apply_to": "kl_in",
         "estimator": "kl_estimator",
         "max_weight": "kl_max_weight",
+        "target": "kl_target",
+        "gain": "kl_gain",
+    }
+    entropy = {
+        "coefficient": "entropy_coefficient",
+        "target": "entropy_target",
+        "step": "entropy_step",
+        "max_coefficient": "entropy_max_coefficient",
     }
     overlong = {"mode": "overlong", "ramp_share": "overlong_ramp_share"}
     return AlgorithmConfig(
@@ -80,6 +88,7 @@ def algorithm_config(**flat: Any) -> AlgorithmConfig:
         loss=loss_config(flat.get("loss", "ppo_clip"), **flat),
         correction=correction_config(flat.get("correction", "decoupled"), **flat),
         kl=KlConfig(**{field: flat[key] for field, key in kl.items() if key in flat}),
+        entropy=EntropyConfig(**{field: flat[key] for field, key in entropy.items() if key in flat}),
         overlong=OverlongConfig(**{field: flat[key] for field, key in overlong.items() if key in flat}),
         **{key: flat[key] for key in PLAIN if key in flat},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterator
 from typing import get_args, get_origin
 
@@ -12,22 +11,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from penstock.platform.config.field_errors import expectation, sections_of, tags_of
+from penstock.platform.config.field_errors import descriptions, expectation, sections_of, tags_of
 from penstock.platform.config.overrides import CONF_DIR, find_groups
 from penstock.platform.config.schema import RunConfig
 
 _GROUPS = find_groups([CONF_DIR])
-_ATTRIBUTE = re.compile(r"^        (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n            .*)*)", re.MULTILINE)
-
-
-def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Key -> its text below `Attributes:` in the docstring of its class, or of a base class."""
-    found: dict[str, str] = {}
-    for one in reversed(section.__mro__):
-        _, _, attributes = (one.__dict__.get("__doc__") or "").partition("Attributes:\n")
-        for match in _ATTRIBUTE.finditer(attributes):
-            found |= dict.fromkeys(match["names"].split(", "), " ".join(match["text"].split()))
-    return found
 
 
 def summary(section: type[BaseModel]) -> str:

@@ -118,11 +118,13 @@ class Counters(NamedTuple):
         version: The policy version.
         num_steps: Optimizer steps by prefix; they decide the learning rate.
         num_ranks: Ranks of the trainer, each with a file.
+        coefficients: State of the controllers of coefficients.
     """
 
     version: int
     num_steps: Mapping[str, int]
     num_ranks: int
+    coefficients: Mapping[str, float] = {}
 
 
 class TrainerSnapshot:
@@ -337,7 +339,7 @@ class CheckpointReader:
                 "resume. Name the folder of a complete checkpoint."
             )
         metadata = [_metadata_of(path) for path in paths]
-        self.counters = Counters(*(metadata[0][field] for field in Counters._fields))
+        self.counters = Counters(**{name: metadata[0][name] for name in Counters._fields if name in metadata[0]})
         ranks = [one["rank"] for one in metadata]
         if ranks != list(range(self.counters.num_ranks)):
             missing = sorted(set(range(self.counters.num_ranks)) - set(ranks))

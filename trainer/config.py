@@ -13,6 +13,7 @@ from penstock.trainer.algorithms.config import (
     ClippedConfig,
     CorrectionConfig,
     DecoupledConfig,
+    EntropyConfig,
     GrpoConfig,
     KlConfig,
     LossConfig,
@@ -153,6 +154,7 @@ class AlgorithmConfig(BaseModel):
         epochs: Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps.
         correction: Correction of off-policy data (`algorithm/correction=NAME` or `=[NAME,NAME]`).
         kl: Divergence from a frozen reference.
+        entropy: Bonus for the entropy of the policy.
         aggregation: How the terms of tokens are averaged.
         overlong: What happens to answers that were cut off.
         staleness_decay: Factor of a token's term per version of staleness; 1 is off.
@@ -169,6 +171,7 @@ class AlgorithmConfig(BaseModel):
     epochs: int = Field(default=1, ge=1)
     correction: CorrectionConfig = CorrectionConfig(decoupled=DecoupledConfig())
     kl: KlConfig = KlConfig()
+    entropy: EntropyConfig = EntropyConfig()
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
     overlong: OverlongConfig = OverlongConfig()
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
@@ -228,6 +231,7 @@ class CriticConfig(BaseModel):
             language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
         optimizer: The critic's own optimizer; all other settings are the trainer's.
         value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
+        warmup_steps: Batches at the start that train the critic only; the policy stays as it is.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -235,6 +239,7 @@ class CriticConfig(BaseModel):
     path: str | None = None
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_clip: float = Field(default=0.2, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
 
 
 class ReferenceConfig(BaseModel):

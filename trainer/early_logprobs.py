@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.config import GaeConfig
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
 from penstock.trainer.models.critic import Critic
@@ -74,8 +75,8 @@ class EarlyResults:
             self._taken.add(payload.group_id)
             self._num_taken_tokens += num_tokens
             reference = kept.payload.reference if payload.reference is None else payload.reference
-            values, proximal = kept.payload.values, kept.payload.proximal
-            found.append(replace(payload, values=values, proximal=proximal, reference=reference))
+            values, cut_values, proximal = kept.payload.values, kept.payload.cut_values, kept.payload.proximal
+            found.append(replace(payload, values=values, cut_values=cut_values, proximal=proximal, reference=reference))
         return found
 
     def forget(self) -> tuple[dict[str, float], float]:
@@ -97,11 +98,15 @@ class EarlyResults:
 
 
 class Forwards:
-    """The forward passes of one rank. Collective: all ranks make the same calls with the same arguments."""
+    """The forward passes of one rank. Collective: all ranks make the same calls with the same arguments.
+
+    Attributes:
+        algorithm: With the coefficients of the next step.
+    """
 
     def __init__(self, passes: Passes, critic: Critic | None, work: Work) -> None:
         self._passes = passes
-        self._algorithm = passes.spec.algorithm
+        self.algorithm = passes.spec.algorithm
         self._critic = critic
         self._work = work
         self._early_results = EarlyResults()
@@ -133,7 +138,7 @@ class Forwards:
         Raises:
             TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
         """
-        algorithm, spec = self._algorithm, self._passes.spec
+        algorithm, spec = self.algorithm, self._passes.spec
         lacks_reference = any(payload.reference is None for payload in payloads)
         if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
             setting = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
@@ -167,12 +172,12 @@ class Forwards:
 
     @property
     def _recomputes(self) -> bool:
-        return self._algorithm.proximal == "recompute"
+        return self.algorithm.proximal == "recompute"
 
     @property
     def _is_own_reference(self) -> bool:
         """Whether the reference is the policy without its adapters."""
-        return self._algorithm.needs_reference and bool(self._passes.backend.adapters)
+        return self.algorithm.needs_reference and bool(self._passes.backend.adapters)
 
     def _completed(self, payloads: Sequence[GroupPayload]) -> list[GroupPayload]:
         """Add missing values of the critic and missing logprobs of the policy without its adapters."""
@@ -180,7 +185,11 @@ class Forwards:
         if self._is_own_reference:
             with self._passes.backend.adapters.off():
                 groups = _filled(groups, "reference", self._logprobs)
-        return groups if self._critic is None else _filled(groups, "values", self._critic.values)
+        if self._critic is not None:
+            groups = _filled(groups, "values", self._critic.values)
+            if isinstance(self.algorithm.advantage, GaeConfig) and self.algorithm.advantage.bootstrap:
+                groups = _filled(groups, "cut_values", self._critic.cut_values)
+        return groups
 
     def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32` logprobs of its n sampled tokens."""
@@ -193,7 +202,7 @@ class Forwards:
 
 def _filled(
     payloads: Sequence[GroupPayload],
-    name: Literal["reference", "values"],
+    name: Literal["reference", "values", "cut_values"],
     compute: Callable[[Sequence[GroupPayload]], list[NDArray[np.float32]]],
 ) -> list[GroupPayload]:
     """Return the known results, with the gaps filled by `compute` in one pass over the groups without results."""

@@ -91,14 +91,14 @@ def _start(target: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tenso
 def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
     """What the kernel is told; None if it does not have the algorithm.
 
-    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor. A divergence
+    It has `ppo_clip` with one correction by token, a divergence by token in the loss and nothing else. A divergence
     at `proximal=behavior` has a factor of its own (u in `objective.py`).
     """
     loss, settings = config.loss, config.correction.decoupled or config.correction.tis_token
     correction = next((name for name in _FUSED_CORRECTIONS if str(config.correction) == name), None)
     estimator = config.kl.estimator if config.kl_in_loss else "none"
     has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
-    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1
+    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1 or config.entropy.coefficient > 0
     if not isinstance(loss, ClippedConfig) or loss.type != "ppo_clip":
         return None
     if correction is None or not has_plain_divergence or has_factors:

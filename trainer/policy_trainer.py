@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.controllers import Controllers
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.backends.base import Backend, OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare, agreement
@@ -37,6 +38,7 @@ from penstock.trainer.batches.sequences import (
     supervised_sequences,
 )
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
+from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.early_logprobs import Forwards
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.models.critic import Critic
@@ -64,6 +66,7 @@ class PolicyTrainer:
         self._forwards = Forwards(self._passes, critic, work)
         self._work = work
         self._objective = PolicyObjective(spec.algorithm)
+        self._controllers = Controllers(spec.algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
         self._snapshot: TrainerSnapshot | None = None
@@ -87,6 +90,7 @@ class PolicyTrainer:
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
+        learns = self.critic is None or version >= self.critic.warmup_steps
         if streamed is not None:
             sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
             self._add(streamed, sequences, is_last=True)
@@ -100,6 +104,7 @@ class PolicyTrainer:
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
+                opened.learns = learns
                 self._backward(opened, part, self._objective, is_last=True)
                 updates.append(self._update(opened))
                 trained_tokens |= opened.trained_tokens
@@ -114,6 +119,10 @@ class PolicyTrainer:
         if not self._algorithm.needs_teacher:
             del metrics["loss/teacher_kl"]
         is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
+        metrics |= self._controllers.metrics()
+        if learns and not is_skipped:  # else the policy stays as it is, so nothing follows the coefficients
+            self._controllers.observe(metrics)
+            self._use(self._controllers.algorithm)
         early_logprobs, ahead_s = self._forwards.forget()
         metrics |= agreement(share, self.backend) | early_logprobs
         if self._copy_wait_s is not None:
@@ -243,7 +252,7 @@ class PolicyTrainer:
         num_steps = {"model": self._num_steps}
         if self.critic is not None:
             num_steps["critic"] = self.critic.num_steps
-        counters = Counters(version, num_steps, self._spec.trainer.num_ranks)
+        counters = Counters(version, num_steps, self._spec.trainer.num_ranks, dict(self._controllers.state))
         self._snapshot = TrainerSnapshot({prefix: one.fragments() for prefix, one in backends.items()}, counters)
         return self._snapshot
 
@@ -267,8 +276,16 @@ class PolicyTrainer:
         self._num_steps = reader.counters.num_steps["model"]
         if self.critic is not None:
             self.critic.num_steps = reader.counters.num_steps["critic"]
+        self._controllers.restore(reader.counters.coefficients)
+        self._use(self._controllers.algorithm)
         torch.set_rng_state(reader.random_state(self.backend.rank))
         return reader.counters.version
+
+    def _use(self, algorithm: AlgorithmConfig) -> None:
+        """Train the next step with the coefficients of `algorithm`."""
+        if algorithm is not self._algorithm:
+            self._algorithm = self._forwards.algorithm = algorithm
+            self._objective = PolicyObjective(algorithm)
 
     def _backends(self) -> dict[str, Backend]:
         """What is trained, by its prefix in a checkpoint."""
@@ -296,7 +313,7 @@ class PolicyTrainer:
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
         """Run forward and backward over these sequences by micro-batch; no backward if the gradient is 0."""
-        is_silent = loss_function is self._objective and not has_signal(sequences, self._algorithm)
+        is_silent = loss_function is self._objective and not (opened.learns and has_signal(sequences, self._algorithm))
         # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
         learns = not is_silent or (is_last and opened.has_gradient)
         plan = self._passes.plan(sequences)

@@ -47,6 +47,7 @@ class OpenUpdate:
         busy_s: Wall seconds spent on these parts.
         is_first: Whether the policy is still that of the start of the batch.
         is_first_epoch: Whether all its tokens are trained for the first time.
+        learns: Whether the policy is trained; False while only the critic is (`critic.warmup_steps`).
         has_gradient: Whether any micro-batch had a gradient.
         trained_tokens: Of the recorded trajectories.
     """
@@ -55,6 +56,7 @@ class OpenUpdate:
     share: RankShare
     is_first: bool = True
     is_first_epoch: bool = True
+    learns: bool = True
     has_gradient: bool = False
     normaliser: float = 0.0
     payloads: list[GroupPayload] = field(default_factory=list)

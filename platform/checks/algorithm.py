@@ -179,6 +179,11 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage.name}: its critic is "
             "trained on whole batches. Use one of the two."
         )
+    if config.critic.warmup_steps >= config.total_steps:
+        yield error(
+            f"critic.warmup_steps={config.critic.warmup_steps} with total_steps={config.total_steps}: only the critic "
+            "would be trained, and the policy never. Use fewer, or more total_steps."
+        )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
 

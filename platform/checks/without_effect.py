@@ -147,6 +147,23 @@ _KL_IS_COMPUTED = Condition(
     "a divergence of weight 0 is not computed",
     "Use algorithm.kl.coefficient above 0",
 )
+_KL_HAS_TARGET = Condition(
+    lambda config: config.algorithm.kl.target is not None,
+    ("kl.target",),
+    "the coefficient is fixed",
+    "Use algorithm.kl.target, the divergence that it should keep",
+)
+_ENTROPY_HAS_TARGET = _KL_HAS_TARGET._replace(
+    holds=lambda config: config.algorithm.entropy.target is not None,
+    keys=("entropy.target",),
+    remedy="Use algorithm.entropy.target, the entropy that it should keep",
+)
+_TRAINS_CUT_ANSWERS = Condition(
+    lambda config: config.algorithm.overlong.mode not in ("mask", "drop"),
+    ("overlong.mode",),
+    "answers that were cut off have no loss, so their returns are not used",
+    "Use algorithm.overlong.mode=keep",
+)
 _IS_STALE = Condition(
     lambda config: config.dataflow.max_staleness > 0,
     ("dataflow.max_staleness",),
@@ -159,6 +176,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "algorithm.advantage.std": (_ADVANTAGES, _WHITENS),
     "algorithm.advantage.epsilon": (_ADVANTAGES, _WHITENS, _HAS_DEVIATION),
     "algorithm.advantage.whiten": (_ADVANTAGES,),
+    "algorithm.advantage.bootstrap": (_ADVANTAGES, _TRAINS_CUT_ANSWERS),
     "algorithm.reward_weights": (_ADVANTAGES,),
     "algorithm.loss": (_LOSS_IS_ITS_OWN,),
     "algorithm.loss.clip_low": (_RATIO_MOVES,),
@@ -172,10 +190,15 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "algorithm.kl.coefficient": (_KL_REWARDS,),
     "algorithm.kl.estimator": (_KL_IS_COMPUTED, _KL_REWARDS),
     "algorithm.kl.max_weight": (_KL_IS_COMPUTED, _WEIGHS_DIVERGENCE),
+    "algorithm.kl.target": (_KL_IS_COMPUTED, _KL_REWARDS),
+    "algorithm.kl.gain": (_KL_IS_COMPUTED, _KL_HAS_TARGET),
+    "algorithm.entropy.step": (_ENTROPY_HAS_TARGET,),
+    "algorithm.entropy.max_coefficient": (_ENTROPY_HAS_TARGET,),
     "algorithm.overlong.mode": (_REWARDS,),
     "algorithm.overlong.ramp_share": (_PENALTY, _REWARDS),
     "algorithm.staleness_decay": (_IS_STALE,),
     "critic.value_clip": (_CRITIC, _SEVERAL_UPDATES),
+    "critic.warmup_steps": (_CRITIC,),
 }
 """Setting -> conditions under which it is read."""
 

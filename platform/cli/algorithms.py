@@ -1,45 +1,59 @@
-"""`penstock algorithms`: prints the choices of the `algorithm` section from the catalog."""
+"""`penstock algorithms`: prints the choices of the `algorithm` section from the catalog, or one of them in full."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import nearest_hint
-from penstock.trainer.algorithms.catalog import ALGORITHMS, KINDS
+from penstock.platform.config.compose import compose_all
+from penstock.platform.config.field_errors import accepted_choice, descriptions
+from penstock.platform.config.overrides import CONF_DIR, find_groups
+from penstock.platform.config.presets import preset_of
+from penstock.trainer.algorithms.catalog import ALGORITHMS, KINDS, Algorithm, find
+from penstock.trainer.config import AlgorithmConfig
 
 _ARXIV_DIGITS = 9
+_VARIANTS = ("advantage", "loss", "correction")
+"""Kinds whose choices have settings of their own."""
+_SYMBOLS = (
+    "b, p, c, r: behavior, proximal, target, reference logprob; ρ = exp(c − p); w = exp(p − b); A advantage; R reward; "
+    "n_i tokens of N sequences. Papers: docs/paper_index.md."
+)
 
 
-def run_algorithms(kind: str | None, console: Console) -> int:
-    """Print the table of one kind, or of all kinds; returns the exit code.
+def run_algorithms(name: str | None, kind: str | None, console: Console) -> int:
+    """Print one preset or name, or the table of one kind or of all; returns the exit code.
 
     Raises:
-        ConfigError: If the kind is unknown.
+        ConfigError: If the name or the kind is unknown.
     """
     if kind is not None and kind not in KINDS:
         raise ConfigError([f"--kind {kind} is unknown. Kinds: {', '.join(KINDS)}.{nearest_hint(kind, KINDS)}"])
-    for shown in KINDS if kind is None else (kind,):
-        table = Table(title=shown, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for column in ("name", "formula", "source", "where"):
-            table.add_column(column, overflow="fold")
-        for algorithm in ALGORITHMS:
-            if algorithm.kind == shown:
-                where = PurePosixPath(algorithm.file).name
-                source = f"arXiv {algorithm.source}" if is_arxiv(algorithm.source) else algorithm.source
-                table.add_row(algorithm.name, algorithm.formula, source, where)
-        console.print(table)
-    console.print(
-        "where: file in trainer/algorithms. "
-        "b, p, c, r: behavior, proximal, target, reference logprob; ρ = exp(c − p); w = exp(p − b); A advantage; "
-        "R reward; n_i tokens of N sequences. Papers: docs/paper_index.md.",
-        style="dim",
-        markup=False,
-    )
+    groups = find_groups([CONF_DIR])
+    presets = groups["algorithm"]
+    entries = [one for one in ALGORITHMS if name in (None, one.name) and kind in (None, one.kind)]
+    if name in presets and kind is None:
+        _print_preset(name, console)
+    elif not entries:
+        known = sorted({*presets, *(one.name for one in ALGORITHMS if kind in (None, one.kind))})
+        of_kind = "" if kind is None else f" of kind {kind}"
+        raise ConfigError([f"{name}: there is no algorithm of this name{of_kind}.{nearest_hint(str(name), known)}"])
+    else:
+        for shown in dict.fromkeys(one.kind for one in entries):
+            console.print(_catalog_table([one for one in entries if one.kind == shown], shown))
+        for one in entries if name is not None else ():
+            if one.kind in _VARIANTS and one.name in groups[f"algorithm/{one.kind}"]:
+                chosen = accepted_choice(f"algorithm/{one.kind}", one.name)
+                rows = _variant_settings(_composed(chosen), (one.kind,))
+                _print_settings(f"settings, with {chosen}", list(rows), console)
+    console.print(f"where: file in trainer/algorithms. {_SYMBOLS}", style="dim", markup=False)
     return 0
 
 
@@ -47,3 +61,71 @@ def is_arxiv(text: str) -> bool:
     """Whether a text is an arXiv id such as `2402.03300`."""
     digits = text.replace(".", "")
     return len(digits) == _ARXIV_DIGITS and digits.isdigit()
+
+
+def _print_preset(name: str, console: Console) -> None:
+    """Formulas of the parts, settings with their sources, and what differs from the paper."""
+    preset, algorithm = preset_of(name), _composed(f"algorithm={name}")
+    console.print(Text(f"algorithm={name}", style="bold"))
+    console.print(preset.summary, markup=False)
+    console.print(f"Paper: {preset.paper}", markup=False)
+    console.print(_catalog_table(parts_of(algorithm), "formulas", first="kind"))
+    rows = [(key, value, text) for key, (value, text) in preset.settings.items()]
+    rows += [row for row in _variant_settings(algorithm, _VARIANTS) if row[0] not in preset.settings]
+    _print_settings("settings", rows, console)
+    for one in preset.differences:
+        console.print(f"Differs: {one}", markup=False)
+    console.print()
+
+
+def parts_of(algorithm: AlgorithmConfig) -> list[Algorithm]:
+    """The entries of the catalog that an algorithm is composed of."""
+    parts = [find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)]
+    parts += [find("correction", name) for name in algorithm.correction.chain]
+    parts += [find("proximal", algorithm.proximal), find("aggregation", algorithm.aggregation)]
+    if algorithm.kl.coefficient:
+        parts.append(find("kl", algorithm.kl.estimator))
+    if algorithm.needs_critic:
+        parts.append(find("loss", "value"))
+    if algorithm.overlong.mode == "penalty":
+        parts.append(find("reward_shaping", "overlong_penalty"))
+    return parts
+
+
+def _composed(override: str) -> AlgorithmConfig:
+    config = compose_all(["experiment=arithmetic", *override.split()]).config
+    assert config is not None, "the overrides are ours"
+    return config.algorithm
+
+
+def _variant_settings(algorithm: AlgorithmConfig, kinds: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Key, value and meaning of the settings of the chosen variants."""
+    sections = {f"algorithm.{kind}": getattr(algorithm, kind) for kind in kinds if kind != "correction"}
+    if "correction" in kinds:
+        sections |= {f"algorithm.correction.{name}": one for name, one in algorithm.correction.chain.items()}
+    for path, section in sections.items():
+        meanings = descriptions(type(section))
+        for key, value in section.model_dump(mode="json", exclude={"type"}).items():
+            yield f"{path}.{key}", "null" if value is None else str(value), meanings[key]
+
+
+def _print_settings(title: str, rows: Sequence[tuple[str, str, str]], console: Console) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("key", "value", "meaning and source"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if rows:
+        console.print(table)
+
+
+def _catalog_table(entries: Sequence[Algorithm], title: str, first: str = "") -> Table:
+    """Rows of the catalog; with a first column of their kind if they are of several."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in (*([first] if first else []), "name", "formula", "source", "where"):
+        table.add_column(column, overflow="fold")
+    for one in entries:
+        source = f"arXiv {one.source}" if is_arxiv(one.source) else one.source
+        cells = (one.name, one.formula, source, PurePosixPath(one.file).name)
+        table.add_row(*map(Text, (*([one.kind] if first else []), *cells)))
+    return table

@@ -420,17 +420,23 @@ def doctor(
 @app.command()
 @exits
 def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A preset such as dapo, or one name of the catalog.")
+    ] = None,
     *,
     kind: Annotated[
         str | None, typer.Option(metavar="KIND", help="List only one kind, e.g. loss or correction.")
     ] = None,
 ) -> int:
-    """List all advantages, losses, corrections and other choices, with formula, paper and file."""
+    """List all advantages, losses, corrections and other choices, or show one in full.
+
+    With NAME: its formulas, its settings and their sources, and what differs from the paper.
+    """
     from rich.console import Console
 
     from penstock.platform.cli.algorithms import run_algorithms
 
-    return run_algorithms(kind, Console())
+    return run_algorithms(name, kind, Console())
 
 
 @app.command()

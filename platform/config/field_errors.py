@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from pydantic_core import ErrorDetails
 from penstock.platform.config.schema import RunConfig
 
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_ATTRIBUTE = re.compile(r"^        (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n            .*)*)", re.MULTILINE)
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _PRESETS = ("cispo", "dppo", "gspo", "online_dpo", "sapo", "topr")
 _ACCEPTED_WITH = {
@@ -420,3 +422,13 @@ def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
     """Values of `type` that select this member of a tagged union."""
     tag = section.model_fields.get("type")
     return get_args(tag.annotation) if tag else ()
+
+
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Key -> its text below `Attributes:` in the docstring of its class, or of a base class."""
+    found: dict[str, str] = {}
+    for one in reversed(section.__mro__):
+        _, _, attributes = (one.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        for match in _ATTRIBUTE.finditer(attributes):
+            found |= dict.fromkeys(match["names"].split(", "), " ".join(match["text"].split()))
+    return found

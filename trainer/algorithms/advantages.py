@@ -41,6 +41,7 @@ class RewardBatch:
         carries_loss: `[n_i] bool` each; False for trimmed and masked tokens.
         parts: Named part of the reward -> `[N]`.
         values: `[n_i]` each: V of a critic before each sampled token; empty: there is no critic.
+        cut_values: `[N]`: V after the last token of a sequence that was cut off, 0 where it ended by itself; None: 0.
         attempts: `[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has
             its own.
     """
@@ -51,6 +52,7 @@ class RewardBatch:
     carries_loss: Sequence[NDArray[np.bool_]]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     values: Tokens = ()
+    cut_values: NDArray[np.float64] | None = None
     attempts: NDArray[np.int64] | None = None
 
     @property
@@ -164,7 +166,10 @@ def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[ND
 
 
 def gae(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
-    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`); V is 0 after the end."""
+    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`).
+
+    V is 0 after the end of an answer; with `bootstrap`, a cut is not an end.
+    """
     return whitened(_discounted_td_errors(batch, config), batch.carries_loss, config)
 
 
@@ -178,15 +183,17 @@ def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray
     """`A_t = Σ_k (γλ)^k δ_{t+k}`.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
-    skipped, not zeros. The last sampled token gets the reward. One scan covers all sequences, concatenated.
+    skipped, not zeros. The last sampled token gets the reward, and what follows it has the value 0, or `cut_values`
+    (partial-episode bootstrapping, arXiv 1712.00378). One scan covers all sequences, concatenated.
     """
     ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
-    lasts = ends[[len(values) > 0 for values in batch.values]] - 1
+    has_tokens = [len(values) > 0 for values in batch.values]
+    lasts = ends[has_tokens] - 1
     per_token = -np.concatenate([np.zeros(0), *batch.penalties])
-    per_token[lasts] += batch.rewards[[len(values) > 0 for values in batch.values]]
+    per_token[lasts] += batch.rewards[has_tokens]
     values = np.concatenate([np.zeros(0), *batch.values])
     following = np.append(values[1:], 0.0)[: len(values)]
-    following[lasts] = 0.0
+    following[lasts] = 0.0 if batch.cut_values is None else batch.cut_values[has_tokens]
     td_errors = per_token + config.gamma * following - values
     decay = np.full_like(values, config.gamma * config.lam)
     bounds = torch.from_numpy(np.append(0, ends))

@@ -23,12 +23,16 @@ from pydantic_core import PydanticCustomError
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import load_object
 
-Kind = Literal["advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting"]
+Kind = Literal[
+    "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
+    "token_weighting",
+]  # fmt: skip
 Level = Literal["token", "sequence", "pair", "group", "batch"]
 """The data from which one number is computed."""
 
 KINDS: tuple[Kind, ...] = (
-    "advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting",
+    "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
+    "token_weighting",
 )  # fmt: skip
 _PACKAGE = "penstock.trainer.algorithms"
 
@@ -137,6 +141,12 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("kl", "k2", "½ (c − r)²; its gradient is that of KL(π‖r)", "2506.09477", "kl:k2"),
     Algorithm("kl", "k3", "exp(d) − d − 1, d = clamp(r − c, ±10); its gradient is that of KL(r‖π)",
               "2506.09477", "kl:k3"),
+    Algorithm("entropy", "entropy_bonus", "−η H_t, H_t = −Σ_v π_v log π_v over the vocabulary, with its exact gradient",
+              "1602.01783", "controllers:entropy_bonus"),
+    Algorithm("controller", "adaptive_entropy", "η ± Δ if H < H* or not, within [0, η_max]; no bonus while H > H*",
+              "2505.22312", "controllers:next_entropy_coefficient", "batch"),
+    Algorithm("controller", "adaptive_kl", "β (1 + K clip(KL / KL* − 1, ±0.2))", "1909.08593",
+              "controllers:next_kl_coefficient", "batch"),
     Algorithm("aggregation", "token_mean", "weight 1 / Σ n_i", "2503.14476", "aggregation:token_mean"),
     Algorithm("aggregation", "seq_mean_token_mean", "weight 1 / (N n_i)", "2402.03300",
               "aggregation:seq_mean_token_mean"),
@@ -150,6 +160,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "2512.06547", "proximal:interpolate"),
     Algorithm("reward_shaping", "overlong_penalty", "0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond",
               "2503.14476", "advantages:overlong_penalty"),
+    Algorithm("reward_shaping", "bootstrap", "γ V of the state at the cut is added to the reward of a cut answer",
+              "1712.00378", "advantages:gae"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
               "2601.05242", "advantages:per_head", "group"),
     Algorithm("token_weighting", "staleness_decay", "term · decay^staleness", "–", "aggregation:staleness_factors"),

@@ -66,8 +66,8 @@ class ClippedConfig(Named):
 
     Attributes:
         type: Which ratio is clipped.
-        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo.
-        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi.
+        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo (PPO's paper, section 6.1: 0.2).
+        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi (likewise).
     """
 
     type: Literal["ppo_clip", "gspo", "gspo_token"] = "ppo_clip"
@@ -97,7 +97,7 @@ class CispoConfig(Named):
     Attributes:
         type: Always `cispo`.
         clip_low: The weight is at least 1 − clip_low; null is no lower bound.
-        clip_high: The weight is at most 1 + clip_high.
+        clip_high: The weight is at most 1 + clip_high; its paper has no number.
     """
 
     type: Literal["cispo"] = "cispo"
@@ -110,8 +110,8 @@ class SapoConfig(Named):
 
     Attributes:
         type: Always `sapo`.
-        tau_positive: τ⁺, steepness of the gate for positive advantages.
-        tau_negative: τ⁻, steepness of the gate for negative advantages.
+        tau_positive: τ⁺, steepness of the gate for positive advantages (its paper, section 5: 1.0).
+        tau_negative: τ⁻, steepness of the gate for negative advantages (its paper, section 5: 1.05).
     """
 
     type: Literal["sapo"] = "sapo"
@@ -150,7 +150,7 @@ class PairsConfig(Named):
         type: Always `online_dpo`.
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
-        beta: β: how strongly the policy is kept close to the reference.
+        beta: β: how strongly the policy is kept close to the reference (DPO's paper, appendix B: 0.1).
     """
 
     type: Literal["online_dpo"] = "online_dpo"
@@ -166,7 +166,7 @@ class IpoConfig(PairsConfig):
         type: Always `ipo`.
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
-        beta: β: how strongly the policy is kept close to the reference.
+        beta: β: how strongly the policy is kept close to the reference (DPO's paper, appendix B: 0.1).
         length: Whether an answer counts by the mean or by the sum of the logprobs of its tokens.
     """
 
@@ -235,6 +235,8 @@ class GaeConfig(Named):
         gamma: γ, discount per token.
         lam: λ: 1 learns from whole returns; below 1 (PPO's paper: 0.95) the critic's own estimates replace a part of
             them.
+        bootstrap: Where an answer was cut off at the length limit, γ V of the state at the cut is added to its reward:
+            the limit is not the end of the task.
         whiten: `batch` subtracts the mean over all loss tokens of the batch and divides by the deviation; `none` leaves
             the advantages as they are.
         std: Which standard deviation divides; `none` only subtracts the mean.
@@ -244,6 +246,7 @@ class GaeConfig(Named):
     type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
+    bootstrap: bool = False
     whiten: Literal["none", "batch"] = "batch"
     std: Deviation = "sample"
     epsilon: float = Field(default=1e-4, gt=0)
@@ -388,12 +391,34 @@ class KlConfig(Variant):
         estimator: `k2` (gradient of the reverse KL) or `k3` (of the forward KL) in the loss, `k1` in the reward.
         max_weight: C: in the loss, the divergence of a token has the weight min(exp(c − b), C) if the policy loss takes
             no weight of `correction`, since it uses the behavior logprobs itself or needs no correction.
+        target: KL*: after every batch the coefficient moves towards the one that keeps `loss/reference_kl` there, nat
+            per token; None keeps `coefficient`.
+        gain: K: how fast it moves, by at most 0.2 K of itself per batch (Ziegler et al.: 0.1).
     """
 
     coefficient: float = Field(default=0.0, ge=0, le=100)
     apply_to: Literal["loss", "reward"] = "loss"
     estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
     max_weight: float = Field(default=2.0, ge=1)
+    target: float | None = Field(default=None, gt=0)
+    gain: float = Field(default=0.1, gt=0, le=1)
+
+
+class EntropyConfig(Variant):
+    """Bonus for the entropy of the policy, which keeps it exploring.
+
+    Attributes:
+        coefficient: η; with a target, the one of the first batch.
+        target: H*: after every batch η rises by `step` if `loss/entropy` is below, nat per token, and else falls; a
+            batch after one above it has no bonus. None keeps `coefficient`.
+        step: Δ: change of η per batch (Skywork-OR1's scripts: 0.0001).
+        max_coefficient: η is at most this (Skywork-OR1's scripts: 0.005).
+    """
+
+    coefficient: float = Field(default=0.0, ge=0, le=1)
+    target: float | None = Field(default=None, gt=0)
+    step: float = Field(default=1e-4, gt=0, le=1)
+    max_coefficient: float = Field(default=5e-3, gt=0, le=1)
 
 
 class OverlongConfig(Variant):

@@ -1,11 +1,14 @@
-"""The whole loss of one micro-batch: policy loss, divergence from the reference, corrections, masks, in this order.
+"""The whole loss of one micro-batch: policy loss, corrections, masks, divergence, entropy bonus, in this order.
 
-    term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^staleness · [high entropy]
+    term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r) − η H) · decay^staleness · [high entropy]
 
 v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks apply to the policy loss, not to the
 divergence. u = min(exp(c − b), C) where the chain can have no weight, because the loss contains the ratio to the
 behavior policy itself (proximal=behavior, dppo, topr) or needs none (sft, online_dpo, ipo); else 1. The divergence
 needs it in both cases: it is an expectation over the policy, and the behavior policy has sampled the tokens.
+
+H is the entropy of the policy's distribution at a token, over the whole vocabulary and with its exact gradient. It does
+not depend on the token that was sampled, so it has no weight and no mask.
 
 Shape legend: T loss tokens.
 """
@@ -20,6 +23,7 @@ from torch import Tensor
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.algorithms.aggregation import is_low_entropy, staleness_factors
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.controllers import entropy_bonus
 from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
@@ -69,7 +73,7 @@ class Objective:
 
         Args:
             target: `[T]` logprobs with gradient.
-            entropies: `[T]` of the same policy, nats.
+            entropies: `[T]` of the same policy with gradient, nats.
             micro_batch: The recorded logprobs, advantages and staleness of the tokens.
             is_first_update: Whether the policy is still the one from the start of the batch.
 
@@ -107,6 +111,8 @@ class Objective:
                 weights = weights * ratio.clamp(max=config.kl.max_weight)
             weights = weights.masked_fill(correction.is_masked, 1.0)
             terms = terms + config.kl_in_loss * weights * self._kl(target, micro_batch.reference_logprobs)
+        if config.entropy.coefficient:
+            terms = terms + entropy_bonus(entropies, config.entropy)
         if config.staleness_decay < 1:
             terms = terms * staleness_factors(micro_batch.staleness, config.staleness_decay).to(terms.dtype)
         if config.entropy_top_share < 1:

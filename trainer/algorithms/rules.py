@@ -121,6 +121,31 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             "divided by the share that they kept, so the coefficient would grow as they reject more. Use "
             "correction.renormalize=false, or kl.apply_to=reward with kl.estimator=k1."
         )
+    has_bonus = config.entropy.coefficient > 0 or config.entropy.target is not None
+    if has_bonus and config.correction.renormalize:
+        yield (
+            f"algorithm.correction.renormalize=true with algorithm.entropy.coefficient={config.entropy.coefficient:g} "
+            f"and target={config.entropy.target}: masks leave the entropy bonus alone, and the whole gradient is "
+            "divided by the share that they kept, so the bonus would grow as they reject more. Use "
+            "correction.renormalize=false, or entropy.coefficient=0 without a target."
+        )
+    if has_bonus and config.compares_pairs:
+        yield (
+            f"algorithm.entropy.coefficient={config.entropy.coefficient:g} and target={config.entropy.target} with "
+            f"algorithm.loss={config.loss.name}: the bonus is a mean over tokens, and this loss a mean over pairs. Use "
+            "entropy.coefficient=0 without a target; the pair's own β (algorithm.loss.beta) keeps the policy near the "
+            "reference."
+        )
+    if config.entropy.target is not None and config.entropy.coefficient > config.entropy.max_coefficient:
+        yield (
+            f"algorithm.entropy.coefficient={config.entropy.coefficient:g} is above max_coefficient="
+            f"{config.entropy.max_coefficient:g}, to which a target limits it. Use a larger max_coefficient."
+        )
+    if config.advantage.type == "gae" and config.advantage.bootstrap and config.overlong.mode == "penalty":
+        yield (
+            "algorithm.advantage.bootstrap=true with algorithm.overlong.mode=penalty: the first treats the length "
+            "limit as no end of the task, the second punishes answers that come near it. Use one of the two."
+        )
     if config.compares_pairs and config.kl.coefficient:
         yield (
             f"algorithm.kl.coefficient={config.kl.coefficient:g} with algorithm.loss={config.loss.name}: the pair's "

@@ -60,6 +60,7 @@ class TrainingSample:
         carries_loss: `[n_i] bool`, of its sampled tokens.
         reference_logprobs: `[n_i] float32` logprobs of the reference policy; None if there is none.
         values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
+        cut_value: V of the critic after the last token, if it was cut off there and `bootstrap` uses it; else 0.
         teacher_logprobs: `[n_i] float32` logprobs of a teacher; None if there is none.
         proximal_logprobs: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
         recorded_as: As in `TrainingSequence`.
@@ -74,6 +75,7 @@ class TrainingSample:
     carries_loss: NDArray[np.bool_]
     reference_logprobs: NDArray[np.float32] | None
     values: NDArray[np.float32] | None = None
+    cut_value: float = 0.0
     teacher_logprobs: NDArray[np.float32] | None = None
     proximal_logprobs: NDArray[np.float32] | None = None
     recorded_as: tuple[TrajectoryId, int, int] | None = None
@@ -112,6 +114,7 @@ def batch_samples(
             _of_sequences(payload, payload.proximal, "proximal logprobs"),
             strict=True,
         )
+        cut_values = iter(() if payload.cut_values is None else payload.cut_values)
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
             is_cut = trajectory.finish_reason == "length"
             sequences = trajectory.split_threads()
@@ -125,6 +128,7 @@ def batch_samples(
             for one in sequences:
                 begin, end = end, end + len(one.token_ids)
                 reference, value, teacher, proximal = next(per_token)
+                cut_value = 0.0 if payload.cut_values is None else next(cut_values)
                 if is_cut and algorithm.overlong.mode == "drop":
                     continue
                 thread = one.threads[0].name if one.threads else MAIN_THREAD
@@ -140,6 +144,7 @@ def batch_samples(
                         carries_loss=is_new_enough(one, payload.min_version) & (not is_masked),
                         reference_logprobs=reference,
                         values=value,
+                        cut_value=float(cut_value),
                         teacher_logprobs=teacher,
                         proximal_logprobs=proximal,
                         recorded_as=(
@@ -254,6 +259,7 @@ def reward_batch(members: Sequence[TrainingSample], algorithm: AlgorithmConfig, 
             for name in algorithm.reward_weights
         },
         values=[one.values.astype(np.float64) for one in members if one.values is not None],
+        cut_values=np.array([one.cut_value for one in members], np.float64),
     )
 
 
@@ -389,12 +395,12 @@ def mini_batches(
 
 
 def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
-    """Whether the gradient can differ from 0: there is a pair, a nonzero advantage, or the loss uses neither.
+    """Whether the gradient can differ from 0: there is a pair, a nonzero advantage, or a term that needs neither.
 
     Also True if a logprob is not finite, so that the step is skipped as a bad step.
     """
     loss = find("loss", algorithm.loss.name)
-    if algorithm.kl_in_loss or loss.is_own or not loss.needs_advantages:
+    if algorithm.kl_in_loss or algorithm.entropy.coefficient or loss.is_own or not loss.needs_advantages:
         return True
     if algorithm.compares_pairs:
         return any(one.preferred_to for one in sequences)
@@ -440,6 +446,29 @@ def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
         )
         for prompt, response in examples
     ]
+
+
+def after_cut(payload: GroupPayload) -> list[TrainingSequence | None]:
+    """Every thread of a group, with the state after its last token as the only target; None if it was not cut off.
+
+    Of several threads, the one with the last turn was cut off: the others had ended or were waiting.
+    """
+    sequences: list[TrainingSequence | None] = []
+    for trajectory in payload.trajectories:
+        turns = () if trajectory.episode is None else trajectory.episode.turns
+        for one in trajectory.split_threads():
+            is_last = not one.threads or not turns or one.threads[0].name == turns[-1].thread
+            sequences.append(
+                TrainingSequence(
+                    token_ids=np.append(one.token_ids, _PLACEHOLDER_ID),
+                    targets=np.array([len(one.token_ids)]),
+                    behavior_logprobs=np.zeros(1, np.float32),
+                    prompt_length=prompt_length(one),
+                )
+                if trajectory.finish_reason == "length" and is_last
+                else None
+            )
+    return sequences
 
 
 def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:

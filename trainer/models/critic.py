@@ -18,7 +18,7 @@ from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
-from penstock.trainer.batches.sequences import sampled_tokens
+from penstock.trainer.batches.sequences import after_cut, sampled_tokens
 from penstock.trainer.config import CriticConfig
 from penstock.trainer.passes import Passes
 from penstock.trainer.spec import TrainerSpec
@@ -31,6 +31,7 @@ class Critic:
 
     Attributes:
         num_steps: Optimizer steps taken; they decide the learning rate.
+        warmup_steps: Batches at the start that train the critic only.
     """
 
     def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, work: Work) -> None:
@@ -39,6 +40,7 @@ class Critic:
         self._passes = Passes(backend, spec)
         self._work = work
         self.num_steps = 0
+        self.warmup_steps = config.warmup_steps
         self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each
         self._num_skipped = 0
 
@@ -47,6 +49,21 @@ class Critic:
         sequences = sampled_tokens(payloads)
         self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
         return self._passes.per_sampled_token(payloads)
+
+    def cut_values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
+        """Per group `[S] float32`, S threads: V after the last token of those that were cut off, else 0.
+
+        One more forward pass over the answers that were cut off.
+        """
+        of_groups = [after_cut(payload) for payload in payloads]
+        cut = [one for sequences in of_groups for one in sequences if one is not None]
+        if cut:
+            self._work.computed(cut, self._passes.plan(cut).shared_lengths, num_forwards=1)
+        found = iter(self._passes.per_target(cut) if cut else ())
+        return [
+            np.array([0.0 if one is None else next(found)[0] for one in sequences], np.float32)
+            for sequences in of_groups
+        ]
 
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""

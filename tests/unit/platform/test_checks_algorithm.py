@@ -182,3 +182,9 @@ def test_a_users_own_loss_is_accepted():
         ["experiment=arithmetic", "algorithm/loss=custom", f"algorithm.loss.function={OWN}:squared"]
     )
     assert config.algorithm.loss.name == f"{OWN}:squared"
+
+
+def test_a_warm_up_of_the_critic_that_leaves_no_batch_for_the_policy_is_refused():
+    (problem,) = problems("algorithm=ppo", "critic.warmup_steps=100")
+    assert problem.startswith("critic.warmup_steps=100 with total_steps=100: only the critic would be trained")
+    compose_config(["experiment=arithmetic", "algorithm=ppo", "critic.warmup_steps=99"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.build import build_trainer
+from penstock.trainer.checkpoint import write_snapshot
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.spec import TrainerSpec
@@ -149,3 +152,70 @@ def test_a_critic_is_needed_and_wants_whole_batches(policy, judge, batch) -> Non
                 device="cpu", threads=1, seed=0, temperature=1.0, max_new_tokens=8,
             )
         )  # fmt: skip
+
+
+def test_a_warm_up_trains_the_critic_alone_and_the_policy_from_the_batch_after(policy, judge, batch) -> None:
+    adaptive = {"entropy_target": 9.0, "entropy_step": 0.001}
+    trainer = trainer_of(policy, critic_path=judge, critic_warmup=2, warmup_steps=3, **PPO, **adaptive)
+    policies, critics, silent, rates, bonuses = [], [], [], [], []
+    for version in range(4):
+        policies.append(torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()]))
+        critics.append(torch.cat([tensor.flatten().clone() for _, tensor in trainer.critic.backend.export_weights()]))
+        report = trainer.step(batch, version)
+        assert report.version == version + 1
+        silent.append(report.metrics["trainer/silent_updates"])
+        rates.append(report.metrics["loss/lr"])
+        bonuses.append(report.metrics["loss/entropy_coefficient"])
+    assert bonuses == pytest.approx([0.0, 0.0, 0.0, 0.001]), "the coefficient waits for the policy"
+    assert torch.equal(policies[0], policies[1])
+    assert torch.equal(policies[1], policies[2])
+    assert not torch.equal(policies[2], policies[3])
+    assert not any(torch.equal(one, other) for one, other in pairwise(critics))
+    assert silent == [3, 3, 0, 0], "three epochs, each one update"
+    assert rates == pytest.approx([1 / 3, 1 / 3, 1.0, 1.0]), "the policy's own warm-up begins after that of the critic"
+
+
+def test_a_restored_run_is_still_in_its_warm_up(policy, judge, batch, tmp_path) -> None:
+    trainer = trainer_of(policy, critic_path=judge, critic_warmup=2, **PPO)
+    trainer.step(batch, 0)
+    write_snapshot(trainer.snapshot(1), tmp_path, 0)
+    restored = trainer_of(policy, critic_path=judge, critic_warmup=2, **PPO)
+    version = restored.restore(str(tmp_path))
+    assert [restored.step(batch, one).metrics["trainer/silent_updates"] for one in (version, version + 1)] == [3, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 1000])
+def test_the_return_of_a_cut_answer_has_the_value_of_the_state_at_the_cut(policy, judge, batch, max_tokens) -> None:
+    """arXiv 1712.00378: δ_T = r_T + γ V(s_{T+1}) − V(s_T), and V(s_{T+1}) = 0 only if the answer has ended itself."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    sequences = {
+        bootstrap: trainer_of(policy, max_tokens, critic_path=judge, bootstrap=bootstrap, **PPO)._forwards.sequences(
+            batch, 0
+        )
+        for bootstrap in (False, True)
+    }
+    members = [one for group in batch for one in group.trajectories]
+    num_cut = 0
+    for member, plain, with_value in zip(members, sequences[False], sequences[True], strict=True):
+        ids = torch.tensor(member.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            state = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+            at_cut = float(model.score(state)[0])
+        is_cut = member.finish_reason == "length"
+        num_cut += is_cut
+        # The value reaches every token before with (γλ)^distance · γ.
+        distances = np.arange(len(plain.returns))[::-1]
+        added = (0.9 * 0.8) ** distances * 0.9 * at_cut if is_cut else np.zeros(len(distances))
+        np.testing.assert_allclose(with_value.returns - plain.returns, added, atol=1e-5)
+    assert num_cut == 2
+
+
+def test_values_at_cuts_that_were_computed_early_are_used(policy, judge, batch) -> None:
+    options = PPO | {"bootstrap": True}
+    trainer, other = (trainer_of(policy, critic_path=judge, **options) for _ in range(2))
+    trainer.early_logprobs(batch[:2], 0)
+    mine, theirs = (one._forwards.sequences(batch, 0) for one in (trainer, other))
+    for one, same in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(one.returns, same.returns, atol=1e-5)

@@ -42,6 +42,7 @@ def trainer_of(
     share_prompts: bool = False,
     preset: AlgorithmConfig | None = None,
     value_clip: float = 0.2,
+    critic_warmup: int = 0,
     record_every: int = 0,
     **algorithm,
 ) -> PolicyTrainer:
@@ -65,7 +66,10 @@ def trainer_of(
         record_every=record_every,
         critic=critic
         or CriticConfig(
-            path=critic_path, optimizer=CriticOptimizerConfig(lr=lr, eps=adam_epsilon), value_clip=value_clip
+            path=critic_path,
+            optimizer=CriticOptimizerConfig(lr=lr, eps=adam_epsilon),
+            value_clip=value_clip,
+            warmup_steps=critic_warmup,
         ),
     )
     return build_trainer(spec)

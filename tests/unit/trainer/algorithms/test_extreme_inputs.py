@@ -59,11 +59,13 @@ CHOICES = {
     "cispo_low": [None, 0.2],
     "staleness_decay": [1.0, 1.0, 0.5],
     "entropy_top_share": [1.0, 1.0, 0.2],
+    "entropy_coefficient": [0.0, 0.0, 0.1],
     "overlong": ["keep", "mask", "penalty"],
 }
 OF_PAIRS = {
     "correction": (), "advantage": "grpo", "kl": ("loss", "k2", 0.0), "aggregation": "token_mean",
     "proximal": "target", "staleness_decay": 1.0, "entropy_top_share": 1.0,
+    "entropy_coefficient": 0.0,
 }  # fmt: skip
 """All that goes with a loss of pairs: rarely drawn otherwise."""
 

@@ -21,6 +21,7 @@ FUSED = (
 COMPOSED = (
     {"loss": "dual_clip"},
     {"loss": "distill"},
+    {"entropy_coefficient": 0.1},
     {"loss": "tests.unit.trainer.algorithms.own:squared"},
     {"correction": ("decoupled", "opsm")},
     {"correction": "mis_token"},

@@ -68,6 +68,12 @@ CASES = [
     Case("kl_in", "reward", {}, "weight 0 is not computed"),
     Case("kl_coefficient", 0.5, {"kl_in": "reward", "kl_estimator": "k1"} | TEACHER, "uses no reward"),
     Case("kl_estimator", "k3", {}, "weight 0 is not computed"),
+    Case("kl_target", 0.5, {}, "weight 0 is not computed"),
+    Case("kl_gain", 0.5, {"kl_coefficient": 0.1}, "the coefficient is fixed"),
+    Case("entropy_step", 0.5, {"entropy_coefficient": 0.1}, "the coefficient is fixed"),
+    Case("entropy_max_coefficient", 0.5, {"entropy_coefficient": 0.1}, "the coefficient is fixed"),
+    Case("bootstrap", True, {"advantage": "gae", "overlong": "mask"}, "answers that were cut off have no loss"),
+    Case("critic_warmup", 9, {}, "there is no critic"),
     Case("overlong", "penalty", SFT, "uses no reward"),
     Case("overlong_ramp_share", 0.9, {"overlong": "mask"}, "only the penalty has a ramp"),
     Case("overlong_ramp_share", 0.9, {"overlong": "penalty"} | TEACHER, "uses no reward"),
@@ -93,6 +99,12 @@ ACTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "renormalize": (True, {"correction": "mis_token"}),
     "kl_coefficient": (0.5, {}),
     "kl_estimator": ("k3", {"kl_coefficient": 0.5}),
+    "kl_target": (0.5, {"kl_coefficient": 0.1}),
+    "kl_gain": (1.0, {"kl_coefficient": 0.1, "kl_target": 0.5}),
+    "entropy_step": (0.002, {"entropy_target": 9.0}),
+    "entropy_max_coefficient": (0.00005, {"entropy_target": 9.0}),
+    "bootstrap": (True, CRITIC),
+    "critic_warmup": (9, CRITIC),
     "overlong": ("penalty", {"overlong_ramp_share": 0.9}),
     "overlong_ramp_share": (0.9, {"overlong": "penalty"}),
     "staleness_decay": (0.1, {}),
@@ -111,6 +123,12 @@ PATHS = {
     "sapo_tau_positive": "algorithm.loss.tau_positive",
     "sapo_tau_negative": "algorithm.loss.tau_negative",
     "value_clip": "critic.value_clip",
+    "critic_warmup": "critic.warmup_steps",
+    "bootstrap": "algorithm.advantage.bootstrap",
+    "kl_target": "algorithm.kl.target",
+    "kl_gain": "algorithm.kl.gain",
+    "entropy_step": "algorithm.entropy.step",
+    "entropy_max_coefficient": "algorithm.entropy.max_coefficient",
     "renormalize": "algorithm.correction.renormalize",
     "kl_in": "algorithm.kl.apply_to",
     "kl_coefficient": "algorithm.kl.coefficient",
@@ -132,7 +150,8 @@ SYNCHRONOUS = compose_config(["experiment=arithmetic", "dataflow=synchronous"])
 
 def without_effect(settings: dict[str, Any], config: RunConfig = CONFIG) -> dict[str, str]:
     """Key -> the warning that it has no effect, of the demo with these settings."""
-    critic = config.critic.model_copy(update={"value_clip": settings.get("value_clip", 0.2)})
+    of_critic = {"value_clip": settings.get("value_clip", 0.2), "warmup_steps": settings.get("critic_warmup", 0)}
+    critic = config.critic.model_copy(update=of_critic)
     update = {"algorithm": algorithm_config(**settings), "critic": critic}
     return {one.keys[0]: one.message for one in check_without_effect(config.model_copy(update=update))}
 

@@ -1,0 +1,103 @@
+"""The entropy bonus, and coefficients that follow a target: η of the bonus, β of the divergence from the reference.
+
+    entropy   η ← clip(η + Δ, 0, η_max) if H < H*, else clip(η − Δ, 0, η_max);  applied where H ≤ H*, else 0
+    kl        β ← β (1 + K clip(KL / KL* − 1, ±0.2))
+
+H and KL are `loss/entropy` and `loss/reference_kl` of the last batch: means over all its loss tokens and all ranks, so
+every rank computes the same coefficients. A step that was skipped, or that trains only a critic, changes nothing.
+Sources: entropy, Skywork-OR1, arXiv 2505.22312, adaptive entropy control (there H is of the batch itself, which takes
+one more forward pass); divergence, Ziegler et al., arXiv 1909.08593, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from penstock.trainer.algorithms.config import EntropyConfig, KlConfig
+from penstock.trainer.config import AlgorithmConfig
+
+_MAX_KL_ERROR = 0.2
+"""The relative error of the divergence is clipped to ± this."""
+
+
+def entropy_bonus(entropies: Tensor, config: EntropyConfig) -> Tensor:
+    """`−η H_t`, `[T]`: a term of the loss. Mnih et al., arXiv 1602.01783.
+
+    Args:
+        entropies: `[T]` of the policy over the whole vocabulary, nats; its gradient is exact in every head.
+        config: η.
+    """
+    return -config.coefficient * entropies
+
+
+def next_entropy_coefficient(coefficient: float, entropy: float, config: EntropyConfig) -> float:
+    """η of the next batch; `entropy` is that of the last one, nat per token."""
+    assert config.target is not None, "a fixed coefficient has no controller"
+    change = config.step if entropy < config.target else -config.step
+    return min(max(coefficient + change, 0.0), config.max_coefficient)
+
+
+def next_kl_coefficient(coefficient: float, divergence: float, config: KlConfig) -> float:
+    """β of the next batch; `divergence` is that of the last one, nat per token."""
+    assert config.target is not None, "a fixed coefficient has no controller"
+    error = min(max(divergence / config.target - 1.0, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    return coefficient * (1.0 + config.gain * error)
+
+
+class Controllers:
+    """The algorithm with its coefficients of now.
+
+    Attributes:
+        state: What a checkpoint must hold to continue exactly: η, the last H, and β, of those that have a target.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self.state: dict[str, float] = {}
+        if config.entropy.target is not None:
+            self.state |= {"entropy_coefficient": config.entropy.coefficient, "entropy": 0.0}
+        if config.kl.target is not None and config.kl.coefficient:
+            self.state["kl_coefficient"] = config.kl.coefficient
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The configured algorithm, with the coefficients for the next batch."""
+        entropy, kl = self._config.entropy, self._config.kl
+        update: dict[str, EntropyConfig | KlConfig] = {}
+        if entropy.target is not None:
+            is_too_high = self.state["entropy"] > entropy.target
+            coefficient = 0.0 if is_too_high else self.state["entropy_coefficient"]
+            update["entropy"] = entropy.model_copy(update={"coefficient": coefficient})
+        if "kl_coefficient" in self.state:
+            update["kl"] = kl.model_copy(update={"coefficient": self.state["kl_coefficient"]})
+        return self._config.model_copy(update=update) if update else self._config
+
+    def metrics(self) -> dict[str, float]:
+        """The coefficients for the next batch, of those that are used."""
+        entropy, kl = self.algorithm.entropy, self.algorithm.kl
+        metrics = {}
+        if entropy.coefficient or entropy.target is not None:
+            metrics["loss/entropy_coefficient"] = entropy.coefficient
+        if "kl_coefficient" in self.state:
+            metrics["loss/kl_coefficient"] = kl.coefficient
+        return metrics
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Move the coefficients by the metrics of a batch."""
+        entropy, kl = self._config.entropy, self._config.kl
+        if entropy.target is not None:
+            measured = metrics["loss/entropy"]
+            self.state["entropy"] = measured
+            self.state["entropy_coefficient"] = next_entropy_coefficient(
+                self.state["entropy_coefficient"], measured, entropy
+            )
+        if "kl_coefficient" in self.state:
+            self.state["kl_coefficient"] = next_kl_coefficient(
+                self.state["kl_coefficient"], metrics["loss/reference_kl"], kl
+            )
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint; a controller that it does not have begins with the configured coefficient."""
+        self.state |= {name: value for name, value in state.items() if name in self.state}
