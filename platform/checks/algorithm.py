@@ -15,7 +15,7 @@ from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import ClippedConfig, PairsConfig
-from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
+from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, entries_of_batch, weights_in
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
 
@@ -120,6 +120,11 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             "of the batch, which are not available when the first part is trained. Use one of the two, or "
             "algorithm.advantage.whiten=none."
         )
+    for entry in entries_of_batch(algorithm) if flow.stream_micro_batches else ():
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.{entry.kind}={entry.name}: it compares all tokens of "
+            "the batch, which are not available when the first part is trained. Use one of the two."
+        )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
@@ -190,15 +195,17 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
         if teacher.path is not None:
             yield error(
                 f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss.name}, which uses no teacher, so it "
-                "would not be loaded. Use algorithm=distill, or teacher.path=null."
+                "would not be loaded. Use algorithm=distill, algorithm.teacher_coefficient above 0, or "
+                "teacher.path=null."
             )
         return
     if teacher.path is None:
         yield error(
-            "teacher.path is not set, but algorithm.loss=distill learns only from a teacher. Give the directory or hub "
-            "name of a policy with the same tokenizer."
+            f"teacher.path is not set, but algorithm.loss={algorithm.loss.name} with algorithm.teacher_coefficient="
+            f"{algorithm.teacher_coefficient:g} learns from a teacher. Give the directory or hub name of a policy with "
+            "the same tokenizer."
         )
-    if config.dataflow.filters.zero_variance:
+    if config.dataflow.filters.zero_variance and algorithm.loss.type == "distill":
         yield error(
             "dataflow.filters.zero_variance=true with algorithm.loss=distill: it drops groups of equal rewards, but "
             "distillation learns from them as much as from others. Use zero_variance=false."
@@ -217,11 +224,12 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             f"{pairs} needs {together} answers of a group in one micro-batch. Use at least "
             f"{together * context}."
         )
-    if algorithm.correction.renormalize and cannot_divide(config):
+    if algorithm.correction.renormalize != "none" and cannot_divide(config):
         yield error(
-            f"algorithm.correction.renormalize=true with trainer.zero_stage={trainer.zero_stage} in "
-            f"model.dtype={config.model.dtype}: the gradient is divided at the end of the batch by the share that was "
-            "kept, which DeepSpeed's plain bfloat16 optimizer does not support. Use trainer.zero_stage=2 or 3."
+            f"algorithm.correction.renormalize={algorithm.correction.renormalize} with trainer.zero_stage="
+            f"{trainer.zero_stage} in model.dtype={config.model.dtype}: the gradient is divided at the end of the "
+            "batch by the share that was left, which DeepSpeed's plain bfloat16 optimizer does not support. Use "
+            "trainer.zero_stage=2 or 3."
         )
 
 

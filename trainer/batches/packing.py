@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,6 +60,8 @@ class TrainingSequence:
         proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None without one.
         old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
         returns: `[len(targets)]`, targets of the critic.
+        selected: Name of a loss or correction of the whole batch, or `nll` -> `[len(targets)] bool`, which of the loss
+            tokens it selects (algorithms/selection.py).
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
             are not recorded.
     """
@@ -79,6 +81,7 @@ class TrainingSequence:
     returns: NDArray[np.floating] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
     prompt_length: int = 0
+    selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     recorded_as: tuple[TrajectoryId, int, int] | None = None
 
     def __post_init__(self) -> None:
