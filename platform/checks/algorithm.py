@@ -14,7 +14,7 @@ from penstock.envs.import_path import nearest_hint
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import ClippedConfig, PairsConfig
+from penstock.trainer.algorithms.config import ClippedConfig, DualClipConfig, PairsConfig
 from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, entries_of_batch, weights_in
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
@@ -253,12 +253,14 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     filters = config.dataflow.filters
     # DAPO is recognised by its clip-higher and overlong penalty, because the name of a preset is not in the values.
     clip = algorithm.loss
-    is_dapo = (
-        isinstance(clip, ClippedConfig) and algorithm.overlong.mode == "penalty" and clip.clip_high > clip.clip_low
-    )
     lowest, highest = filters.pass_rate or (0.0, 1.0)
     drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
-    if isinstance(clip, ClippedConfig) and is_dapo and not drops_equal_groups:
+    is_dapo = (
+        isinstance(clip, ClippedConfig | DualClipConfig)
+        and algorithm.overlong.mode == "penalty"
+        and clip.clip_high > clip.clip_low
+    )
+    if isinstance(clip, ClippedConfig | DualClipConfig) and is_dapo and not drops_equal_groups:
         yield warning(
             f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={clip.clip_high:g} above clip_low="
             f"{clip.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its dynamic sampling: "

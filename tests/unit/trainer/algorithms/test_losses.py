@@ -156,6 +156,35 @@ def test_the_preset_of_dppo_caps_at_3() -> None:
     assert (config.loss.delta, config.loss.max_weight) == (0.2, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope"),
+    [
+        (18_408.0, -1.0, 0.0),  # a stale token of a bad answer that the policy now gives far more often
+        (10.1, -1.0, 0.0),
+        (9.9, -1.0, 9.9),
+        (0.7, -1.0, 0.0),
+        (0.7, 1.0, -0.7),
+        (1.27, 1.0, -1.27),
+        (1.29, 1.0, 0.0),
+    ],
+)
+def test_the_preset_of_dapo_bounds_the_slope_of_stale_tokens(ratio: float, advantage: float, slope: float) -> None:
+    config = compose_config(["experiment=arithmetic", "algorithm=dapo"]).algorithm
+    assert config.proximal == "behavior"
+    c = np.array([-0.1])
+    b = c - np.log(ratio)
+    d = oracle.Data(c, b, b, b, np.array([advantage]), np.zeros(1, int), 1,
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), c))  # fmt: skip
+    tokens = tokens_of(d)
+    find("loss", config.loss.name).load()(tokens, config.loss).terms.sum().backward()
+    assert tokens.target.grad.tolist() == pytest.approx([slope], rel=1e-12)
+
+
+def test_the_preset_of_gspo_takes_four_steps_per_batch() -> None:
+    config = compose_config(["experiment=arithmetic", "algorithm=gspo"]).algorithm
+    assert (config.updates_per_batch, config.aggregation) == (4, "seq_mean_token_mean")
+
+
 def test_long_answers_keep_the_digits_of_their_margin() -> None:
     """32,768 tokens of some three nats each, whose sums a pair's margin is the small difference of."""
     length, rng = 32_768, np.random.default_rng(8)

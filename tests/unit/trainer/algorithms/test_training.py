@@ -63,6 +63,8 @@ def settings_of(name: str) -> dict:
     if name in VARIANTS:
         return VARIANTS[name]
     chosen = [f"algorithm={name}", *(["teacher.path=somewhere"] if name == "distill" else [])]
+    if name == "gspo":
+        chosen.append("algorithm.mini_batches=1")  # of three groups there are no four mini-batches
     return {"preset": compose_config(["experiment=arithmetic", *chosen]).algorithm}
 
 
