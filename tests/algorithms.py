@@ -18,21 +18,28 @@ LOSS = {
     "cispo": {"clip_low": "cispo_low"},
     "sapo": {"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"},
     "dppo": {"delta": "dppo_delta", "max_weight": "dppo_cap"},
-    "online_dpo": {"margin": "pair_margin", "beta": "pair_beta"},
+    "online_dpo": {"margin": "pair_margin", "beta": "pair_beta", "length": "dpo_length"},
     "ipo": {"margin": "pair_margin", "beta": "pair_beta", "length": "ipo_length"},
+    "gmpo": {"clip_low": "gmpo_low", "clip_high": "gmpo_high"},
+    "clip_cov": {"share": "clip_cov_share"},
+    "kl_cov": {"share": "kl_cov_share", "coefficient": "kl_cov_coefficient"},
 }
 ADVANTAGE = {"std": "advantage_std", "epsilon": "std_epsilon", "gamma": "gae_gamma", "lam": "gae_lambda"}
 CORRECTION = {
     "decoupled": {"max_weight": "correction_cap"},
-    "tis_token": {"max_weight": "tis_cap"},
-    "tis_seq": {"max_weight": "tis_cap"},
+    "tis_token": {"min_weight": "tis_low", "max_weight": "tis_cap"},
+    "tis_seq": {"min_weight": "tis_low", "max_weight": "tis_cap"},
     "mis_token": {"min_weight": "mis_low", "max_weight": "mis_high"},
     "f_tis": {"max_weight": "tis_cap", "max_kl": "f_tis_max_kl"},
     "mis_seq_geo": {"min_weight": "geo_low", "max_weight": "geo_high"},
     "opsm": {"delta": "opsm_delta"},
     "veto": {"min_weight": "veto_min"},
+    "m2po": {"max_second_moment": "m2po_moment"},
 }
-PLAIN = ("reward_weights", "proximal", "mini_batches", "epochs", "aggregation", "staleness_decay", "entropy_top_share")
+PLAIN = (
+    "reward_weights", "proximal", "mini_batches", "epochs", "aggregation", "teacher_coefficient", "nll_coefficient",
+    "staleness_decay", "entropy_top_share",
+)  # fmt: skip
 
 
 def chosen(union: Any, name: str, flat_names: dict[str, str], flat: dict[str, Any]) -> Named | Custom:
@@ -63,7 +70,7 @@ def correction_config(names: str | Sequence[str], **flat: Any) -> CorrectionConf
         for name in chain
         if name != "none"
     }
-    return CorrectionConfig.model_validate(sections | {"renormalize": flat.get("renormalize", False)})
+    return CorrectionConfig.model_validate(sections | {"renormalize": flat.get("renormalize", "none")})
 
 
 def algorithm_config(**flat: Any) -> AlgorithmConfig:

@@ -156,6 +156,10 @@ class AlgorithmConfig(BaseModel):
         kl: Divergence from a frozen reference.
         entropy: Bonus for the entropy of the policy.
         aggregation: How the terms of tokens are averaged.
+        teacher_coefficient: Advantage per nat by which the teacher's logprob of a token exceeds the policy's, added to
+            that of the rewards; 0: no teacher.
+        nll_coefficient: Weight of −logprob of the answers that pass (`dataflow.pass_reward`; of a loss of pairs, of the
+            better answer), added to the loss.
         overlong: What happens to answers that were cut off.
         staleness_decay: Factor of a token's term per version of staleness; 1 is off.
         entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all.
@@ -173,6 +177,8 @@ class AlgorithmConfig(BaseModel):
     kl: KlConfig = KlConfig()
     entropy: EntropyConfig = EntropyConfig()
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
+    teacher_coefficient: float = Field(default=0.0, ge=0, le=100)
+    nll_coefficient: float = Field(default=0.0, ge=0, le=100)
     overlong: OverlongConfig = OverlongConfig()
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
@@ -200,7 +206,7 @@ class AlgorithmConfig(BaseModel):
     @property
     def needs_teacher(self) -> bool:
         """Whether a teacher has to score every sampled token."""
-        return self.loss.type == "distill"
+        return self.loss.type == "distill" or self.teacher_coefficient > 0
 
     @property
     def needs_critic(self) -> bool:
@@ -259,7 +265,8 @@ class ReferenceConfig(BaseModel):
 
 
 class TeacherConfig(ReferenceConfig):
-    """The frozen policy that `algorithm/loss=distill` learns from: any size, but the policy's tokenizer.
+    """The frozen policy for `algorithm/loss=distill` and `algorithm.teacher_coefficient`: any size, but the policy's
+    tokenizer.
 
     Attributes:
         path: Hugging Face directory or hub name.
@@ -306,6 +313,9 @@ class PreferenceConfig(BaseModel):
         eval_every_steps: Held-out accuracy is measured this often.
         eval_pairs: Held-out pairs per measurement.
         beta: β of DPO; a reward model always has 1.
+        length: Of DPO: whether an answer counts by the sum or by the mean of the logprobs of its tokens.
+        label_smoothing: ε: probability that the rejected answer of a pair is the better one.
+        nll_coefficient: Of DPO: weight of the mean −logprob of the chosen answer, added to the loss.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -315,3 +325,6 @@ class PreferenceConfig(BaseModel):
     eval_every_steps: int = Field(default=10, gt=0)
     eval_pairs: int = Field(default=256, gt=0)
     beta: float = Field(default=0.1, gt=0)
+    length: Literal["mean", "sum"] = "sum"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    nll_coefficient: float = Field(default=0.0, ge=0, le=100)

@@ -22,6 +22,7 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.config import GaeConfig
+from penstock.trainer.algorithms.selection import select
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
 from penstock.trainer.models.critic import Critic
@@ -153,17 +154,24 @@ class Forwards:
             )
         groups = self._completed(self._early_results.of(payloads, version))
         sequences = policy_sequences(
-            groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id, spec.record_every
+            groups,
+            algorithm,
+            spec.max_new_tokens,
+            version,
+            normaliser,
+            spec.policy_id,
+            spec.record_every,
+            spec.pass_reward,
         )
-        missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
-        if not self._recomputes or not missing:
+        if not self._recomputes:
             return sequences
+        missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         # Only loss tokens are computed. Pairs refer to the whole batch, and a forward pass does not need them.
-        rest = [replace(sequences[index], preferred_to=(), unit=None) for index in missing]
-        self._count(rest)
-        for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
-            sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
-        return sequences
+        if rest := [replace(sequences[index], preferred_to=(), unit=None) for index in missing]:
+            self._count(rest)
+            for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
+                sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
+        return select(sequences, algorithm, seed=version)
 
     def forget(self) -> tuple[dict[str, float], float]:
         """Call `EarlyResults.forget` after weights have changed. Without early results there are no metrics."""

@@ -67,7 +67,7 @@ def composed_loss(
 def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
     """−logprob of given answers."""
     nowhere = torch.zeros_like(target, dtype=torch.bool)
-    terms = LossTerms(-target, is_masked=nowhere, is_clipped_low=nowhere, is_clipped_high=nowhere)
+    terms = LossTerms(-target, nowhere, nowhere, nowhere, left=torch.ones_like(target).detach())
     return _weighted(terms, target, entropies, micro_batch, update)
 
 
@@ -91,17 +91,21 @@ def _start(target: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tenso
 def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
     """What the kernel is told; None if it does not have the algorithm.
 
-    It has `ppo_clip` with one correction by token, a divergence by token in the loss and nothing else. A divergence
-    at `proximal=behavior` has a factor of its own (u in `objective.py`).
+    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor or term. A
+    divergence at `proximal=behavior` has a factor of its own (u in `objective.py`).
     """
     loss, settings = config.loss, config.correction.decoupled or config.correction.tis_token
     correction = next((name for name in _FUSED_CORRECTIONS if str(config.correction) == name), None)
     estimator = config.kl.estimator if config.kl_in_loss else "none"
     has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
-    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1 or config.entropy.coefficient > 0
+    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1
+    has_additions = config.teacher_coefficient > 0 or config.nll_coefficient > 0 or config.entropy.coefficient > 0
+    has_lower_bound = getattr(settings, "min_weight", 0.0) > 0
     if not isinstance(loss, ClippedConfig) or loss.type != "ppo_clip":
         return None
-    if correction is None or not has_plain_divergence or has_factors:
+    if correction is None or not has_plain_divergence or has_factors or has_additions or has_lower_bound:
+        return None
+    if config.correction.renormalize == "weights":
         return None
     return ClippedLoss(
         clip_low=loss.clip_low,

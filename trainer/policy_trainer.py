@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.config import DpoConfig, IpoConfig
 from penstock.trainer.algorithms.controllers import Controllers
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.backends.base import Backend, OptimizerResult
@@ -202,8 +203,11 @@ class PolicyTrainer:
         return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._work.take(step_s)
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
-        """`[P]`: margin of the chosen over the rejected answer, in summed logprobs or in scores."""
-        return margins_of(self._preference_values(pairs))
+        """`[P]`: margin of the chosen over the rejected answer: scores, or sums or means of logprobs as in the loss."""
+        loss = self._algorithm.loss
+        return margins_of(
+            self._preference_values(pairs), per_token=isinstance(loss, DpoConfig | IpoConfig) and loss.length == "mean"
+        )
 
     def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
         """`[n]` per answer, chosen and rejected alternating: the policy's logprob of each of its n tokens."""
@@ -342,7 +346,7 @@ class PolicyTrainer:
         opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
-        if self._algorithm.correction.renormalize and sums.kept_share > 0:
+        if self._algorithm.correction.renormalize != "none" and sums.kept_share > 0:
             normaliser *= sums.kept_share
         lr = learning_rate(self._spec.trainer.optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser

@@ -26,6 +26,7 @@ class TrainerSpec:
         restore_from: Folder of a checkpoint's trainer files to continue from; None: start from `model_path`.
         policy_id: Which policy of the run is trained.
         critic: The critic of gae; None without one.
+        pass_reward: Reward from which an answer passes, for `algorithm.nll_coefficient`.
         record_every: The tokens of one group in so many are reported with a step; 0: of none.
         streams: Whether parts of a batch are trained while the rest is still being generated.
         shares_devices: Whether engines use the ranks' devices between their calls (colocated).
@@ -48,6 +49,7 @@ class TrainerSpec:
     policy_id: PolicyId = POLICY
     restore_from: str | None = None
     record_every: int = 0
+    pass_reward: float = 1.0
 
     @property
     def tokens_per_part(self) -> float:

@@ -14,8 +14,8 @@ from penstock.envs.import_path import nearest_hint
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import ClippedConfig, PairsConfig
-from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
+from penstock.trainer.algorithms.config import ClippedConfig, DualClipConfig, PairsConfig
+from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, entries_of_batch, weights_in
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
 
@@ -120,6 +120,11 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             "of the batch, which are not available when the first part is trained. Use one of the two, or "
             "algorithm.advantage.whiten=none."
         )
+    for entry in entries_of_batch(algorithm) if flow.stream_micro_batches else ():
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.{entry.kind}={entry.name}: it compares all tokens of "
+            "the batch, which are not available when the first part is trained. Use one of the two."
+        )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
@@ -195,15 +200,17 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
         if teacher.path is not None:
             yield error(
                 f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss.name}, which uses no teacher, so it "
-                "would not be loaded. Use algorithm=distill, or teacher.path=null."
+                "would not be loaded. Use algorithm=distill, algorithm.teacher_coefficient above 0, or "
+                "teacher.path=null."
             )
         return
     if teacher.path is None:
         yield error(
-            "teacher.path is not set, but algorithm.loss=distill learns only from a teacher. Give the directory or hub "
-            "name of a policy with the same tokenizer."
+            f"teacher.path is not set, but algorithm.loss={algorithm.loss.name} with algorithm.teacher_coefficient="
+            f"{algorithm.teacher_coefficient:g} learns from a teacher. Give the directory or hub name of a policy with "
+            "the same tokenizer."
         )
-    if config.dataflow.filters.zero_variance:
+    if config.dataflow.filters.zero_variance and algorithm.loss.type == "distill":
         yield error(
             "dataflow.filters.zero_variance=true with algorithm.loss=distill: it drops groups of equal rewards, but "
             "distillation learns from them as much as from others. Use zero_variance=false."
@@ -222,11 +229,12 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             f"{pairs} needs {together} answers of a group in one micro-batch. Use at least "
             f"{together * context}."
         )
-    if algorithm.correction.renormalize and cannot_divide(config):
+    if algorithm.correction.renormalize != "none" and cannot_divide(config):
         yield error(
-            f"algorithm.correction.renormalize=true with trainer.zero_stage={trainer.zero_stage} in "
-            f"model.dtype={config.model.dtype}: the gradient is divided at the end of the batch by the share that was "
-            "kept, which DeepSpeed's plain bfloat16 optimizer does not support. Use trainer.zero_stage=2 or 3."
+            f"algorithm.correction.renormalize={algorithm.correction.renormalize} with trainer.zero_stage="
+            f"{trainer.zero_stage} in model.dtype={config.model.dtype}: the gradient is divided at the end of the "
+            "batch by the share that was left, which DeepSpeed's plain bfloat16 optimizer does not support. Use "
+            "trainer.zero_stage=2 or 3."
         )
 
 
@@ -250,12 +258,14 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     filters = config.dataflow.filters
     # DAPO is recognised by its clip-higher and overlong penalty, because the name of a preset is not in the values.
     clip = algorithm.loss
-    is_dapo = (
-        isinstance(clip, ClippedConfig) and algorithm.overlong.mode == "penalty" and clip.clip_high > clip.clip_low
-    )
     lowest, highest = filters.pass_rate or (0.0, 1.0)
     drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
-    if isinstance(clip, ClippedConfig) and is_dapo and not drops_equal_groups:
+    is_dapo = (
+        isinstance(clip, ClippedConfig | DualClipConfig)
+        and algorithm.overlong.mode == "penalty"
+        and clip.clip_high > clip.clip_low
+    )
+    if isinstance(clip, ClippedConfig | DualClipConfig) and is_dapo and not drops_equal_groups:
         yield warning(
             f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={clip.clip_high:g} above clip_low="
             f"{clip.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its dynamic sampling: "

@@ -24,9 +24,10 @@ from penstock.platform.checks.cluster import check_cluster, check_pools
 from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
 from penstock.platform.checks.published import check_published
 from penstock.platform.checks.without_effect import check_without_effect
-from penstock.platform.config.findings import Command, Finding, error
+from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import MAX_TOP_K
+from penstock.trainer.config import PreferenceConfig
 
 Check = Callable[[RunConfig], Iterator[Finding]]
 
@@ -92,6 +93,18 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
     yield from split_models(trainer, "pairs", "one rank needs the whole pair to compare its answers")
 
 
+def check_no_settings_of_dpo(config: RunConfig) -> Iterator[Finding]:
+    """Warn of settings of `preference` that a reward model does not read: its answers are one score each."""
+    preference = config.preference
+    for key in ("beta", "length", "nll_coefficient") if preference is not None else ():
+        value, default = getattr(preference, key), PreferenceConfig.model_fields[key].default
+        if value != default:
+            yield warning(
+                f"preference.{key}={value} has no effect with `penstock rm`: a reward model compares one score of each "
+                f"answer. Leave it at {default}."
+            )
+
+
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
     """Check that the context has space for a prompt and an answer, and that what is sampled from can be recorded."""
     sampling, context = config.rollout.sampling, config.model.max_context_tokens
@@ -130,7 +143,10 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         check_without_effect, check_published,
     ),
     "sft": (check_model, check_sft_section, check_trainer),
-    "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora),
+    "rm": (
+        check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora,
+        check_no_settings_of_dpo,
+    ),
     "dpo": (check_model, check_has_policy, check_preference_section, check_trainer),
     "eval": (check_model, check_has_policy, check_sampling, check_answers),
     "sample": (check_model, check_has_policy, check_sampling),

@@ -18,7 +18,12 @@ from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import CorrectionConfig, Named
-from penstock.trainer.algorithms.rules import LOSSES_OF_RATIO, algorithm_violations
+from penstock.trainer.algorithms.rules import (
+    LOSSES_OF_RATIO,
+    ONE_TERM_PER_SEQUENCE,
+    algorithm_violations,
+    entries_of_batch,
+)
 
 
 class Condition(NamedTuple):
@@ -46,9 +51,9 @@ def _uses_rewards(config: RunConfig) -> bool:
 
 
 def _loss_is_its_own(config: RunConfig) -> bool:
-    """Whether a ratio loss differs from `−A c`. gspo always does, because it averages advantages within a sequence."""
+    """Whether a ratio loss differs from `−A c`: gspo and gmpo also where advantages differ within a sequence."""
     algorithm = config.algorithm
-    averages = algorithm.loss.type == "gspo" and (algorithm.needs_critic or algorithm.kl_in_reward > 0)
+    averages = algorithm.loss.type in ONE_TERM_PER_SEQUENCE and (algorithm.needs_critic or algorithm.kl_in_reward > 0)
     return algorithm.loss.type not in LOSSES_OF_RATIO or _ratio_moves(config) or averages
 
 
@@ -71,7 +76,8 @@ _LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
 )
 _PROXIMAL_IS_READ = Condition(
     lambda config: (
-        config.algorithm.loss.type in LOSSES_OF_RATIO or not set(config.algorithm.correction.chain) <= {"opsm"}
+        config.algorithm.loss.type in (*LOSSES_OF_RATIO, "clip_cov")
+        or not set(config.algorithm.correction.chain) <= {"opsm"}
     ),
     ("loss", "correction"),
     "neither this loss nor this correction uses the proximal policy",
@@ -84,7 +90,9 @@ _SEVERAL_UPDATES = Condition(
     "Use several updates",
 )
 _PROXIMAL_DIFFERS = _SEVERAL_UPDATES._replace(
-    holds=lambda config: _ratio_moves(config) or config.algorithm.proximal == "target",
+    holds=lambda config: (
+        _ratio_moves(config) or config.algorithm.proximal == "target" or bool(entries_of_batch(config.algorithm))
+    ),
     why="with one optimizer update per batch it equals proximal=target, and recompute costs one more forward pass",
 )
 _ADVANTAGES = Condition(
@@ -136,9 +144,12 @@ _CRITIC = Condition(
     "Use algorithm=ppo",
 )
 _MASKS = Condition(
-    lambda config: not set(config.algorithm.correction.chain) <= {"tis_token", "tis_seq"},
+    lambda config: (
+        not set(config.algorithm.correction.chain) <= {"tis_token", "tis_seq"}
+        or (config.algorithm.correction.renormalize == "weights" and bool(config.algorithm.correction.chain))
+    ),
     ("correction",),
-    "it rejects no token, so the whole batch is kept",
+    "it rejects no token, so all of the batch is left",
     "Use a correction with a mask, such as decoupled or mis_seq_geo",
 )
 _KL_IS_COMPUTED = Condition(

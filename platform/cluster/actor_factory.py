@@ -355,6 +355,7 @@ def trainer_spec(
         policy_id=policy_id,
         record_every=sampled_every(config.dataflow.batch_groups, config.dataflow.group_size),
         critic=config.critic if config.algorithm.needs_critic else None,
+        pass_reward=config.dataflow.pass_reward,
     )
 
 

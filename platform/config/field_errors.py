@@ -27,9 +27,13 @@ _ACCEPTED_WITH = {
     **{f"algorithm/loss={name}": f"algorithm={name}" for name in _PRESETS},
     "algorithm/loss=distill": "algorithm=distill teacher.path=PATH",
     "algorithm/loss=gspo_token": "algorithm=gspo algorithm/loss=gspo_token",
+    "algorithm/loss=gmpo": "algorithm=gspo algorithm/loss=gmpo",
+    "algorithm/loss=clip_cov": "algorithm/loss=clip_cov algorithm.proximal=recompute",
+    "algorithm/loss=kl_cov": "algorithm/loss=kl_cov algorithm.proximal=recompute algorithm.mini_batches=4",
     "algorithm/loss=ipo": "algorithm=online_dpo algorithm/loss=ipo",
     "algorithm/loss=sft": "algorithm/loss=sft algorithm/correction=none",
     "algorithm/correction=tis_seq": "algorithm/correction=tis_seq algorithm.aggregation=seq_mean_token_mean",
+    "algorithm/correction=m2po": "algorithm/correction=m2po algorithm.proximal=recompute",
 }
 """Choices that are refused or have no effect in algorithm=grpo -> overrides that choose them with what they need."""
 SECTION_GROUPS = ("algorithm.correction", "tracker")
@@ -85,6 +89,9 @@ RENAMED = {
     "algorithm.opsm_delta": "algorithm.correction.opsm.delta=VALUE",
     "algorithm.f_tis_max_kl": "algorithm/correction=f_tis algorithm.correction.f_tis.max_kl=VALUE",
     "algorithm.veto_floor": "algorithm.correction.veto.min_weight=VALUE",
+    "algorithm.renormalise=True": "algorithm.correction.renormalize=kept",
+    "algorithm.correction.renormalize=True": "algorithm.correction.renormalize=kept",
+    "algorithm.correction.renormalize=False": "algorithm.correction.renormalize=none",
     "algorithm.renormalise": "algorithm.correction.renormalize=VALUE",
     "algorithm.kl_in=off": "algorithm.kl.coefficient=0",
     "algorithm.kl_in": "algorithm.kl.apply_to=VALUE",

@@ -34,7 +34,7 @@ from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
-from penstock.trainer.algorithms.config import CorrectionConfig, PairsConfig
+from penstock.trainer.algorithms.config import CorrectionConfig, DpoConfig
 from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
@@ -173,8 +173,12 @@ def run_dpo(config: RunConfig) -> int:
 def _run_preferences(config: RunConfig, command: Command) -> int:
     preference = config.preference
     assert preference is not None, "the configuration checks require it"
-    beta = preference.beta if command == "dpo" else 1.0
-    pairs = AlgorithmConfig(loss=PairsConfig(beta=beta), correction=CorrectionConfig())
+    is_policy, smoothing = command == "dpo", preference.label_smoothing
+    pairs = AlgorithmConfig(
+        loss=DpoConfig(beta=preference.beta if is_policy else 1.0, length=preference.length, label_smoothing=smoothing),
+        nll_coefficient=preference.nll_coefficient if is_policy else 0.0,
+        correction=CorrectionConfig(),
+    )
     paired = config.model_copy(update={"algorithm": pairs})
     run_dir = prepare_run_dir(config)
     return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir))

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.equal_rewards import are_equal
-from penstock.dataflow.errors import ShapeError
+from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.kernels.segment_scan import reverse_scan
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import CentredConfig, GaeConfig, GrpoConfig, WhitenedConfig
@@ -28,6 +28,7 @@ from penstock.trainer.config import AlgorithmConfig
 Tokens = Sequence[NDArray[np.float64]]
 """One array `[n_i]` per sequence."""
 GroupEstimator = Callable[[NDArray[np.float64], Any], NDArray[np.float64]]
+FloatArray = TypeVar("FloatArray", torch.Tensor, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,41 @@ def rloo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.floa
     return rewards - (rewards.sum() - rewards) / (rewards.size - 1)
 
 
+def maxrl(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
+    """Centre and divide by the mean: `A_i = (R_i − mean_g R) / mean_g R`. MaxRL, arXiv 2602.02710.
+
+    With rewards 0 and 1 the gradient is that of −Σ_k (1 − p)^k / k up to k = G − 1, of which log p is the limit: a task
+    that is solved in a share p of the attempts weighs about 1 / p. A_i is in [−1, G − 1], so nothing is added to the
+    divisor; peers add 1e-6.
+
+    Raises:
+        TrainingError: If a reward is negative: the mean would not measure success, and its sign would turn A around.
+    """
+    del config
+    if are_equal(rewards):
+        return np.zeros_like(rewards)
+    if rewards.min() < 0:
+        raise TrainingError(
+            f"algorithm.advantage=maxrl: a group has a reward of {rewards.min():g}, but it divides by the mean reward, "
+            "so rewards must be at least 0. Use a reward of 0 for failures, or algorithm/advantage=grpo."
+        )
+    return rewards / rewards.mean() - 1.0
+
+
+def pass_at_k(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
+    """Leave one out of the best of G: `A_i = max R − max_{j≠i} R_j`, 0 for all but a single best. arXiv 2503.19595.
+
+    The gradient is that of the expected best reward of G answers, pass@G for rewards 0 and 1.
+    """
+    del config
+    if are_equal(rewards):
+        return np.zeros_like(rewards)
+    ascending = np.sort(rewards)
+    best = np.zeros_like(rewards)
+    best[rewards.argmax()] = ascending[-1] - ascending[-2]
+    return best
+
+
 def scaled(
     deviations: NDArray[np.float64], values: NDArray[np.float64], config: GrpoConfig | WhitenedConfig | GaeConfig
 ) -> NDArray[np.float64]:
@@ -215,6 +251,21 @@ def whitened(
     if not len(pool) or are_equal(pool):
         return [np.zeros_like(one) for one in values]
     return [scaled(one - pool.mean(), pool, config) for one in values]
+
+
+def with_teacher(advantages: FloatArray, teacher: FloatArray, policy: FloatArray, coefficient: float) -> FloatArray:
+    """`A + coefficient · (log π_teacher − log π)`, `[T]`: reward and on-policy distillation in one advantage.
+
+    The policy gradient of the added term is that of −coefficient · KL(π‖π_teacher) of the next token. Source: on-policy
+    distillation, arXiv 2306.13649.
+
+    Args:
+        advantages: `[T]` A.
+        teacher: `[T]` logprobs of the teacher.
+        policy: `[T]` logprobs of the policy, without gradient.
+        coefficient: Advantage per nat.
+    """
+    return advantages + coefficient * (teacher - policy)
 
 
 def _returns_to_go(rewards: NDArray[np.float64], penalties: Tokens) -> Tokens:

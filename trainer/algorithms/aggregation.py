@@ -10,6 +10,8 @@ sequences of one micro-batch, in which individual tokens may have a smaller weig
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,36 +20,60 @@ from torch import Tensor
 from penstock.trainer.algorithms.catalog import find
 
 
-def token_mean(counts: NDArray[np.float64], max_new_tokens: int) -> NDArray[np.float64]:
+class Lengths(NamedTuple):
+    """The sequences of a batch, or of a part of it that holds whole groups.
+
+    Attributes:
+        num_loss_tokens: `[N] int64`, n_i: tokens of sequence i with loss mask 1. May be 0.
+        groups: `[N] int64`, which group each belongs to.
+    """
+
+    num_loss_tokens: NDArray[np.int64]
+    groups: NDArray[np.int64]
+
+    @property
+    def counts(self) -> NDArray[np.float64]:
+        """`[N]`, n_i, at least 1."""
+        return np.maximum(self.num_loss_tokens, 1).astype(np.float64)
+
+
+def token_mean(lengths: Lengths, max_new_tokens: int) -> NDArray[np.float64]:
     """Share 1, over Σ n_i. DAPO, arXiv 2503.14476."""
     del max_new_tokens
-    return np.ones_like(counts)
+    return np.ones_like(lengths.counts)
 
 
-def seq_mean_token_mean(counts: NDArray[np.float64], max_new_tokens: int) -> NDArray[np.float64]:
+def seq_mean_token_mean(lengths: Lengths, max_new_tokens: int) -> NDArray[np.float64]:
     """Share 1 / n_i, over N. DeepSeekMath, arXiv 2402.03300."""
     del max_new_tokens
-    return 1.0 / counts
+    return 1.0 / lengths.counts
 
 
-def seq_mean_token_sum(counts: NDArray[np.float64], max_new_tokens: int) -> NDArray[np.float64]:
+def prompt_mean(lengths: Lengths, max_new_tokens: int) -> NDArray[np.float64]:
+    """Share 1 / Σ n_j of its group, over the number of groups: every prompt counts once. ScaleRL, arXiv 2510.13786."""
+    del max_new_tokens
+    _, group_of = np.unique(lengths.groups, return_inverse=True)
+    return 1.0 / np.maximum(np.bincount(group_of, lengths.num_loss_tokens), 1.0)[group_of]
+
+
+def seq_mean_token_sum(lengths: Lengths, max_new_tokens: int) -> NDArray[np.float64]:
     """Share 1, over N: the gradient of the sequence's own log-probability."""
     del max_new_tokens
-    return np.ones_like(counts)
+    return np.ones_like(lengths.counts)
 
 
-def constant_length(counts: NDArray[np.float64], max_new_tokens: int) -> NDArray[np.float64]:
+def constant_length(lengths: Lengths, max_new_tokens: int) -> NDArray[np.float64]:
     """Share 1 / max_new_tokens, over N. Dr. GRPO, arXiv 2503.20783."""
-    return np.full_like(counts, 1.0 / max_new_tokens)
+    return np.full_like(lengths.counts, 1.0 / max_new_tokens)
 
 
 def token_weights(
-    num_loss_tokens: NDArray[np.int64], mode: str, max_new_tokens: int, normaliser: float | None = None
+    lengths: Lengths, mode: str, max_new_tokens: int, normaliser: float | None = None
 ) -> NDArray[np.float64]:
     """Weight of each loss token, per sequence.
 
     Args:
-        num_loss_tokens: `[N]`, n_i: tokens of sequence i with loss mask 1. May be 0.
+        lengths: Of the N sequences.
         mode: Name of an aggregation.
         max_new_tokens: The sampling limit, tokens; used by `constant_length` only.
         normaliser: Instead of `batch_normaliser` of these sequences; 1 where the gradient is divided at the end.
@@ -55,15 +81,16 @@ def token_weights(
     Returns:
         `[N] float64`; a sequence without loss tokens gets 0 but counts in N.
     """
-    counts = np.maximum(num_loss_tokens, 1).astype(np.float64)
-    shares = find("aggregation", mode).load()(counts, max_new_tokens)
-    total = max(batch_normaliser(num_loss_tokens, mode), 1.0) if normaliser is None else normaliser
-    return np.where(num_loss_tokens > 0, shares / total, 0.0)
+    shares = find("aggregation", mode).load()(lengths, max_new_tokens)
+    total = max(batch_normaliser(lengths, mode), 1.0) if normaliser is None else normaliser
+    return np.where(lengths.num_loss_tokens > 0, shares / total, 0.0)
 
 
-def batch_normaliser(num_loss_tokens: NDArray[np.int64], mode: str) -> float:
+def batch_normaliser(lengths: Lengths, mode: str) -> float:
     """Divisor of the shares of a batch. The normalisers of its parts add up to that of the batch."""
-    return float(num_loss_tokens.sum() if mode == "token_mean" else len(num_loss_tokens))
+    if mode == "token_mean":
+        return float(lengths.num_loss_tokens.sum())
+    return float(len(np.unique(lengths.groups)) if mode == "prompt_mean" else len(lengths.groups))
 
 
 def staleness_factors(staleness: Tensor, decay: float) -> Tensor:

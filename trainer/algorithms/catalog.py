@@ -25,14 +25,14 @@ from penstock.envs.import_path import load_object
 
 Kind = Literal[
     "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
-    "token_weighting",
+    "token_weighting", "auxiliary_loss",
 ]  # fmt: skip
 Level = Literal["token", "sequence", "pair", "group", "batch"]
-"""The data from which one number is computed."""
+"""The data from which one number is computed. Losses and corrections of `batch` have a function in selection.py."""
 
 KINDS: tuple[Kind, ...] = (
     "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
-    "token_weighting",
+    "token_weighting", "auxiliary_loss",
 )  # fmt: skip
 _PACKAGE = "penstock.trainer.algorithms"
 
@@ -91,6 +91,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
     Algorithm("advantage", "dr_grpo", "A_i = R_i − mean R", "2503.20783", "advantages:dr_grpo", "group"),
     Algorithm("advantage", "rloo", "A_i = R_i − mean_{j≠i} R_j", "2402.14740", "advantages:rloo", "group"),
+    Algorithm("advantage", "maxrl", "A_i = (R_i − mean R) / mean R, R ≥ 0", "2602.02710", "advantages:maxrl", "group"),
+    Algorithm("advantage", "pass_at_k", "A_i = max R − max_{j≠i} R_j: k = G, leave one out", "2503.19595",
+              "advantages:pass_at_k", "group"),
     Algorithm("advantage", "reinforce_pp", "A_{i,t} = R_i − β Σ_{s≥t} k1_s, whitened over all loss tokens of the batch",
               "2501.03262", "advantages:reinforce_pp", "batch"),
     Algorithm("advantage", "reinforce_pp_baseline", "A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise",
@@ -105,6 +108,12 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "losses:gspo", "sequence"),
     Algorithm("loss", "gspo_token", "ppo_clip on sg(s_i)·exp(c − sg(c))", "2507.18071",
               "losses:gspo_token", "sequence"),
+    Algorithm("loss", "gmpo", "−A exp(mean_t d), d = c − p, ≤ ε_hi for A > 0, ≥ −ε_lo for A < 0; one term per sequence",
+              "2507.20673", "losses:gmpo", "sequence"),
+    Algorithm("loss", "clip_cov", "ppo_clip; 0 at tokens drawn of those with lo < (A − mean A)(p − mean p) < hi",
+              "2505.22617", "losses:clip_cov", "batch"),
+    Algorithm("loss", "kl_cov", "−A ρ; + β (ρ − log ρ − 1) at the tokens of largest (A − mean A)(p − mean p)",
+              "2505.22617", "losses:kl_cov", "batch"),
     Algorithm("loss", "cispo", "−sg(min(ρ, 1+ε_hi)) A c", "2506.13585", "losses:cispo"),
     Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "losses:reinforce", has_ratio=False),
     Algorithm("loss", "sapo", "−(4/τ) σ(τ(ρ − 1)) A, τ⁺ for A > 0, else τ⁻", "2511.20347", "losses:sapo"),
@@ -112,7 +121,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "losses:dppo", takes_weight=False),
     Algorithm("loss", "topr", "A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c", "2503.14286",
               "losses:topr", "sequence", takes_weight=False),
-    Algorithm("loss", "online_dpo", "−log σ(β Δ), Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)", "2402.04792",
+    Algorithm("loss", "online_dpo", "−(1 − ε) log σ(β Δ) − ε log σ(−β Δ), Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)", "2402.04792",
               "losses:online_dpo", "pair", takes_weight=False, has_ratio=False),
     Algorithm("loss", "ipo", "(Δ − 1/(2β))², Δ of means over tokens or of sums", "2310.12036",
               "losses:ipo", "pair", takes_weight=False, has_ratio=False),
@@ -123,9 +132,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "losses:value", takes_weight=False, needs_advantages=False),
     Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
               is_weight=True),
-    Algorithm("correction", "tis_token", "weight min(w, C)", "Ionides, 2008", "corrections:tis_token",
+    Algorithm("correction", "tis_token", "weight clamp(w, lo, C)", "Ionides, 2008", "corrections:tis_token",
               is_weight=True),
-    Algorithm("correction", "tis_seq", "weight min(exp(Σ_t(p − b)), C)", "Ionides, 2008", "corrections:tis_seq",
+    Algorithm("correction", "tis_seq", "weight clamp(exp(Σ_t(p − b)), lo, C)", "Ionides, 2008", "corrections:tis_seq",
               "sequence", is_weight=True),
     Algorithm("correction", "mis_token", "weight w; masked outside lo ≤ w ≤ hi", "2510.18855",
               "corrections:mis_token", is_weight=True),
@@ -137,6 +146,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "corrections:f_tis", is_weight=True),
     Algorithm("correction", "veto", "sequence masked iff any w < min_weight", "Liu et al., 2025", "corrections:veto",
               "sequence"),
+    Algorithm("correction", "m2po", "masked: largest (p − b)² of tokens with A (p − b) > 0, until their mean is ≤ τ",
+              "2510.01161", "corrections:m2po", "batch"),
     Algorithm("kl", "k1", "c − r (in the reward only)", "Schulman, 2020", "kl:k1"),
     Algorithm("kl", "k2", "½ (c − r)²; its gradient is that of KL(π‖r)", "2506.09477", "kl:k2"),
     Algorithm("kl", "k3", "exp(d) − d − 1, d = clamp(r − c, ±10); its gradient is that of KL(r‖π)",
@@ -150,6 +161,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("aggregation", "token_mean", "weight 1 / Σ n_i", "2503.14476", "aggregation:token_mean"),
     Algorithm("aggregation", "seq_mean_token_mean", "weight 1 / (N n_i)", "2402.03300",
               "aggregation:seq_mean_token_mean"),
+    Algorithm("aggregation", "prompt_mean", "weight 1 / (number of groups · Σ n_j of its group)", "2510.13786",
+              "aggregation:prompt_mean"),
     Algorithm("aggregation", "seq_mean_token_sum", "weight 1 / N", "2503.20783", "aggregation:seq_mean_token_sum"),
     Algorithm("aggregation", "constant_length", "weight 1 / (N · max_new_tokens)", "2503.20783",
               "aggregation:constant_length"),
@@ -164,9 +177,13 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "1712.00378", "advantages:gae"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
               "2601.05242", "advantages:per_head", "group"),
+    Algorithm("reward_shaping", "teacher_coefficient", "A + coefficient · (log π_teacher − sg(c))", "2306.13649",
+              "advantages:with_teacher"),
     Algorithm("token_weighting", "staleness_decay", "term · decay^staleness", "–", "aggregation:staleness_factors"),
     Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
               "2506.01939", "aggregation:is_low_entropy", "sequence"),
+    Algorithm("auxiliary_loss", "nll_coefficient", "+ coefficient · (−c) on answers that pass; of pairs, on the better",
+              "2404.19733", "losses:negative_logprob", needs_advantages=False),
 )  # fmt: skip
 _BY_NAME = {(algorithm.kind, algorithm.name): algorithm for algorithm in ALGORITHMS}
 

@@ -91,6 +91,54 @@ class DualClipConfig(Named):
     max_ratio: float = Field(default=3.0, gt=1)
 
 
+class GmpoConfig(Named):
+    """Geometric mean of the ratios of a sequence, each clipped before the mean.
+
+    Attributes:
+        type: Always `gmpo`.
+        clip_low: The log-ratio of a token is clipped below −clip_low where the advantage is negative, nats.
+        clip_high: It is clipped above clip_high where the advantage is positive, nats.
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, gt=0)
+    clip_high: float = Field(default=0.4, gt=0)
+
+
+class ClipCovConfig(Named):
+    """`ppo_clip` without the gradient of a few tokens whose advantage and logprob vary together.
+
+    Attributes:
+        type: Always `clip_cov`.
+        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo; 1 as in the authors' recipes is no lower bound.
+        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi.
+        share: Share of the tokens of a batch that are drawn, at least one token.
+        min_covariance: Tokens of a larger covariance can be drawn.
+        max_covariance: Tokens of a smaller covariance can be drawn.
+    """
+
+    type: Literal["clip_cov"] = "clip_cov"
+    clip_low: float = Field(default=1.0, gt=0, le=1)
+    clip_high: float = Field(default=1.0, gt=0)
+    share: float = Field(default=2e-4, gt=0, le=1)
+    min_covariance: float = 1.0
+    max_covariance: float = 5.0
+
+
+class KlCovConfig(Named):
+    """A ratio without a clip; the tokens of largest covariance are held to the proximal policy by a divergence.
+
+    Attributes:
+        type: Always `kl_cov`.
+        share: Share of the tokens of a batch, those of largest covariance, at least one token.
+        coefficient: β of their divergence from the proximal policy.
+    """
+
+    type: Literal["kl_cov"] = "kl_cov"
+    share: float = Field(default=2e-4, gt=0, le=1)
+    coefficient: float = Field(default=1.0, ge=0)
+
+
 class CispoConfig(Named):
     """Policy gradient whose importance weight is clipped, not its gradient.
 
@@ -144,6 +192,14 @@ class PlainConfig(Named):
 
 
 class PairsConfig(Named):
+    """What all losses of pairs of answers to one task have."""
+
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    margin: float = Field(default=0.0, ge=0)
+    beta: float = Field(default=0.1, gt=0)
+
+
+class DpoConfig(PairsConfig):
     """A loss of pairs of answers to one task.
 
     Attributes:
@@ -151,12 +207,13 @@ class PairsConfig(Named):
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
         beta: β: how strongly the policy is kept close to the reference (DPO's paper, appendix B: 0.1).
+        length: Whether an answer counts by the sum or by the mean of the logprobs of its tokens.
+        label_smoothing: ε: probability that the worse answer of a pair is the better one.
     """
 
     type: Literal["online_dpo"] = "online_dpo"
-    pairs: Literal["best_worst", "all"] = "best_worst"
-    margin: float = Field(default=0.0, ge=0)
-    beta: float = Field(default=0.1, gt=0)
+    length: Literal["mean", "sum"] = "sum"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
 
 class IpoConfig(PairsConfig):
@@ -170,13 +227,13 @@ class IpoConfig(PairsConfig):
         length: Whether an answer counts by the mean or by the sum of the logprobs of its tokens.
     """
 
-    type: Literal["ipo"] = "ipo"  # type: ignore[assignment]
+    type: Literal["ipo"] = "ipo"
     length: Literal["mean", "sum"] = "mean"
 
 
 LossConfig = Annotated[
-    ClippedConfig | DualClipConfig | CispoConfig | SapoConfig | DppoConfig | PlainConfig | PairsConfig | IpoConfig
-    | Custom,
+    ClippedConfig | DualClipConfig | GmpoConfig | ClipCovConfig | KlCovConfig | CispoConfig | SapoConfig | DppoConfig
+    | PlainConfig | DpoConfig | IpoConfig | Custom,
     Field(discriminator="type"),
 ]  # fmt: skip
 
@@ -201,13 +258,14 @@ class GrpoConfig(Named):
 
 
 class CentredConfig(Named):
-    """A baseline of the group without a scale.
+    """A baseline of the group, without settings.
 
     Attributes:
-        type: The mean of the group (`dr_grpo`), or of its other members (`rloo`).
+        type: The mean of the group (`dr_grpo`, and `maxrl`, which also divides by it), the mean of its other members
+            (`rloo`), or the best of them (`pass_at_k`).
     """
 
-    type: Literal["dr_grpo", "rloo"]
+    type: Literal["dr_grpo", "rloo", "maxrl", "pass_at_k"]
 
 
 class WhitenedConfig(Named):
@@ -274,9 +332,11 @@ class TruncatedConfig(Variant):
     """Truncated importance weight, of tokens or of whole sequences.
 
     Attributes:
+        min_weight: Smaller weights are raised to it; 0 is no lower bound.
         max_weight: C: larger weights are truncated to it.
     """
 
+    min_weight: float = Field(default=0.0, ge=0, le=1)
     max_weight: float = Field(default=2.0, ge=1)
 
 
@@ -326,6 +386,17 @@ class FTisConfig(Variant):
     max_kl: float = Field(default=0.1, gt=0)
 
 
+class M2poConfig(Variant):
+    """Mask of the few tokens that make the second moment of the log weights of a batch too large.
+
+    Attributes:
+        max_second_moment: τ: largest mean of (p − b)² over the tokens that the advantage moves further from the
+            behavior policy.
+    """
+
+    max_second_moment: float = Field(default=0.04, gt=0)
+
+
 class VetoConfig(Variant):
     """Mask of sequences that hold a token the policy would not sample.
 
@@ -348,8 +419,10 @@ class CorrectionConfig(Variant):
         mis_seq_geo: Mask of sequences by their geometric mean weight.
         opsm: Mask of distant answers of negative advantage.
         veto: Mask of sequences with an impossible token.
-        renormalize: Divide by the weight of the kept tokens instead of the whole batch; not with a divergence in the
-            loss.
+        m2po: Mask of tokens by the second moment of the log weights of the batch.
+        renormalize: Divide the gradient of a batch by the share that its corrections left: `kept` by that of the tokens
+            that are not masked, `weights` by the mean weight, where masked tokens count 0, so that weights have mean 1
+            over the batch; `none` is no division. Not with a divergence in the loss.
     """
 
     decoupled: DecoupledConfig | None = None
@@ -360,7 +433,8 @@ class CorrectionConfig(Variant):
     mis_seq_geo: MisSeqGeoConfig | None = None
     opsm: OpsmConfig | None = None
     veto: VetoConfig | None = None
-    renormalize: bool = False
+    m2po: M2poConfig | None = None
+    renormalize: Literal["none", "kept", "weights"] = "none"
 
     @model_serializer(mode="wrap")
     def _omit_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.trainer.algorithms.config import (
     DecoupledConfig,
     FTisConfig,
+    M2poConfig,
     MisSeqGeoConfig,
     MisTokenConfig,
     OpsmConfig,
@@ -69,15 +70,15 @@ def decoupled(tokens: LossTokens, config: DecoupledConfig) -> Correction:
     return Correction(weights, weights > config.max_weight)
 
 
-def tis_token(tokens: LossTokens, config: TruncatedConfig | FTisConfig) -> Correction:
-    """Weight min(w, C). Truncated importance sampling: Ionides, 2008; for engines and trainers: Yao et al., 2025."""
-    return _weights_only(_weights(tokens).clamp(max=config.max_weight))
+def tis_token(tokens: LossTokens, config: TruncatedConfig) -> Correction:
+    """Weight clamp(w, lo, C). Truncated importance sampling: Ionides, 2008; for engines, Yao et al., 2025."""
+    return _weights_only(_weights(tokens).clamp(config.min_weight, config.max_weight))
 
 
 def tis_seq(tokens: LossTokens, config: TruncatedConfig) -> Correction:
-    """Weight min(exp(Σ_t (p − b)), C) of the sequence: no bias below C, and large variance."""
+    """Weight clamp(exp(Σ_t (p − b)), lo, C) of the sequence: no bias within the bounds, and large variance."""
     ratio = clamped_exp(tokens.segment_sum(_log_weights(tokens)))
-    return _weights_only(tokens.spread(ratio.clamp(max=config.max_weight)))
+    return _weights_only(tokens.spread(ratio.clamp(config.min_weight, config.max_weight)))
 
 
 def mis_token(tokens: LossTokens, config: MisTokenConfig) -> Correction:
@@ -102,13 +103,22 @@ def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
 
     KL(b‖c) is estimated by mean_t (b − c) over the sequence: its tokens were sampled by the behavior policy.
     """
-    return Correction(tis_token(tokens, config).weights, _is_distant_and_negative(tokens, config.max_kl))
+    return Correction(_weights(tokens).clamp(max=config.max_weight), _is_distant_and_negative(tokens, config.max_kl))
 
 
 def veto(tokens: LossTokens, config: VetoConfig) -> Correction:
     """A sequence is masked iff any of its tokens has w < min_weight: the policy would not have sampled it."""
     is_impossible = (_weights(tokens) < config.min_weight).to(tokens.behavior.dtype)
     return _mask_only(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
+
+
+def m2po(tokens: LossTokens, config: M2poConfig) -> Correction:
+    """Masks the tokens of largest (p − b)² until its mean is at most τ over the batch. M2PO, arXiv 2510.01161.
+
+    `selection.m2po` has chosen them, from the whole batch.
+    """
+    del config
+    return _mask_only(tokens, tokens.selection("m2po"))
 
 
 def _log_weights(tokens: LossTokens) -> Tensor:

@@ -25,19 +25,26 @@ from torch import Tensor
 from penstock.dataflow.equal_rewards import rounding_error
 from penstock.trainer.algorithms.config import (
     CispoConfig,
+    ClipCovConfig,
     ClippedConfig,
+    DpoConfig,
     DppoConfig,
     DualClipConfig,
+    GmpoConfig,
     IpoConfig,
+    KlCovConfig,
     PairsConfig,
     PlainConfig,
     SapoConfig,
 )
+from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp, unclipped
 from penstock.trainer.config import CriticConfig
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: ClippedConfig | DualClipConfig) -> PolicyLoss:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, config: ClippedConfig | DualClipConfig | ClipCovConfig
+) -> PolicyLoss:
     """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))` of any ratio."""
     free = -advantages * ratio
     bound = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -121,6 +128,43 @@ def gspo_token(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
     return clipped_surrogate(ratio, tokens.advantages, config)
 
 
+def gmpo(tokens: LossTokens, config: GmpoConfig) -> PolicyLoss:
+    """`−A exp(mean_t d)`, d = c − p, at most ε_hi where A > 0, at least −ε_lo where A < 0. GMPO, arXiv 2507.20673.
+
+    The geometric mean of the ratios, each clipped in nats before the mean (the paper: e^−0.4 to e^0.4), so that a
+    single ratio moves it little. One term per sequence, as in gspo; advantages that differ within one are averaged.
+    """
+    advantages = tokens.spread(tokens.segment_mean(tokens.advantages))
+    drift = tokens.target - tokens.proximal
+    is_high = (advantages > 0) & (drift > config.clip_high)
+    is_low = (advantages < 0) & (drift < -config.clip_low)
+    clipped = drift.masked_fill(is_high, config.clip_high).masked_fill(is_low, -config.clip_low)
+    ratio = tokens.spread(clamped_exp(tokens.segment_mean(clipped)))
+    return PolicyLoss(-advantages * ratio, is_low, is_high)
+
+
+def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> PolicyLoss:
+    """As ppo_clip, without the tokens that `selection.clip_cov` has drawn from the batch. arXiv 2505.22617.
+
+    Tokens whose advantage and logprob vary together are those that lower the entropy. The drawn ones count as clipped.
+    """
+    loss = clipped_surrogate(clamped_exp(tokens.target - tokens.proximal), tokens.advantages, config)
+    is_drawn = tokens.selection("clip_cov")
+    return PolicyLoss(loss.terms.masked_fill(is_drawn, 0.0), loss.is_clipped_low, loss.is_clipped_high | is_drawn)
+
+
+def kl_cov(tokens: LossTokens, config: KlCovConfig) -> PolicyLoss:
+    """`−A ρ`, and `+ β (ρ − log ρ − 1)` at the tokens of `selection.kl_cov`. arXiv 2505.22617.
+
+    The added term estimates KL(π_p‖π) from tokens of π_p. The authors' code adds β |c − p|, whose slope is ±β also
+    where c and p differ by rounding only; so the gradient would depend on how a batch is packed.
+    """
+    ratio = clamped_exp(tokens.target - tokens.proximal)
+    divergence = config.coefficient * k3(tokens.proximal, tokens.target)
+    is_held = tokens.selection("kl_cov")
+    return unclipped(-tokens.advantages * ratio + divergence.masked_fill(~is_held, 0.0))
+
+
 def topr(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """A > 0: `−A c`; else `−sg(min(exp(Σ_t (c − b)), 1)) A c`. Tapered off-policy REINFORCE, arXiv 2503.14286."""
     del config
@@ -134,9 +178,17 @@ def _sequence_ratio(tokens: LossTokens) -> Tensor:
     return clamped_exp(tokens.segment_mean(tokens.target - tokens.proximal))
 
 
-def online_dpo(tokens: LossTokens, config: PairsConfig) -> PolicyLoss:
-    """`−log σ(β Δ)`, `Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)`. DPO, arXiv 2305.18290; online, arXiv 2402.04792."""
-    return _spread_pair_losses(tokens, -torch.nn.functional.logsigmoid(config.beta * pair_margins(tokens)))
+def online_dpo(tokens: LossTokens, config: DpoConfig) -> PolicyLoss:
+    """`−(1 − ε) log σ(β Δ) − ε log σ(−β Δ)`, `Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)`. DPO, arXiv 2305.18290.
+
+    Online, with pairs of the policy's own answers: arXiv 2402.04792. ε is `label_smoothing`: conservative DPO, for
+    preferences that are wrong in a share ε of the pairs (Mitchell, 2023). `length: mean` has means in place of the
+    sums, so that a long answer has no larger margin for its length.
+    """
+    logits = config.beta * pair_margins(tokens, per_token=config.length == "mean")
+    agree, disagree = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
+    smoothing = config.label_smoothing
+    return _spread_pair_losses(tokens, -(1.0 - smoothing) * agree - smoothing * disagree)
 
 
 def ipo(tokens: LossTokens, config: IpoConfig) -> PolicyLoss:
@@ -195,6 +247,16 @@ def sft(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−c`: cross-entropy of the tokens; rewards are not used."""
     del config
     return unclipped(-tokens.target)
+
+
+def negative_logprob(tokens: LossTokens) -> Tensor:
+    """`[T]`: `−c` at the tokens of answers that are worth imitating, else 0. RPO, arXiv 2404.19733; VAPO, 2504.05118.
+
+    These are the answers that pass (`dataflow.pass_reward`); of a loss of pairs, the better answer of each pair. A
+    margin or an advantage only says that an answer is better than others, and both answers of a pair may lose
+    probability.
+    """
+    return -tokens.target.masked_fill(~tokens.selection("nll"), 0.0)
 
 
 def distill(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:

@@ -95,7 +95,7 @@ class TokenMetrics:
             k3(target, reference).double().sum(),
             k3(target, teacher).double().sum(),
             token_weights.sum(),
-            token_weights.masked_fill(is_masked, 0.0).sum(),
+            (token_weights * terms.left).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
         if len(weights):
@@ -141,7 +141,7 @@ class TokenSums:
 
     @property
     def kept_share(self) -> float:
-        """Share of the token weights that no correction rejected; 1 if there are none."""
+        """Share of the token weights that the corrections left (`LossTerms.left`); 1 if there are none."""
         total = float(self.sums[SUMS.index("token_weight")])
         return float(self.sums[SUMS.index("kept_token_weight")]) / total if total > 0 else 1.0
 

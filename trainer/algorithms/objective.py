@@ -1,6 +1,9 @@
 """The whole loss of one micro-batch: policy loss, corrections, masks, divergence, entropy bonus, in this order.
 
     term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r) − η H) · decay^staleness · [high entropy]
+            + coefficient · (−c) · [passes]
+
+A is that of the rewards plus `teacher_coefficient` · (log π_teacher − sg(c)).
 
 v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks apply to the policy loss, not to the
 divergence. u = min(exp(c − b), C) where the chain can have no weight, because the loss contains the ratio to the
@@ -21,10 +24,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
+from penstock.trainer.algorithms.advantages import with_teacher
 from penstock.trainer.algorithms.aggregation import is_low_entropy, staleness_factors
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.controllers import entropy_bonus
 from penstock.trainer.algorithms.corrections import correct
+from penstock.trainer.algorithms.losses import negative_logprob
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
@@ -39,12 +44,15 @@ class LossTerms(NamedTuple):
         is_masked: Rejected by a behavior correction.
         is_clipped_low: A lower bound of the loss acted.
         is_clipped_high: An upper bound did.
+        left: What the corrections left of each token, by which `correction.renormalize` divides: 1 or the weight, and 0
+            where masked.
     """
 
     terms: Tensor
     is_masked: Tensor
     is_clipped_low: Tensor
     is_clipped_high: Tensor
+    left: Tensor
 
 
 class Objective:
@@ -81,16 +89,23 @@ class Objective:
             ShapeError: If a user's own loss did not return a `PolicyLoss` of one term per token.
         """
         config = self._config
+        # The dummy token of an empty micro-batch has no teacher.
+        teacher = micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach()
+        advantages = micro_batch.advantages
+        if config.teacher_coefficient:
+            assert teacher is not None, "the trainer refuses batches without the teacher's logprobs"
+            advantages = with_teacher(advantages, teacher, target.detach(), config.teacher_coefficient)
         tokens = LossTokens(
             target=target,
             proximal=self.proximal(target, micro_batch, is_first_update=is_first_update),
             behavior=micro_batch.behavior_logprobs,
             reference=micro_batch.reference_logprobs,
-            advantages=micro_batch.advantages,
+            advantages=advantages,
             segments=micro_batch.segments,
             num_segments=micro_batch.num_segments,
             pairs=micro_batch.pairs,
-            teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
+            teacher=teacher,
+            selected=micro_batch.selected,
         )
         loss = self._loss(tokens, config.loss)
         # A loss of the user's own may return anything.
@@ -118,7 +133,11 @@ class Objective:
         if config.entropy_top_share < 1:
             has_low_entropy = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
             terms = terms.masked_fill(has_low_entropy, 0.0)
-        return LossTerms(terms, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
+        if config.nll_coefficient:
+            terms = terms + config.nll_coefficient * negative_logprob(tokens)
+        kept = (~correction.is_masked).to(correction.weights.dtype)
+        left = correction.factors if config.correction.renormalize == "weights" else kept
+        return LossTerms(terms, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high, left)
 
     def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:
         """`[T]` p, without gradient."""

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from penstock.trainer.algorithms.catalog import Algorithm, find
+from penstock.trainer.algorithms.config import ClipCovConfig
 from penstock.trainer.config import AlgorithmConfig
 
 SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
-LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
+LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "cispo", "sapo")
+ONE_TERM_PER_SEQUENCE = ("gspo", "gmpo")
 _READ_ADVANTAGES = ("opsm", "f_tis")
 _UNUSED_ADVANTAGE, _UNUSED_AGGREGATION = "grpo", "token_mean"
 """The defaults, which a configuration contains even if nothing uses them."""
@@ -22,12 +24,18 @@ _COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
 
 def algorithm_violations(config: AlgorithmConfig) -> list[str]:
     """Return one sentence per violation; empty if the algorithm is valid."""
-    return [*_of_corrections(config), *_of_terms(config), *_of_unused_settings(config)]
+    return [*_of_corrections(config), *_of_terms(config), *_of_rewards(config), *_of_unused_settings(config)]
 
 
 def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
     """The corrections of the chain that have a weight."""
     return [entry for entry in (find("correction", name) for name in config.correction.chain) if entry.is_weight]
+
+
+def entries_of_batch(config: AlgorithmConfig) -> list[Algorithm]:
+    """The loss and the corrections that select tokens by comparing all tokens of a batch (selection.py)."""
+    chain = (find("correction", name) for name in config.correction.chain)
+    return [entry for entry in (find("loss", config.loss.name), *chain) if entry.level == "batch"]
 
 
 def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
@@ -72,21 +80,30 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
                 f"algorithm.correction={entry.name} weighs algorithm.loss={loss.name}, but {why}: the step would be "
                 "corrected twice or for nothing. Use algorithm/correction=none, or masks only."
             )
-        elif loss.name == "gspo" and entry.level == "token":
+        elif loss.name in ONE_TERM_PER_SEQUENCE and entry.level == "token":
             yield (
-                f"algorithm.correction={entry.name} gives a weight per token, algorithm.loss=gspo has one term per "
-                "sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
+                f"algorithm.correction={entry.name} gives a weight per token, algorithm.loss={loss.name} has one term "
+                "per sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
                 "algorithm/loss=gspo_token."
+            )
+    # What compares all tokens of a batch needs the policy's logprobs of all of them before the first gradient.
+    for entry in entries_of_batch(config):
+        if config.proximal != "recompute":
+            yield (
+                f"algorithm.proximal={config.proximal} with algorithm.{entry.kind}={entry.name}: it compares all "
+                "tokens of a batch by the policy's logprobs before the first gradient. Use proximal=recompute, one "
+                "forward more per batch."
             )
 
 
 def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the terms of the loss match each other and the aggregation."""
     # A term of a sequence must count once per sequence.
-    if config.loss.type == "gspo" and config.aggregation != "seq_mean_token_mean":
+    has_one_term = config.loss.type in ONE_TERM_PER_SEQUENCE
+    if has_one_term and config.aggregation != "seq_mean_token_mean":
         yield (
-            f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: every token gets the one term of "
-            "its sequence, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
+            f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss.name}: every token gets the "
+            "one term of its sequence, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
         )
     for kind, name in (("loss", config.loss.name), *(("correction", name) for name in config.correction.chain)):
         is_of_sequence = name in ("gspo_token", "topr", "tis_seq")
@@ -98,7 +115,7 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
     # Factors per token need terms per token.
     factors = {"staleness_decay": config.staleness_decay, "entropy_top_share": config.entropy_top_share}
     for key, value in factors.items():
-        if value < 1 and (find("loss", config.loss.name).level == "pair" or config.loss.type == "gspo"):
+        if value < 1 and (find("loss", config.loss.name).level == "pair" or has_one_term):
             yield (
                 f"algorithm.{key}={value:g} with algorithm.loss={config.loss.name}: it weights the tokens of a "
                 f"sequence, but they all have the same term. Use {key}=1."
@@ -114,20 +131,20 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl.estimator={config.kl.estimator} with algorithm.kl.apply_to=reward: as a reward only k1 "
             "gives the gradient of the divergence. Use kl.estimator=k1, or kl.apply_to=loss."
         )
-    if config.kl_in_loss and config.correction.renormalize:
+    if config.kl_in_loss and config.correction.renormalize != "none":
         yield (
-            "algorithm.correction.renormalize=true with algorithm.kl.apply_to=loss and "
+            f"algorithm.correction.renormalize={config.correction.renormalize} with algorithm.kl.apply_to=loss and "
             f"kl.coefficient={config.kl.coefficient:g}: masks leave the divergence alone, and the whole gradient is "
             "divided by the share that they kept, so the coefficient would grow as they reject more. Use "
-            "correction.renormalize=false, or kl.apply_to=reward with kl.estimator=k1."
+            "correction.renormalize=none, or kl.apply_to=reward with kl.estimator=k1."
         )
     has_bonus = config.entropy.coefficient > 0 or config.entropy.target is not None
-    if has_bonus and config.correction.renormalize:
+    if has_bonus and config.correction.renormalize != "none":
         yield (
-            f"algorithm.correction.renormalize=true with algorithm.entropy.coefficient={config.entropy.coefficient:g} "
-            f"and target={config.entropy.target}: masks leave the entropy bonus alone, and the whole gradient is "
-            "divided by the share that they kept, so the bonus would grow as they reject more. Use "
-            "correction.renormalize=false, or entropy.coefficient=0 without a target."
+            f"algorithm.correction.renormalize={config.correction.renormalize} with algorithm.entropy.coefficient="
+            f"{config.entropy.coefficient:g} and target={config.entropy.target}: masks leave the entropy bonus alone, "
+            "and the whole gradient is divided by the share that they kept, so the bonus would grow as they reject "
+            "more. Use correction.renormalize=none, or entropy.coefficient=0 without a target."
         )
     if has_bonus and config.compares_pairs:
         yield (
@@ -141,10 +158,18 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.entropy.coefficient={config.entropy.coefficient:g} is above max_coefficient="
             f"{config.entropy.max_coefficient:g}, to which a target limits it. Use a larger max_coefficient."
         )
-    if config.advantage.type == "gae" and config.advantage.bootstrap and config.overlong.mode == "penalty":
+    if config.nll_coefficient and config.correction.renormalize != "none":
         yield (
-            "algorithm.advantage.bootstrap=true with algorithm.overlong.mode=penalty: the first treats the length "
-            "limit as no end of the task, the second punishes answers that come near it. Use one of the two."
+            f"algorithm.correction.renormalize={config.correction.renormalize} with algorithm.nll_coefficient="
+            f"{config.nll_coefficient:g}: no correction weighs the logprobs of answers that pass, and the whole "
+            "gradient is divided by the share that is left, so the coefficient would grow as more is rejected. Use "
+            "correction.renormalize=none."
+        )
+    if isinstance(config.loss, ClipCovConfig) and config.loss.min_covariance >= config.loss.max_covariance:
+        yield (
+            f"algorithm.loss.min_covariance={config.loss.min_covariance:g} is not below max_covariance="
+            f"{config.loss.max_covariance:g}: no token is between them, so none can be drawn. Use a larger "
+            "max_covariance."
         )
     if config.compares_pairs and config.kl.coefficient:
         yield (
@@ -159,6 +184,23 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
             "interpolate (none) or behavior."
         )
+
+
+def _of_rewards(config: AlgorithmConfig) -> Iterator[str]:
+    """Check that the rewards are what the advantage needs."""
+    if config.advantage.type == "gae" and config.advantage.bootstrap and config.overlong.mode == "penalty":
+        yield (
+            "algorithm.advantage.bootstrap=true with algorithm.overlong.mode=penalty: the first treats the length "
+            "limit as no end of the task, the second punishes answers that come near it. Use one of the two."
+        )
+    # MaxRL divides by the mean reward, which must be a success rate.
+    negative = {"overlong.mode": config.overlong.mode == "penalty", "kl.apply_to": config.kl_in_reward > 0}
+    for key, is_subtracted in negative.items():
+        if config.advantage.type == "maxrl" and is_subtracted:
+            yield (
+                f"algorithm.{key}={attrgetter(key)(config)} with algorithm.advantage=maxrl: what it subtracts makes "
+                "rewards negative, but maxrl divides by their mean. Use algorithm/advantage=grpo, or leave it out."
+            )
     # Parts of the reward are normalised separately only by an estimator of groups, and only if nothing else is added.
     others = {
         "advantage": find("advantage", config.advantage.name).level != "group",
@@ -182,14 +224,20 @@ def _of_unused_settings(config: AlgorithmConfig) -> Iterator[str]:
     The defaults are accepted there, because they cost nothing.
     """
     of_pair, of_teacher = "it compares the rewards of a pair", "the teacher's logprobs replace it"
-    has_none = config.compares_pairs or config.needs_teacher
+    has_none = config.compares_pairs or config.loss.type == "distill"
     if has_none and config.advantage.type != _UNUSED_ADVANTAGE:
         yield (
             f"algorithm.advantage={config.advantage.name} with algorithm.loss={config.loss.name} has no effect: "
             f"{of_pair if config.compares_pairs else of_teacher}. "
             f"Use algorithm/advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing."
         )
-    for name in config.correction.chain if config.needs_teacher else ():
+    if config.teacher_coefficient and (config.compares_pairs or not find("loss", config.loss.name).needs_advantages):
+        yield (
+            f"algorithm.teacher_coefficient={config.teacher_coefficient:g} with algorithm.loss={config.loss.name} has "
+            "no effect: it is added to the advantage, and this loss uses none. Use 0, or a loss of advantages such as "
+            "ppo_clip."
+        )
+    for name in config.correction.chain if config.loss.type == "distill" else ():
         if name in _READ_ADVANTAGES:
             yield (
                 f"algorithm.correction={name} with algorithm.loss={config.loss.name}: it masks answers of negative "

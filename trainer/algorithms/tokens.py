@@ -6,7 +6,8 @@ Natural logs; float32 in training, float64 in tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class LossTokens:
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
         returns: `[T]` targets of V.
+        selected: Name of a loss or correction of the whole batch, or `nll` -> `[T] bool`, its tokens (selection.py).
     """
 
     target: Tensor
@@ -47,6 +49,12 @@ class LossTokens:
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    selected: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def selection(self, name: str) -> Tensor:
+        """`[T] bool`: the tokens that were selected under this name; none in an empty micro-batch."""
+        none = torch.zeros_like(self.segments, dtype=torch.bool)
+        return self.selected.get(name, none)
 
     def segment_sum(self, per_token: Tensor) -> Tensor:
         """`[T] -> [S]`: Σ over the tokens of each sequence; 0 where there is none."""

@@ -6,8 +6,8 @@ a token at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,7 @@ class MicroBatch:
         old_values: V of the critic at the start of the batch; None if there is no critic.
         returns: Targets of the critic.
         teacher_logprobs: None if there is no teacher.
+        selected: Name -> `bool`, as in `TrainingSequence`.
     """
 
     inputs: ModelInputs
@@ -84,6 +85,7 @@ class MicroBatch:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    selected: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 _PER_TOKEN = (
@@ -190,6 +192,10 @@ def collate(
         old_values=if_any([one.old_values for one in chosen]),
         returns=if_any([one.returns for one in chosen]),
         teacher_logprobs=if_any([one.teacher_logprobs for one in chosen]),
+        selected={
+            name: per_token([one.selected.get(name) for one in chosen], np.bool_)
+            for name in sorted({name for one in chosen for name in one.selected})
+        },
     )
 
 
@@ -278,5 +284,6 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         sequence_index=micro_batch.sequence_index[is_mine_there],
         token_index=micro_batch.token_index[is_mine_there],
         num_tokens=len(places),
+        selected={name: one[is_mine] for name, one in micro_batch.selected.items()},
         **mine,
     )

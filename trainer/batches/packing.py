@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +62,8 @@ class TrainingSequence:
         returns: `[len(targets)]`, targets of the critic.
         alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
             were sampled from the whole vocabulary.
+        selected: Name of a loss or correction of the whole batch, or `nll` -> `[len(targets)] bool`, which of the loss
+            tokens it selects (algorithms/selection.py).
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
             are not recorded.
     """
@@ -82,6 +84,7 @@ class TrainingSequence:
     teacher_logprobs: NDArray[np.float32] | None = None
     prompt_length: int = 0
     alternatives: NDArray[np.integer] | None = None
+    selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     recorded_as: tuple[TrajectoryId, int, int] | None = None
 
     def __post_init__(self) -> None:

@@ -301,6 +301,7 @@ def policy_sequences(
     normaliser: float | None = None,
     policy_id: PolicyId = POLICY,
     record_every: int = 0,
+    pass_reward: float = 1.0,
 ) -> list[TrainingSequence]:
     """One sequence per thread, with the advantages and the aggregation weight of its tokens.
 
@@ -312,6 +313,7 @@ def policy_sequences(
         normaliser: Normaliser of the aggregation if these groups are not the whole batch; None: theirs.
         policy_id: The policy that is trained. Tokens of another policy have the staleness `OF_ANOTHER_POLICY`.
         record_every: One group in so many is recorded; 0: none.
+        pass_reward: Reward from which an answer passes and has an `nll` term.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
@@ -331,6 +333,7 @@ def policy_sequences(
     for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
+        is_imitated = index in preferred if algorithm.compares_pairs else member.reward >= pass_reward
         is_ours = member.trajectory.policy_id == policy_id
         staleness = (
             version - versions_per_token(member.trajectory.spans) if is_ours else np.full(len(keep), OF_ANOTHER_POLICY)
@@ -352,6 +355,7 @@ def policy_sequences(
                 returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
                 proximal_logprobs=None if member.proximal_logprobs is None else member.proximal_logprobs[keep],
+                selected={"nll": keep[keep]} if is_imitated and algorithm.nll_coefficient else {},
                 recorded_as=member.recorded_as,
             )
         )
@@ -400,7 +404,9 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
     Also True if a logprob is not finite, so that the step is skipped as a bad step.
     """
     loss = find("loss", algorithm.loss.name)
-    if algorithm.kl_in_loss or algorithm.entropy.coefficient or loss.is_own or not loss.needs_advantages:
+    always_learns = algorithm.kl_in_loss or algorithm.entropy.coefficient
+    always_learns = always_learns or algorithm.teacher_coefficient or algorithm.nll_coefficient
+    if always_learns or loss.is_own or not loss.needs_advantages:
         return True
     if algorithm.compares_pairs:
         return any(one.preferred_to for one in sequences)
@@ -417,7 +423,7 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
     """Divisor of the weights of a batch; the sum of the normalisers of its parts."""
     if algorithm.compares_pairs:
         return float(sum(len(sequence.preferred_to) for sequence in sequences))
-    return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
+    return aggregation.batch_normaliser(_lengths(sequences), algorithm.aggregation)
 
 
 def weigh(
@@ -426,12 +432,13 @@ def weigh(
     """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it."""
     mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
     total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
-    weights = aggregation.token_weights(_counts(sequences), mode, max_new_tokens, total)
+    weights = aggregation.token_weights(_lengths(sequences), mode, max_new_tokens, total)
     return [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
 
 
-def _counts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
-    return np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
+def _lengths(sequences: Sequence[TrainingSequence]) -> aggregation.Lengths:
+    counts = np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
+    return aggregation.Lengths(counts, np.array([sequence.group for sequence in sequences], dtype=np.int64))
 
 
 def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
@@ -522,13 +529,18 @@ def preference_sequences(
                     preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
                     unit=index,
                     prompt_length=len(pair.prompt),
+                    selected=(
+                        {"nll": np.ones(len(targets), dtype=bool)}
+                        if answer is pair.chosen and algorithm.nll_coefficient
+                        else {}
+                    ),
                     group=index,
                 )
             )
     return weigh(sequences, algorithm, max_new_tokens=1, normaliser=None)
 
 
-def margins_of(per_target: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """`[P]`: sum over the chosen minus sum over the rejected answer; `per_target` alternates between the two."""
-    sums = np.array([values.sum() for values in per_target])
-    return sums[0::2] - sums[1::2]
+def margins_of(per_target: Sequence[NDArray[np.float64]], *, per_token: bool) -> NDArray[np.float64]:
+    """`[P]`: sum or mean of the chosen minus that of the rejected answer; `per_target` alternates between the two."""
+    of_answers = np.array([values.mean() if per_token else values.sum() for values in per_target])
+    return of_answers[0::2] - of_answers[1::2]

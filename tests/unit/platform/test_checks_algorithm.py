@@ -91,11 +91,11 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
         ),
         (["algorithm.overlong.mode=penalty", "algorithm.overlong.ramp_share=1.5"], "must be in (0, 1]"),
         (
-            ["algorithm.correction.renormalize=true", "model.dtype=bfloat16"],
+            ["algorithm.correction.renormalize=kept", "model.dtype=bfloat16"],
             "plain bfloat16 optimizer does not support",
         ),
         (
-            ["algorithm.correction.renormalize=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
+            ["algorithm.correction.renormalize=kept", "model.dtype=bfloat16", "trainer.zero_stage=1"],
             "with trainer.zero_stage=1 in model.dtype=bfloat16",
         ),
         (
@@ -117,7 +117,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
         (["algorithm.overlong=mask"], "Use algorithm.overlong.mode=mask."),
         (
             ["algorithm/loss=dppo", "algorithm/correction=none", "algorithm.loss.clip_low=0.1"],
-            "key of algorithm/loss=ppo_clip, gspo, gspo_token, dual_clip or cispo; the chosen one is dppo. Choose",
+            "gspo, gspo_token, dual_clip, gmpo, clip_cov or cispo; the chosen one is dppo. Choose",
         ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),

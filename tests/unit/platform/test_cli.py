@@ -132,7 +132,7 @@ def test_algorithms_are_listed_from_the_catalog(invoke):
         assert f" {entry.name} " in result.output
         assert Path(entry.file).name in result.output
     corrections = invoke("algorithms", "--kind", "correction").output
-    assert "weight min(w, C)" in corrections
+    assert "weight clamp(w, lo, C)" in corrections
     assert "ppo_clip" not in corrections
     assert "arXiv 2507.18071" in invoke("algorithms", "--kind", "loss").output
 

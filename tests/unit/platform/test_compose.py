@@ -136,7 +136,10 @@ def test_a_key_without_a_match_lists_the_keys():
     [
         (["algorithm.loss.delta=0.1"], "the chosen one is ppo_clip. Choose it with algorithm=dppo, or leave"),
         (["algorithm.loss.max_weight=2"], "key of algorithm/loss=dppo; the chosen one is ppo_clip."),
-        (["algorithm=sapo", "algorithm.loss.clip_high=0.3"], "gspo_token, dual_clip or cispo; the chosen one is sapo."),
+        (
+            ["algorithm=sapo", "algorithm.loss.clip_high=0.3"],
+            "gspo_token, dual_clip, gmpo, clip_cov or cispo; the chosen one is sapo.",
+        ),
         (["algorithm.advantage.lam=0.9"], "key of algorithm/advantage=gae; the chosen one is grpo."),
         (["rollout/engine=torch", "rollout.engine.kv_cache_gib=1"], "key of rollout/engine=vllm; the chosen one is"),
         (["algorithm.correction.decoupled.max_kl=1"], "key of algorithm/correction=f_tis; the chosen one is"),
@@ -157,7 +160,7 @@ AT_LEAST_ONE = (
 )
 TYPED = dict.fromkeys(AT_LEAST_ONE.split(), "2") | {
     "algorithm.advantage_std": "population", "algorithm.ipo_length": "sum", "algorithm.kl_estimator": "k3",
-    "algorithm.kl_in": "loss", "algorithm.overlong": "mask", "algorithm.pairs": "all", "algorithm.renormalise": "true",
+    "algorithm.kl_in": "loss", "algorithm.overlong": "mask", "algorithm.pairs": "all", "algorithm.renormalise": "kept",
     "algorithm.whiten": "none", "dataflow.prefetch": "false", "model_name_or_path": "x", "output_dir": "runs/x",
     "rollout.max_engine_restarts": "2", "sample.side": "held_out",
     "stop": "[x]", "stop_strings": "[x]", "stop_token_ids": "[2]", "top_k": "2",

@@ -54,7 +54,7 @@ def step(policy: str, batch, *, in_parts: bool, **algorithm) -> tuple[dict[str, 
     ("in_parts", "algorithm"),
     [
         (False, {"kl_coefficient": 0.1, "kl_estimator": "k2"}),
-        (False, {"renormalize": True}),
+        (False, {"renormalize": "kept"}),
         (True, {"correction": "none", "kl_coefficient": 0.1, "kl_estimator": "k3"}),
         (False, {"correction": "tis_token", "proximal": "recompute", "mini_batches": 3, "epochs": 2}),
     ],

@@ -72,6 +72,30 @@ def test_the_dpo_loss_is_that_of_the_margins_over_the_reference(policy, max_toke
     assert found == pytest.approx(np.log1p(np.exp(-0.5 * drifts)).mean(), rel=1e-5)
 
 
+def test_means_per_token_smoothed_labels_and_the_anchor_are_in_the_loss_and_the_margins(policy) -> None:
+    """(1 − ε) log(1 + e^−x) + ε log(1 + e^x) + 0.3 · mean −c of the chosen answer, x = β Δ of means."""
+    from transformers import AutoModelForCausalLM
+
+    pairs, rng = make_pairs(7, seed=3), np.random.default_rng(6)
+    trainer = trainer_of(
+        policy, 40, **PAIRS, pair_beta=2.0, dpo_length="mean", label_smoothing=0.2, nll_coefficient=0.3
+    )
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    references, terms, margins = [], [], []
+    for pair in pairs:
+        logprobs = []
+        for answer in (pair.chosen, pair.rejected):
+            one = trajectory("x", list(pair.prompt), list(answer), rng, None)
+            one.loss_mask[len(pair.prompt) :] = True
+            logprobs.append(logprobs_of(model, one))
+            references.append(rng.normal(-2, 1, len(answer)).astype(np.float32))
+        margins.append(logprobs[0].mean() - logprobs[1].mean())
+        x = 2.0 * (margins[-1] - references[-2].mean(dtype=np.float64) + references[-1].mean(dtype=np.float64))
+        terms.append(0.8 * np.log1p(np.exp(-x)) + 0.2 * np.log1p(np.exp(x)) - 0.3 * logprobs[0].mean())
+    np.testing.assert_allclose(trainer.preference_margins(pairs), margins, atol=1e-5)
+    assert trainer.preference_step(pairs, references)["preference/loss"] == pytest.approx(np.mean(terms), rel=1e-5)
+
+
 def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     """32,768 tokens each: with the reference's margin as one float32 number and sums in float32, Δ is 0.4 nat off."""
     length, rng = 32_768, np.random.default_rng(3)

@@ -43,6 +43,7 @@ def data(lengths: list[int], seed: int, *, spread: float = 0.4, advantages: str 
         len(lengths),
         pairs,
         {name: one.astype(Real) for name, one in extra.items()},
+        {name: rng.random(len(segments)) < 0.3 for name in ("clip_cov", "kl_cov", "m2po")},
     )
 
 
@@ -75,4 +76,5 @@ def tokens_of(d: Data, dtype: torch.dtype = torch.float64) -> LossTokens:
         values=target,
         old_values=tensor(d.extra["old_values"]),
         returns=tensor(d.extra["returns"]),
+        selected={name: torch.tensor(mask) for name, mask in d.selected.items()},
     )

@@ -28,6 +28,7 @@ class Data:
     num_segments: int
     pairs: list[tuple[int, int]] = field(default_factory=list)
     extra: dict[str, np.ndarray] = field(default_factory=dict)
+    selected: dict[str, np.ndarray] = field(default_factory=dict)
 
     def tokens_of(self, segment: int) -> list[int]:
         return [t for t in range(len(self.c)) if self.segments[t] == segment]
@@ -76,6 +77,35 @@ def gspo_token(c, frozen, d, k):
         s = exp20(mean([frozen[t] - d.p[t] for t in own]))
         for t in own:
             terms[t] = surrogate(s * np.exp(c[t] - frozen[t]), d.advantage[t], k.clip_low, k.clip_high)
+    return terms
+
+
+def gmpo(c, frozen, d, k):
+    terms = [Real(0)] * len(c)
+    for segment in range(d.num_segments):
+        own = d.tokens_of(segment)
+        a = mean([d.advantage[t] for t in own])
+        logs = [c[t] - d.p[t] for t in own]
+        if a > 0:
+            logs = [min(one, Real(k.gmpo_high)) for one in logs]
+        if a < 0:
+            logs = [max(one, -Real(k.gmpo_low)) for one in logs]
+        for t in own:
+            terms[t] = -a * exp20(mean(logs))
+    return terms
+
+
+def clip_cov(c, frozen, d, k):
+    terms = ppo_clip(c, frozen, d, k)
+    return [Real(0) if d.selected["clip_cov"][t] else terms[t] for t in range(len(c))]
+
+
+def kl_cov(c, frozen, d, k):
+    terms = []
+    for t in range(len(c)):
+        log_ratio = clip(c[t] - d.p[t], Real(-10), Real(10))
+        divergence = Real(k.kl_cov_coefficient) * (np.exp(log_ratio) - log_ratio - 1)
+        terms.append(-d.advantage[t] * exp20(c[t] - d.p[t]) + (divergence if d.selected["kl_cov"][t] else 0))
     return terms
 
 
@@ -139,7 +169,13 @@ def of_pairs(c, d, of_member, of_margin):
 
 
 def online_dpo(c, frozen, d, k):
-    return of_pairs(c, d, total, lambda delta: np.log1p(np.exp(-Real(k.pair_beta) * delta)))
+    of_member, wrong = {"mean": mean, "sum": total}[k.dpo_length], Real(k.label_smoothing)
+
+    def loss(delta):
+        x = Real(k.pair_beta) * delta
+        return (1 - wrong) * np.log1p(np.exp(-x)) + wrong * np.log1p(np.exp(x))
+
+    return of_pairs(c, d, of_member, loss)
 
 
 def ipo(c, frozen, d, k):
@@ -167,7 +203,8 @@ def value(v, frozen, d, k):
 LOSSES: dict[str, Callable] = {
     one.__name__: one
     for one in (
-        ppo_clip, dual_clip, gspo, gspo_token, cispo, reinforce, sapo, dppo, topr, online_dpo, ipo, distill, sft, value
+        ppo_clip, dual_clip, gspo, gspo_token, gmpo, clip_cov, kl_cov, cispo, reinforce, sapo, dppo, topr, online_dpo,
+        ipo, distill, sft, value,
     )
 }  # fmt: skip
 
@@ -185,13 +222,14 @@ def corrected(name: str, d: Data, k) -> list[tuple[np.longdouble, bool]]:
             result[t] = {
                 "none": (Real(1), False),
                 "decoupled": (w, w > k.correction_cap),
-                "tis_token": (min(w, Real(k.tis_cap)), False),
-                "tis_seq": (min(exp20(sum(log_w, Real(0))), Real(k.tis_cap)), False),
+                "tis_token": (clip(w, Real(k.tis_low), Real(k.tis_cap)), False),
+                "tis_seq": (clip(exp20(sum(log_w, Real(0))), Real(k.tis_low), Real(k.tis_cap)), False),
                 "mis_token": (w, not k.mis_low <= w <= k.mis_high),
                 "mis_seq_geo": (Real(1), not k.geo_low <= exp20(mean(log_w)) <= k.geo_high),
                 "opsm": (Real(1), bad and drift > k.opsm_delta),
                 "f_tis": (min(w, Real(k.tis_cap)), bad and drift > k.f_tis_max_kl),
                 "veto": (Real(1), any(exp20(one) < k.veto_min for one in log_w)),
+                "m2po": (Real(1), bool(d.selected["m2po"][t]) if d.selected else False),
             }[name]
     return result
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 import pytest
 
-from penstock.dataflow.errors import ShapeError
+from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
@@ -57,7 +58,7 @@ class TestOfAGroup:
         np.testing.assert_allclose(estimate("rloo", REWARDS), [1 - 2 / 3, 0 - 1, 0 - 1, 2 - 1 / 3], rtol=1e-12)
         np.testing.assert_allclose(estimate("rloo", REWARDS), 4 / 3 * estimate("dr_grpo", REWARDS), rtol=1e-12)
 
-    @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+    @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"])
     @pytest.mark.parametrize("std", ["sample", "population", "none"])
     @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.0, 0.0], [1.0], [1 / 3] * 7])
     def test_a_zero_variance_group_gives_exactly_zero(self, name, std, rewards) -> None:
@@ -70,6 +71,34 @@ class TestOfAGroup:
         for scale in (1e-3, 1.0, -1e6):
             assert estimate(name, scale * rounded).tolist() == [0.0] * 3
         assert estimate(name, [0.3, 0.3 + 1e-6, 0.3])[1] > 0, "beyond rounding it counts"
+
+    def test_maxrl_divides_by_the_mean(self) -> None:
+        np.testing.assert_allclose(estimate("maxrl", REWARDS), (REWARDS - 0.75) / 0.75, rtol=1e-12)
+        found = estimate("maxrl", [1, 0, 0, 0, 0, 0, 0, 0])
+        np.testing.assert_allclose(found, [7.0, *[-1.0] * 7], rtol=1e-12)
+
+    def test_maxrl_of_all_groups_is_the_gradient_of_the_truncated_log_of_success(self) -> None:
+        """Over all outcomes of G = 4 it is d/dp of −Σ_{k<G} (1 − p)^k / k, with the scores of a Bernoulli(p)."""
+        size, p = 4, 0.3
+        expected = sum((1 - p) ** (k - 1) for k in range(1, size))
+        found = 0.0
+        for outcome in product((0.0, 1.0), repeat=size):
+            rewards = np.array(outcome)
+            probability = np.prod(np.where(rewards == 1, p, 1 - p))
+            scores = np.where(rewards == 1, 1 / p, -1 / (1 - p))
+            found += probability * float(estimate("maxrl", rewards) @ scores) / size
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_maxrl_refuses_negative_rewards_with_the_number(self) -> None:
+        with pytest.raises(TrainingError, match=r"a reward of -0\.5, but it divides by the mean reward"):
+            estimate("maxrl", [1.0, -0.5])
+        assert estimate("maxrl", [-0.5, -0.5]).tolist() == [0.0, 0.0], "nothing is divided"
+
+    def test_pass_at_k_is_what_the_best_answer_adds_to_the_best_of_the_group(self) -> None:
+        rewards = np.array([0.2, 0.9, 0.4, 0.0])
+        expected = [rewards.max() - np.delete(rewards, one).max() for one in range(4)]
+        np.testing.assert_allclose(estimate("pass_at_k", rewards), expected, rtol=1e-12)
+        assert estimate("pass_at_k", [1.0, 0.0, 1.0]).tolist() == [0.0] * 3, "two are best"
 
     def test_every_token_gets_its_trajectorys_advantage(self) -> None:
         found = token_advantages(reward_batch(), algorithm_config(advantage="dr_grpo"))

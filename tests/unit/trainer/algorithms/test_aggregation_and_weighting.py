@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.algorithms.aggregation import batch_normaliser, is_low_entropy, staleness_factors, token_weights
+from penstock.trainer.algorithms.aggregation import (
+    Lengths,
+    batch_normaliser,
+    is_low_entropy,
+    staleness_factors,
+    token_weights,
+)
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms
 
-COUNTS = np.array([3, 1, 0, 4])
+COUNTS, GROUPS = np.array([3, 1, 0, 4]), np.array([0, 1, 1, 1])
 EXPECTED = {
+    "prompt_mean": [1 / 6, 1 / 10, 0.0, 1 / 10],
     "token_mean": [1 / 8, 1 / 8, 0.0, 1 / 8],
     "seq_mean_token_mean": [1 / 12, 1 / 4, 0.0, 1 / 16],
     "seq_mean_token_sum": [1 / 4, 1 / 4, 0.0, 1 / 4],
@@ -46,18 +53,21 @@ def measure(
         staleness=staleness,
         token_weights=weights,
     )
-    metrics.add(torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high))
+    metrics.add(
+        torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high, (~masked).double())
+    )
 
 
 @pytest.mark.parametrize("mode", names("aggregation"))
 def test_weights_of_ragged_sequences(mode: str) -> None:
-    np.testing.assert_allclose(token_weights(COUNTS, mode, max_new_tokens=10), EXPECTED[mode], rtol=1e-12)
-    assert token_weights(np.array([0, 0]), mode, 10).tolist() == [0.0, 0.0]
+    found = token_weights(Lengths(COUNTS, GROUPS), mode, max_new_tokens=10)
+    np.testing.assert_allclose(found, EXPECTED[mode], rtol=1e-12)
+    assert token_weights(Lengths(np.array([0, 0]), np.array([0, 1])), mode, 10).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", names("aggregation"))
 def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
-    parts = [COUNTS[:2], COUNTS[2:]]
+    parts = [Lengths(COUNTS[:1], GROUPS[:1]), Lengths(COUNTS[1:], GROUPS[1:] - 1)]
     total = sum(batch_normaliser(part, mode) for part in parts)
     shares = np.concatenate([token_weights(part, mode, 10, normaliser=1.0) for part in parts])
     np.testing.assert_allclose(shares / total, EXPECTED[mode], rtol=1e-12)

@@ -18,7 +18,7 @@ from .micro_batches import LENGTHS, data, far_apart, tokens_of
 
 SETTINGS = {
     "correction_cap": 1.6, "tis_cap": 1.4, "mis_low": 0.7, "mis_high": 1.5, "geo_low": 0.85, "geo_high": 1.1,
-    "opsm_delta": 0.05, "f_tis_max_kl": 0.1, "veto_min": 0.5,
+    "opsm_delta": 0.05, "f_tis_max_kl": 0.1, "veto_min": 0.5, "tis_low": 0.8,
 }  # fmt: skip
 CONFIG = SimpleNamespace(**SETTINGS)
 CASES = {
@@ -30,6 +30,7 @@ CHAINS = [
     *((name,) for name in names("correction")),
     ("tis_token", "mis_seq_geo"),
     ("opsm", "decoupled", "veto"),
+    ("tis_token", "m2po"),
     ("tis_seq", "opsm", "mis_seq_geo", "veto"),
 ]
 

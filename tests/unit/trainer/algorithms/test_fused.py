@@ -29,6 +29,10 @@ COMPOSED = (
     {"kl_coefficient": 0.1, "kl_estimator": "k1"},
     {"staleness_decay": 0.9},
     {"entropy_top_share": 0.2},
+    {"teacher_coefficient": 0.5},
+    {"nll_coefficient": 0.1},
+    {"correction": "tis_token", "tis_low": 0.5},
+    {"renormalize": "weights"},
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.platform.checks.load import compose_config
-from penstock.trainer.algorithms.aggregation import token_weights
+from penstock.trainer.algorithms.aggregation import Lengths, token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
 from penstock.trainer.algorithms.losses import online_dpo, pair_margins, preference_pairs
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
@@ -24,8 +24,11 @@ NAMES = [entry.name for entry in ALGORITHMS if entry.kind == "loss"]
 SETTINGS = {
     "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.6, "cispo_low": 0.25, "dppo_delta": 0.05, "dppo_cap": 1.3,
     "pair_beta": 0.3, "value_clip": 0.15, "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.4, "ipo_length": "mean",
+    "dpo_length": "sum", "label_smoothing": 0.0, "gmpo_low": 0.2, "gmpo_high": 0.3, "kl_cov_coefficient": 0.7,
 }  # fmt: skip
 OTHER_SETTINGS = {
+    "online_dpo by means": ("online_dpo", {"dpo_length": "mean"}),
+    "online_dpo with label smoothing": ("online_dpo", {"label_smoothing": 0.2}),
     "ipo by sums": ("ipo", {"ipo_length": "sum"}),
     "dppo without a cap": ("dppo", {"dppo_cap": 1e9}),
     "dppo at its tightest": ("dppo", {"dppo_cap": 1.0}),
@@ -79,6 +82,8 @@ def test_value_and_gradient_are_those_of_the_definition(variant: str, case: str)
         ("gspo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
         ("cispo", [0, 1, 0, 1, 0], [1, 0, 1, 0, 0]),
         ("dppo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("gmpo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("clip_cov", [0, 0, 0, 1, 0], [1, 0, 0, 0, 1]),
     ],
 )
 def test_low_and_high_clips_are_counted_separately(name: str, low: list[int], high: list[int]) -> None:
@@ -86,7 +91,8 @@ def test_low_and_high_clips_are_counted_separately(name: str, low: list[int], hi
     behavior = np.log(np.full(5, 0.4))
     target = behavior + np.log([1.5, 0.5, 1.5, 0.5, 1.0])
     d = oracle.Data(target, behavior, behavior, behavior, np.array([2.0, 2.0, -2.0, -2.0, 3.0]), np.arange(5), 5,
-                    extra=dict.fromkeys(("teacher", "old_values", "returns"), target))  # fmt: skip
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), target),
+                    selected={"clip_cov": np.arange(5) == 4})  # fmt: skip
     settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "cispo_low": 0.25, "dppo_delta": 0.1}
     loss = find("loss", name).load()(tokens_of(d), settings_of(name, settings))
     assert loss.is_clipped_low.int().tolist() == low
@@ -95,7 +101,7 @@ def test_low_and_high_clips_are_counted_separately(name: str, low: list[int], hi
 
 def test_the_cases_reach_every_branch() -> None:
     """Low and high clips, dropped and kept tokens, tapered and full sequences, both signs: else a wrong one passes."""
-    for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "value"):
+    for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "gmpo", "clip_cov", "cispo", "dppo", "value"):
         low = high = free = 0
         for d in CASES.values():
             loss = find("loss", name).load()(tokens_of(d), settings_of(name, SETTINGS))
@@ -105,7 +111,7 @@ def test_the_cases_reach_every_branch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in ("sft", "value", "distill", "online_dpo", "ipo")]
+    "name", [name for name in NAMES if name not in ("sft", "value", "distill", "online_dpo", "ipo", "kl_cov")]
 )
 def test_no_advantage_is_no_gradient(name: str) -> None:
     _, gradient, terms = ours(name, CASES["zero-variance"], np.ones(16), torch.float64)
@@ -150,6 +156,35 @@ def test_the_preset_of_dppo_caps_at_3() -> None:
     assert (config.loss.delta, config.loss.max_weight) == (0.2, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope"),
+    [
+        (18_408.0, -1.0, 0.0),  # a stale token of a bad answer that the policy now gives far more often
+        (10.1, -1.0, 0.0),
+        (9.9, -1.0, 9.9),
+        (0.7, -1.0, 0.0),
+        (0.7, 1.0, -0.7),
+        (1.27, 1.0, -1.27),
+        (1.29, 1.0, 0.0),
+    ],
+)
+def test_the_preset_of_dapo_bounds_the_slope_of_stale_tokens(ratio: float, advantage: float, slope: float) -> None:
+    config = compose_config(["experiment=arithmetic", "algorithm=dapo"]).algorithm
+    assert config.proximal == "behavior"
+    c = np.array([-0.1])
+    b = c - np.log(ratio)
+    d = oracle.Data(c, b, b, b, np.array([advantage]), np.zeros(1, int), 1,
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), c))  # fmt: skip
+    tokens = tokens_of(d)
+    find("loss", config.loss.name).load()(tokens, config.loss).terms.sum().backward()
+    assert tokens.target.grad.tolist() == pytest.approx([slope], rel=1e-12)
+
+
+def test_the_preset_of_gspo_takes_four_steps_per_batch() -> None:
+    config = compose_config(["experiment=arithmetic", "algorithm=gspo"]).algorithm
+    assert (config.updates_per_batch, config.aggregation) == (4, "seq_mean_token_mean")
+
+
 def test_long_answers_keep_the_digits_of_their_margin() -> None:
     """32,768 tokens of some three nats each, whose sums a pair's margin is the small difference of."""
     length, rng = 32_768, np.random.default_rng(8)
@@ -184,7 +219,8 @@ def test_the_preset_of_sapo_averages_the_gate_within_each_answer_first() -> None
     gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
     of_answer = [-(4 / tau * gate * a)[d.segments == one].mean() for one in range(4)]
     slopes = -4 * gate * (1 - gate) * ratio * a / counts[d.segments] / 4
-    weights = token_weights(counts, config.aggregation, max_new_tokens=99)[d.segments]
+    lengths = Lengths(counts, np.zeros(4, np.int64))
+    weights = token_weights(lengths, config.aggregation, max_new_tokens=99)[d.segments]
     at_behavior = oracle.Data(d.c, d.b, d.b, d.r, d.advantage, d.segments, 4, extra=d.extra)
     value, gradient, _ = ours("sapo", at_behavior, weights, torch.float64, {})
     assert value == pytest.approx(np.mean(of_answer), rel=1e-9)
@@ -205,23 +241,42 @@ class TestIdentities:
         fields = {name: getattr(self.D, name) for name in ("c", "r", "advantage", "segments", "num_segments", "pairs")}
         return oracle.Data(p=self.D.c, b=self.D.c, extra=self.D.extra, **(fields | changes))
 
-    @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo_token", "cispo", "sapo", "dppo", "topr"])
+    @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo_token", "cispo", "sapo", "dppo", "topr", "kl_cov"])
     def test_on_policy_every_token_loss_is_reinforce(self, name: str) -> None:
         d = self.on_policy()
         np.testing.assert_allclose(self.gradient(name, d), self.gradient("reinforce", d), atol=1e-12)
 
-    def test_on_policy_gspo_is_reinforce_with_the_mean_advantage(self) -> None:
+    @pytest.mark.parametrize("name", ["gspo", "gmpo"])
+    def test_on_policy_a_loss_of_sequences_is_reinforce_with_the_mean_advantage(self, name: str) -> None:
         d = data(LENGTHS["ragged"], 3, advantages="sequence")
         d = oracle.Data(d.c, d.c, d.c, d.r, d.advantage, d.segments, d.num_segments, extra=d.extra)
-        np.testing.assert_allclose(self.gradient("gspo", d), self.gradient("reinforce", d), atol=1e-12)
+        np.testing.assert_allclose(self.gradient(name, d), self.gradient("reinforce", d), atol=1e-12)
 
     def test_dual_clip_with_a_high_ceiling_is_ppo_clip(self) -> None:
         both = self.gradient("dual_clip", self.D, dual_clip=1e9), self.gradient("ppo_clip", self.D)
         np.testing.assert_array_equal(*both)
 
+    def test_gmpo_with_wide_bounds_is_gspo_with_wide_bounds(self) -> None:
+        d, wide = data(LENGTHS["ragged"], 7), {"gmpo_low": 99.0, "gmpo_high": 99.0, "clip_low": 0.999, "clip_high": 1e9}
+        np.testing.assert_allclose(self.gradient("gmpo", d, **wide), self.gradient("gspo", d, **wide), atol=1e-12)
+
     def test_gspo_and_gspo_token_agree_for_advantages_of_sequences(self) -> None:
         d = data(LENGTHS["ragged"], 7, advantages="sequence")
         np.testing.assert_allclose(self.gradient("gspo", d), self.gradient("gspo_token", d), atol=1e-12)
+
+
+def test_smoothed_preferences_stop_at_the_margin_where_the_label_is_as_sure() -> None:
+    """With ε = 0.1 the slope is 0 at β Δ = log(0.9 / 0.1), where σ(β Δ) = 0.9, and turns around beyond it."""
+    slopes = []
+    for margin in (2.0, np.log(9.0), 2.4):
+        c = np.array([margin, 0.0])
+        d = oracle.Data(c, c, c, np.zeros(2), np.zeros(2), np.arange(2), 2, [(0, 1)],
+                        extra=dict.fromkeys(("teacher", "old_values", "returns"), c))  # fmt: skip
+        settings = {"pair_beta": 1.0, "label_smoothing": 0.1}
+        _, gradient, _ = ours("online_dpo", d, np.ones(2), torch.float64, settings)
+        slopes.append(gradient[0])
+        assert gradient[0] == pytest.approx(1 / (1 + np.exp(-margin)) - 0.9, abs=1e-12)
+    assert slopes[0] < 0 < slopes[2]
 
 
 class TestPairs:

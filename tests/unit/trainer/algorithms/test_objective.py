@@ -16,9 +16,10 @@ from tests.algorithms import algorithm_config
 
 from . import oracle
 from .micro_batches import LENGTHS, data
+from .oracle import Real
 
 
-def micro_batch(d: oracle.Data, staleness: np.ndarray) -> MicroBatch:
+def micro_batch(d: oracle.Data, staleness: np.ndarray, selected: dict[str, np.ndarray]) -> MicroBatch:
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array.astype(np.float64))
 
@@ -36,12 +37,15 @@ def micro_batch(d: oracle.Data, staleness: np.ndarray) -> MicroBatch:
         token_index=np.zeros_like(d.segments),
         num_segments=d.num_segments,
         num_tokens=len(d.c),
+        proximal_logprobs=tensor(d.p),
+        teacher_logprobs=tensor(d.extra["teacher"]) if d.extra else None,
+        selected={name: torch.tensor(mask) for name, mask in selected.items()},
     )
 
 
-def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray):
+def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray, selected=None):
     target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
-    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness))
+    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness, selected or {}))
     found.terms.sum().backward()
     return found, target.grad.numpy()
 
@@ -58,7 +62,8 @@ def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
     staleness, entropies = rng.integers(0, 4, 16), rng.random(16)
     flat = {
         "correction_cap": 1.5, "tis_cap": 2.0, "mis_low": 0.5, "mis_high": 5.0, "opsm_delta": 0.05,
-        "f_tis_max_kl": 0.05, "clip_low": 0.2, "clip_high": 0.2, "geo_low": 0.99, "geo_high": 1.01, "veto_min": 1e-4,
+        "f_tis_max_kl": 0.05, "tis_low": 0.0, "clip_low": 0.2, "clip_high": 0.2, "geo_low": 0.99, "geo_high": 1.01,
+        "veto_min": 1e-4,
     }  # fmt: skip
     found, gradient = composed(
         d,
@@ -150,6 +155,44 @@ def test_weighing_by_w_at_the_target_is_the_ratio_against_behavior_where_nothing
     _, weighed = composed(d, algorithm_config(correction="decoupled", correction_cap=1e9, **wide), *args)
     _, ratio = composed(d, algorithm_config(correction="none", proximal="behavior", **wide), *args)
     np.testing.assert_allclose(weighed, ratio, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce", "gspo"])
+def test_the_teacher_is_an_advantage_of_every_token(loss: str) -> None:
+    """As with A + 0.4 (log π_teacher − c) given as the advantage; c of the term has no gradient."""
+    d = data(LENGTHS["ragged"], 5)
+    keys = {"loss": loss, "correction": "none", "aggregation": "seq_mean_token_mean"}
+    added = oracle.Data(d.c, d.p, d.b, d.r, d.advantage + Real(0.4) * (d.extra["teacher"] - d.c), d.segments,
+                        d.num_segments)  # fmt: skip
+    args = (np.zeros(16, np.int64), np.ones(16))
+    found, gradient = composed(d, algorithm_config(**keys, teacher_coefficient=0.4), *args)
+    expected, expected_gradient = composed(added, algorithm_config(**keys), *args)
+    np.testing.assert_allclose(found.terms.detach(), expected.terms.detach(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_the_logprobs_of_passing_answers_are_added_whatever_masks_and_factors_do() -> None:
+    d = data(LENGTHS["ragged"], 5)
+    keys = {"correction": "mis_token", "staleness_decay": 0.5, "entropy_top_share": 0.4}
+    args = (np.arange(16) % 3, np.linspace(0, 1, 16))
+    passes = d.segments == 3
+    plain, without = composed(d, algorithm_config(**keys), *args)
+    found, gradient = composed(d, algorithm_config(**keys, nll_coefficient=0.3), *args, selected={"nll": passes})
+    c = d.c.astype(np.float64)
+    np.testing.assert_allclose((found.terms - plain.terms).detach(), -0.3 * c * passes, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(gradient - without, -0.3 * passes, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("renormalize", "left"), [("none", "kept"), ("kept", "kept"), ("weights", "factors")])
+def test_what_is_left_of_a_token_is_one_or_its_weight(renormalize: str, left: str) -> None:
+    d = data(LENGTHS["ragged"], 5)
+    d = oracle.Data(d.c, d.c, d.b, d.r, d.advantage, d.segments, d.num_segments)
+    settings = {"correction_cap": 1.2, "renormalize": renormalize}
+    found, _ = composed(d, algorithm_config(**settings), np.zeros(16, np.int64), np.ones(16))
+    w = np.exp((d.c - d.b).astype(np.float64))
+    assert 0 < (w > 1.2).sum() < 16
+    expected = {"kept": w <= 1.2, "factors": np.where(w > 1.2, 0.0, w)}[left]
+    np.testing.assert_allclose(found.left, expected, rtol=1e-12)
 
 
 class TestOwnLoss:

@@ -16,6 +16,7 @@ from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
+from penstock.trainer.algorithms.rules import entries_of_batch
 from penstock.trainer.batches.sequences import batch_samples, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
@@ -42,6 +43,16 @@ VARIANTS = {
     "own_advantage": {"advantage": "tests.unit.trainer.algorithms.own:half_of_the_reward"},
     "staleness_and_entropy": {"staleness_decay": 0.6, "entropy_top_share": 0.3},
     "heads": {"reward_weights": {"right": 1.0, "short": 0.5}},
+    "gmpo": {"loss": "gmpo", "proximal": "behavior"} | SEQUENCE,
+    "clip_cov": {"loss": "clip_cov", "proximal": "recompute", "clip_cov_share": 0.2, "min_covariance": 0.01},
+    "kl_cov": {"loss": "kl_cov", "proximal": "recompute", "kl_cov_share": 0.2, "epochs": 2},
+    "m2po": {"correction": ["tis_token", "m2po"], "proximal": "recompute", "m2po_moment": 0.2},
+    "weights_of_mean_1": {"correction": "tis_token", "tis_low": 0.5, "renormalize": "weights"},
+    "maxrl": {"advantage": "maxrl", "aggregation": "prompt_mean"},
+    "pass_at_k": {"advantage": "pass_at_k"},
+    "teacher": {"teacher_coefficient": 0.5},
+    "nll": {"nll_coefficient": 0.3},
+    "rpo": {"loss": "online_dpo", "correction": "none", "nll_coefficient": 0.3, "label_smoothing": 0.1},
     "overlong_mask": {"overlong": "mask"},
     "overlong_drop": {"overlong": "drop"},
     "overlong_penalty": {"overlong": "penalty", "overlong_ramp_share": 2 / 3},
@@ -52,6 +63,8 @@ def settings_of(name: str) -> dict:
     if name in VARIANTS:
         return VARIANTS[name]
     chosen = [f"algorithm={name}", *(["teacher.path=somewhere"] if name == "distill" else [])]
+    if name == "gspo":
+        chosen.append("algorithm.mini_batches=1")  # of three groups there are no four mini-batches
     return {"preset": compose_config(["experiment=arithmetic", *chosen]).algorithm}
 
 
@@ -95,7 +108,9 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
             trainer.backend.data_parallel_rank, trainer.backend.data_parallel_size = rank, world_size
             total += gradient(trainer, [(aged, references)])
         splits[f"{world_size} ranks"] = total
-    if not algorithm_of(name).advantage.name.startswith(("reinforce_pp", "gae")):
+    algorithm = algorithm_of(name)
+    takes_parts = not algorithm.advantage.name.startswith(("reinforce_pp", "gae")) and not entries_of_batch(algorithm)
+    if takes_parts:
         parts = [(aged[:1], references[:1]), (aged[1:], references[1:])]
         splits["in parts"] = gradient(trainer_of(policy, 60, **settings), parts)
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
@@ -238,11 +253,34 @@ def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None
 
 def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
     chain = {"correction": ["decoupled"], "correction_cap": 1.2, "aggregation": "token_mean"}
-    plain, renormalised = trainer_of(policy, 60, **chain), trainer_of(policy, 60, renormalize=True, **chain)
+    plain, renormalised = trainer_of(policy, 60, **chain), trainer_of(policy, 60, renormalize="kept", **chain)
     before = gradient(plain, [(aged, [])])
     after = gradient(renormalised, [(aged, [])])
     masked = trainer_of(policy, 60, **chain).step(aged, 5).metrics["ratio/masked_share"]
     assert 0.1 < masked < 0.9
     assert close(after, before / (1 - masked))
-    parts = gradient(trainer_of(policy, 60, renormalize=True, **chain), [(aged[:2], []), (aged[2:], [])])
+    parts = gradient(trainer_of(policy, 60, renormalize="kept", **chain), [(aged[:2], []), (aged[2:], [])])
     assert close(parts, after)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_weights_of_mean_1_over_the_batch_are_the_weights_by_their_mean(aggregation: str, policy, aged) -> None:
+    """Of all tokens, or with `tis_seq` of the sequences; the mean is that of numpy over unpacked forwards."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    members = [one for group in aged for one in group.trajectories if one.num_sampled_tokens]
+    drifts = [logprobs_of(model, one) - one.behavior_logprobs[one.loss_mask].astype(np.float64) for one in members]
+    per_token = np.clip(np.exp(np.concatenate(drifts)), 0.6, 1.3)
+    per_sequence = np.clip(np.exp([one.sum() for one in drifts]), 0.6, 1.3)
+    name, mean = {
+        "token_mean": ("tis_token", per_token.mean()),
+        "seq_mean_token_mean": ("tis_seq", per_sequence.mean()),
+    }[aggregation]
+    settings = {"correction": name, "tis_low": 0.6, "tis_cap": 1.3, "aggregation": aggregation}
+    plain = gradient(trainer_of(policy, 60, **settings), [(aged, [])])
+    parts = [(aged[:2], []), (aged[2:], [])]
+    for split in ([(aged, [])], parts):
+        found = gradient(trainer_of(policy, 60, renormalize="weights", **settings), split)
+        assert close(found, plain / mean)
+    assert abs(mean - 1) > 0.01
