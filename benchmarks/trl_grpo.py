@@ -3,7 +3,7 @@
     python trl_grpo.py SPEC.json OUT.json
 
 SPEC holds what both sides share (read from Penstock's configuration by `vs_trl.py`); OUT gets one entry per
-optimizer step: wall seconds from the end of the step before, response tokens, mean reward, micro-batches.
+optimizer step: wall and CPU seconds from the end of the step before, response tokens, mean reward.
 The settings that are TRL's alone, and why, are in `settings`.
 """
 
@@ -27,19 +27,21 @@ PACKAGES = ("trl", "transformers", "torch", "accelerate", "datasets")
 
 
 class Stopwatch(TrainerCallback):
-    """Wall time from the end of one optimizer step to the end of the next: generation, reward and training."""
+    """Time from the end of one optimizer step to the end of the next: generation, reward and training."""
 
     def __init__(self) -> None:
         self.step_s: list[float] = []
-        self._last = 0.0
+        self.cpu_s: list[float] = []  # of all threads
+        self._last, self._last_cpu = 0.0, 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._last = time.perf_counter()
+        self._last, self._last_cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = time.perf_counter()
+        now, now_cpu = time.perf_counter(), time.process_time()
         self.step_s.append(now - self._last)
-        self._last = now
+        self.cpu_s.append(now_cpu - self._last_cpu)
+        self._last, self._last_cpu = now, now_cpu
 
 
 class ExactMatch:
@@ -123,6 +125,7 @@ def main(spec_path: Path, out_path: Path) -> None:
         trainer.train()
     out = {
         "step_s": stopwatch.step_s,
+        "cpu_s": stopwatch.cpu_s,
         "num_tokens": reward.num_tokens,
         "rewards": reward.rewards,
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},

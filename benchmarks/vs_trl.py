@@ -54,6 +54,13 @@ SWEEP_STEPS = 8
 console = Console(highlight=False, soft_wrap=True)
 
 
+def trl_python() -> Path:
+    """The python of TRL's environment, which is made the first time."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {pin.partition("==")[0]: pin for pin in project["dependencies"]}
+    return make_environment(BENCH / "trl-venv", [*(pins[name] for name in SHARED_PINS), TRL])
+
+
 def trl_spec(config: RunConfig, policy: str, num_steps: int) -> dict[str, Any]:
     """What both sides share, with the training prompts in the task source's own order."""
     tasks = BENCH / "tasks.jsonl"
@@ -67,7 +74,7 @@ def trl_spec(config: RunConfig, policy: str, num_steps: int) -> dict[str, Any]:
         "threads": len(os.sched_getaffinity(0)),
         **config.dataflow.model_dump(include={"batch_groups", "group_size"}),
         **config.rollout.sampling.model_dump(include={"max_new_tokens", "temperature"}),
-        **config.algorithm.model_dump(include={"clip_low", "clip_high"}),
+        **config.algorithm.loss.model_dump(include={"clip_low", "clip_high"}),
         **config.trainer.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay", "gradient_clip_norm"}),
     }
 
@@ -131,10 +138,7 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what runs is ended
     started, limit_s = time.monotonic(), arguments.timeout_s
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {pin.partition("==")[0]: pin for pin in project["dependencies"]}
-    python = make_environment(BENCH / "trl-venv", [*(pins[name] for name in SHARED_PINS), TRL])
-
+    python = trl_python()
     overrides = ["experiment=arithmetic", f"seed={arguments.seed}"]
     overrides += [f"model.path={arguments.policy}"] if arguments.policy else []
     config = compose_config(overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import mean, median, quantiles
 from typing import Any
@@ -27,6 +27,7 @@ class Run:
         rewards: Mean reward.
         versions: Package -> version.
         others_percent: Share of all cores that other programs had meanwhile.
+        cpu_s: CPU seconds of its process; empty for Penstock, which has several (step_profile.py).
     """
 
     step_s: list[float]
@@ -34,11 +35,13 @@ class Run:
     rewards: list[float]
     versions: dict[str, str]
     others_percent: float
+    cpu_s: list[float] = field(default_factory=list)
 
     def kept(self, warmup: int, count: int) -> Run:
         """`count` steps after the first `warmup`."""
         cut = slice(warmup, warmup + count)
-        return replace(self, step_s=self.step_s[cut], num_tokens=self.num_tokens[cut], rewards=self.rewards[cut])
+        columns = ("step_s", "num_tokens", "rewards", "cpu_s")
+        return replace(self, **{name: getattr(self, name)[cut] for name in columns})
 
 
 def figures(runs: list[Run], samples_per_step: int) -> dict[str, float]:

@@ -32,10 +32,10 @@ from penstock.trainer.batches.sequences import (
     Example,
     Preference,
     batch_normaliser,
-    has_signal,
     margins_of,
     mini_batches,
     preference_sequences,
+    split_by_signal,
     supervised_sequences,
 )
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
@@ -316,30 +316,59 @@ class PolicyTrainer:
     def _backward(
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
-        """Run forward and backward over these sequences by micro-batch; no backward if the gradient is 0."""
-        is_silent = loss_function is self._objective and not (opened.learns and has_signal(sequences, self._algorithm))
-        # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
-        learns = not is_silent or (is_last and opened.has_gradient)
-        plan = self._passes.plan(sequences)
-        if learns:
-            opened.has_gradient = True
-            self._work.trained(sequences, plan.shared_lengths)
+        """Run forward and backward over these sequences by micro-batch; only forward over those whose gradient is 0."""
+        if loss_function is not self._objective:
+            heard, silent = sequences, []
+        elif opened.learns:
+            heard, silent = self._by_signal(sequences)
         else:
-            self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
-        count = len(plan.ranks[self.backend.data_parallel_rank])
-        record = TokenRecord(sequences if opened.is_first_epoch else ())
-        # Also without a gradient the model is in training mode, in which it returns entropies.
-        with torch.set_grad_enabled(learns):
-            for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
-                target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
-                opened.share.watch(target)
-                record.watch(target, micro_batch)
-                loss = loss_function(target, entropies, micro_batch, opened)
-                if learns:
-                    self.backend.backward(loss, is_last=is_last and position == count - 1)
-        opened.trained_tokens |= record.gather(partial(self.backend.all_reduce, operation="sum"))
-        opened.micro_batches.append(count)
-        opened.packing_efficiencies.append(plan.efficiency)
+            heard, silent = [], sequences
+        # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
+        if is_last and opened.has_gradient and not heard:
+            heard, silent = silent, []
+        parts = [(silent, False)] if silent or not heard else []
+        parts += [(heard, True)] if heard else []
+        counts, efficiencies, silent_loss = [], [], torch.zeros((), device=self.backend.device)
+        for part, learns in parts:
+            plan = self._passes.plan(part)
+            if learns:
+                opened.has_gradient = True
+                self._work.trained(part, plan.shared_lengths)
+            else:
+                self._work.computed(part, plan.shared_lengths, num_forwards=1)
+            counts.append(len(plan.ranks[self.backend.data_parallel_rank]))
+            efficiencies.append(plan.efficiency)
+            record = TokenRecord(part if opened.is_first_epoch else ())
+            # Also without a gradient the model is in training mode, in which it returns entropies.
+            with torch.set_grad_enabled(learns):
+                for position, micro_batch in enumerate(self._passes.micro_batches(part, plan)):
+                    target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
+                    opened.share.watch(target)
+                    record.watch(target, micro_batch)
+                    loss = loss_function(target, entropies, micro_batch, opened)
+                    if learns:
+                        # If it is not finite, a loss without gradient makes this a bad step, too.
+                        loss = loss + 0.0 * silent_loss
+                        self.backend.backward(loss, is_last=is_last and position == counts[-1] - 1)
+                    else:
+                        silent_loss = silent_loss + loss
+            opened.trained_tokens |= record.gather(partial(self.backend.all_reduce, operation="sum"))
+        opened.micro_batches.append(sum(counts))
+        opened.packing_efficiencies.append(float(np.average(efficiencies, weights=counts)))
+
+    def _by_signal(
+        self, sequences: Sequence[TrainingSequence]
+    ) -> tuple[Sequence[TrainingSequence], Sequence[TrainingSequence]]:
+        """Sequences that need a backward pass, and those that need none.
+
+        A group of equal rewards has no gradient. It is not split off where that would not save a micro-batch.
+        """
+        heard, silent = split_by_signal(sequences, self._algorithm)
+        if heard and silent:
+            with_heard, with_all = (len(self._passes.plan(some).ranks[0]) for some in (heard, sequences))
+            if with_heard == with_all:
+                return sequences, []
+        return heard, silent
 
     def _update(self, opened: OpenUpdate) -> Update:
         """The optimizer step, if there is a gradient."""

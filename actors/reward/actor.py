@@ -1,8 +1,16 @@
-"""Reward workers as Ray actors: one call per trajectory."""
+"""Reward workers as Ray actors: trajectories are submitted, and results collected, in batches.
+
+As with engines, two calls carry all traffic: `submit` takes every trajectory of one tick of the driver's event loop,
+and `collect` is a long poll that returns what has been scored since the last one. So the number of Ray calls does not
+grow with the number of trajectories, and a slow reward delays no other.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from collections.abc import Coroutine
+from contextlib import suppress
 
 from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import PenstockError, TrajectoryError
@@ -15,19 +23,72 @@ from penstock.envs.workers.scoring import RewardRunner
 Result = Score | TrajectoryError | PenstockError
 
 
+Job = tuple[int, str, bytes]
+"""Number of a trajectory at its client, its name in messages, and task and trajectory, pickled."""
+
+
+class Scoring:
+    """Scores under way, and the results that nobody has collected."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._results: list[tuple[int, bytes]] = []
+        self._has_results = asyncio.Event()
+
+    def begin(self, number: int, label: str, score: Coroutine[None, None, Result]) -> None:
+        """Keep the result of a score under its number."""
+
+        async def run() -> None:
+            result = await score
+            try:
+                packed = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # noqa: BLE001  user data may raise anything
+                what = f"{label}: its score cannot be pickled: {type(error).__name__}: {error}"
+                packed = pickle.dumps(TrajectoryError("reward", what))
+            self._results.append((number, packed))
+            self._has_results.set()
+
+        task = asyncio.create_task(run(), name=f"score {label}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, wait_s: float) -> list[tuple[int, bytes]]:
+        """As `RewardActor.collect`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_results.wait(), wait_s)
+        self._has_results.clear()
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self) -> None:
+        """End the scores under way, without a result."""
+        for task in self._tasks:
+            task.cancel()
+
+
 class RewardActor:
     """One reward worker; the user's code runs in a killable child process below it."""
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig, device: Device) -> None:
         keep_output("rewards")
         self._runner = RewardRunner(config, sandbox, device)
+        self._scoring = Scoring()
 
     async def start(self) -> None:
         """Answers once the reward is loaded."""
         await self._runner.start()
 
-    async def is_alive(self) -> None:
-        """Answers as long as the event loop of the scoring runs."""
+    async def submit(self, jobs: list[Job]) -> None:
+        """Begin to score trajectories."""
+        for number, label, body in jobs:
+            self._scoring.begin(number, label, self.score(label, body))
+
+    async def collect(self, wait_s: float) -> list[tuple[int, bytes]]:
+        """Numbers and pickled results since the last call; waits at most `wait_s` seconds for the first one.
+
+        It answers as long as the event loop of the scoring runs.
+        """
+        return await self._scoring.collect(wait_s)
 
     async def score(self, label: str, body: bytes) -> Result:
         """Score one trajectory; a failure is returned, so that Ray does not wrap it.
@@ -50,4 +111,5 @@ class RewardActor:
 
     async def shutdown(self) -> None:
         """End the child process; scores that are under way fail."""
+        self._scoring.cancel()
         await self._runner.shutdown()

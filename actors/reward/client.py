@@ -1,37 +1,36 @@
 """The driver's client of the reward workers: all of them as one `RewardWorker`.
 
-A trajectory is scored by one call of a Ray actor, so a slow reward delays no other. The trajectories of a lost worker
-are scored again by another worker or by its replacement process, since an answer costs far more to sample than to
-score. Retries are bounded: a trajectory fails after `MAX_LOSSES` workers were lost while scoring it, and a worker is
-given up after `RESTARTS_PER_HOUR` (actors/restart_budget.py).
+All trajectories of one tick of the event loop are sent in one call, and results come by a long poll, so the number of
+calls does not grow with that of trajectories, and a slow reward delays no other. The trajectories of a lost worker are
+scored again by another worker or by its replacement process, since an answer costs far more to sample than to score.
+Retries are bounded: a trajectory fails after `MAX_LOSSES` workers were lost while scoring it, and a worker is given up
+after `RESTARTS_PER_HOUR` (actors/restart_budget.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import first_line, ray_boundary, silence_limit
 from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, RestartBudget
-from penstock.actors.reward.actor import Result
+from penstock.actors.reward.actor import Job, Result
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
-SIGN_OF_LIFE_S = 20.0
-"""Time between an answer of `is_alive` and the next call, seconds."""
+POLL_S = 20.0
+"""Longest time until a worker answers though it has scored nothing, seconds."""
 SILENCE_S = 60.0
-"""A worker that has not answered `is_alive` for this long is lost; seconds, not counting stalls of the event loop."""
+"""A worker that answers so much later is lost; seconds, not counting stalls of the event loop."""
 
 
 class _WorkerLostError(Exception):
@@ -41,8 +40,8 @@ class _WorkerLostError(Exception):
 class _Worker:
     """One worker and its successive processes.
 
-    Invariant: calls are pending only while it is up. `_lose` fails all of them at once, so that each is repeated on
-    another worker; later answers of the lost process are ignored.
+    Invariant: scores are awaited only while it is up. `_lose` fails all of them at once, so that each is repeated on
+    another worker; later results of the lost process have no number that is still awaited.
 
     Attributes:
         is_up: Its current process has answered and is not known to be lost.
@@ -71,8 +70,9 @@ class _Worker:
         self._start = start
         self._kill = kill
         self._on_change = on_change
-        self._calls: set[asyncio.Future[Result]] = set()
-        self._is_lost = asyncio.Event()
+        self._numbers = itertools.count()
+        self._awaited: dict[int, tuple[str, asyncio.Future[Result]]] = {}
+        self._outgoing: list[Job] = []
         self._watch: asyncio.Task[None] | None = None
         self._budget = RestartBudget(RESTARTS_PER_HOUR)
         self._pause_s: float | None = None
@@ -88,39 +88,33 @@ class _Worker:
         Raises:
             _WorkerLostError: With the cause.
         """
-        loop, actor = asyncio.get_running_loop(), self.actor
-        answer: asyncio.Future[Result] = loop.create_future()
-
-        def settle_in_loop(call: concurrent.futures.Future[Result]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._settle, actor, label, answer, call)
-
-        actor.score.remote(label, body).future().add_done_callback(settle_in_loop)
-        self._calls.add(answer)
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        self._awaited[number] = label, loop.create_future()
+        if not self._outgoing:
+            loop.call_soon(self._send)
+        self._outgoing.append((number, label, body))
         try:
-            return await answer
+            return await self._awaited[number][1]
         finally:
-            self._calls.discard(answer)
+            del self._awaited[number]
+
+    def _send(self) -> None:
+        jobs, self._outgoing = self._outgoing, []
+        if jobs:  # none if the worker was lost meanwhile
+            self.actor.submit.remote(jobs)  # if this fails, so does the poll
 
     def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
 
-    def _settle(
-        self,
-        actor: ActorHandle,
-        label: str,
-        answer: asyncio.Future[Result],
-        call: concurrent.futures.Future[Result],
-    ) -> None:
-        error = call.exception()
-        if isinstance(error, ray.exceptions.RayActorError) and actor is self.actor:
-            self._lose(first_line(error))
-        if answer.done():  # its trajectory was cancelled, or failed by `_lose`
+    def _settle(self, number: int, packed: bytes) -> None:
+        """Hand on a result, unless its trajectory was cancelled."""
+        label, answer = self._awaited.get(number, ("", None))
+        if answer is None or answer.done():
             return
-        if error is None:
-            answer.set_result(call.result())
-        else:
+        try:
+            answer.set_result(pickle.loads(packed))  # noqa: S301  from our own worker
+        except Exception as error:  # noqa: BLE001  user data may raise anything
             what = f"{label}: its score cannot be unpickled: {type(error).__name__}: {first_line(error)}"
             answer.set_result(TrajectoryError("reward", what))
 
@@ -133,48 +127,46 @@ class _Worker:
                     await asyncio.sleep(self._pause_s)
                     self._kill(self.actor)
                     self.actor = self._start()
-                    self._is_lost.clear()
         except Exception as error:  # noqa: BLE001  Ray has ended; no call may wait for this worker
             self.given_up = f"{self.name} cannot be restarted: {type(error).__name__}: {first_line(error)}"
             self._fail_calls(self.given_up)
 
     async def _watch_process(self) -> None:
-        """Check that the process is alive, until this check or a call of `score` finds it lost."""
+        """Take the results of its process, until that is lost."""
+        wait_s = 0.0  # so that it is known at once whether it is up
         try:
             while True:
-                async with silence_limit(SILENCE_S):
-                    await self.actor.is_alive.remote()
-                if not self._is_lost.is_set():
+                async with silence_limit(wait_s + SILENCE_S):
+                    results = await self.actor.collect.remote(wait_s)
+                for number, packed in results:
+                    self._settle(number, packed)
+                if not self.is_up:
                     self.is_up = True
                     self._on_change()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_lost.wait(), SIGN_OF_LIFE_S)
-                    return
+                wait_s = POLL_S
         except TimeoutError:
             self._lose(f"it did not answer for {SILENCE_S:.0f} s")
         except ray.exceptions.RayError as error:
             self._lose(first_line(error))
 
     def _lose(self, cause: str) -> None:
-        """Fail its calls, and give the worker up if it was lost too often. Only the first call counts."""
-        if self._is_lost.is_set():
-            return
-        self._is_lost.set()
+        """Fail its scores, and give the worker up if it was lost too often."""
         cause = cause.rstrip(".")
         self._pause_s = self._budget.take(has_served=self.is_up)
         if self._pause_s is None:
             self.given_up = f"{self.name} was lost after {self._budget} and is not restarted; the last cause: {cause}."
         logger.warning(
             "%s with %d trajectories is lost: %s. %s",
-            *(self.name, len(self._calls), cause),
+            *(self.name, len(self._awaited), cause),
             self.given_up or f"It is restarted ({self._budget}), and they are scored again.",
         )
         self._fail_calls(cause)
 
     def _fail_calls(self, cause: str) -> None:
-        """Fail its calls, so that they are repeated on another worker."""
+        """Fail its scores, so that they are repeated on another worker."""
         self.is_up = False
-        for answer in self._calls:
+        self._outgoing.clear()
+        for _, answer in self._awaited.values():
             if not answer.done():
                 answer.set_exception(_WorkerLostError(cause))
         self._on_change()

@@ -27,6 +27,7 @@ from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSyncE
 from penstock.dataflow.ids import POLICY, EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
+from penstock.kernels.portable.products import use_onednn
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
 from penstock.trainer.policy_trainer import PolicyTrainer
@@ -114,6 +115,8 @@ class TrainerRank:
             if len(set(addresses)) > 1 and (interface := interface_of(own)) is not None:
                 # gloo would use what the host's name resolves to, on many systems 127.0.1.1.
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self._spec.device == "cpu":
+            use_onednn()
         self._trainer = build_trainer(self._spec, self._rank, master_addr=host, master_port=port)
         if self._rank == 0:
             self._outbound = private_directory(self._spec.publish_in)

@@ -8,15 +8,13 @@ Which worker counts as lost, who scores its trajectories again and how often it 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import random
-from collections.abc import Generator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from ray.actor import ActorHandle
 
-from penstock.actors.reward.actor import Result, RewardActor
+from penstock.actors.reward.actor import Result, RewardActor, Scoring
 from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
@@ -29,40 +27,6 @@ from penstock.platform.simulator.world import EVALUATION_TASKS, World, member_of
 
 NUM_WORKERS = 3
 """Processes; `reward_workers` is how many scores they compute at once."""
-SIGN_OF_LIFE_S = 0.5
-"""Mean time until a worker has answered whether it is alive, seconds."""
-
-
-class ObjectRef:
-    """The answer of a remote call, as Ray gives it: to be awaited, or as a future of another thread."""
-
-    def __init__(self, answer: asyncio.Future[Any]) -> None:
-        self._answer = answer
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._answer.__await__()
-
-    def future(self) -> concurrent.futures.Future[Any]:
-        """A future that is done when the answer is."""
-        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def settle(answer: asyncio.Future[Any]) -> None:
-            if answer.cancelled():
-                found.cancel()
-            elif (error := answer.exception()) is not None:
-                found.set_exception(error)
-            else:
-                found.set_result(answer.result())
-
-        self._answer.add_done_callback(settle)
-        return found
-
-
-class RewardProcess(VirtualProcess):
-    """The process of one reward worker."""
-
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        return ObjectRef(super().call(method, arguments))
 
 
 class SimulatedScoring:
@@ -103,6 +67,7 @@ class SimulatedRewardActor(RewardActor):
 
     def __init__(self, rewards: SimulatedRewards, index: int) -> None:
         self._runner = cast("RewardRunner", SimulatedScoring(rewards))
+        self._scoring = Scoring()
         self._rewards = rewards
         self._index = index
 
@@ -112,9 +77,9 @@ class SimulatedRewardActor(RewardActor):
         self._rewards.maybe_lose(self._index)
         return result
 
-    async def is_alive(self) -> None:
-        """Answers after a while, since its process also computes scores."""
-        await asyncio.sleep(self._rewards.rng.expovariate(1 / SIGN_OF_LIFE_S))
+    def end(self) -> None:
+        """Its process dies."""
+        self._scoring.cancel()
 
     async def shutdown(self) -> None:
         """There is no child process."""
@@ -137,7 +102,7 @@ class SimulatedRewards:
         self.free = asyncio.Semaphore(workers)
         self.rng: random.Random = world.rng("rewards")
         self.num_killed = 0
-        self._processes: dict[int, RewardProcess] = {}
+        self._processes: dict[int, VirtualProcess] = {}
         self._client = RewardClient([partial(self._start, index) for index in range(NUM_WORKERS)], self._kill)
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
@@ -162,7 +127,8 @@ class SimulatedRewards:
         await self._client.close()
 
     def _start(self, index: int) -> ActorHandle:
-        process = self._processes[index] = RewardProcess(SimulatedRewardActor(self, index), lambda: None)
+        actor = SimulatedRewardActor(self, index)
+        process = self._processes[index] = VirtualProcess(actor, actor.end)
         return cast("ActorHandle", process.handle)
 
     def _kill(self, actor: ActorHandle) -> None:

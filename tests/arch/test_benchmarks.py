@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -78,6 +79,28 @@ def test_what_make_bench_starts_can_be_imported(program: list[str]) -> None:
         [sys.executable, *program], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+READS_THE_DEMO = """
+import itertools, json, sys
+sys.path.insert(0, "benchmarks")
+import vs_trl
+from penstock.platform.checks.load import compose_config
+vs_trl.islice = lambda stream, count: itertools.islice(stream, 2)
+vs_trl.BENCH = vs_trl.Path(sys.argv[1])
+print(json.dumps(vs_trl.trl_spec(compose_config(["experiment=arithmetic"]), "policy", 1)))
+"""
+
+
+def test_make_bench_gives_trl_each_setting_that_its_side_reads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READS_THE_DEMO, tmp_path],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = set(re.findall(r'spec\["(\w+)"\]', (ROOT / "benchmarks" / "trl_grpo.py").read_text(encoding="utf-8")))
+    assert len(read) > 10
+    assert read - json.loads(done.stdout).keys() == {"micro_batch"}, "which the sweep sets"
 
 
 @pytest.mark.full

@@ -419,6 +419,25 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
     return False
 
 
+def split_by_signal(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
+    """Sequences of groups with a signal (`has_signal`), then those of all others, whose gradient is 0.
+
+    A loss of pairs trains the sequences of pairs only, so there is nothing to split.
+    """
+    if algorithm.compares_pairs:
+        return (list(sequences), []) if has_signal(sequences, algorithm) else ([], list(sequences))
+    groups: dict[int, list[TrainingSequence]] = {}
+    for one in sequences:
+        groups.setdefault(one.group, []).append(one)
+    heard: list[TrainingSequence] = []
+    silent: list[TrainingSequence] = []
+    for members in groups.values():
+        (heard if has_signal(members, algorithm) else silent).extend(members)
+    return heard, silent
+
+
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
     """Divisor of the weights of a batch; the sum of the normalisers of its parts."""
     if algorithm.compares_pairs:

@@ -20,6 +20,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -45,6 +46,7 @@ from penstock.rollout.config import MAX_TOP_K, VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.layout import joined
+from penstock.rollout.engines.vllm.scheduler import holding_scheduler
 from penstock.rollout.engines.vllm.worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
@@ -101,6 +103,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="penstock.rollout.engines.vllm.worker.WorkerExtension",
         tensor_parallel_size=config.tensor_parallel_size,
+        scheduler_cls=f"{holding_scheduler.__module__}.{holding_scheduler.__name__}",
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
         moe_backend="triton",  # the other kernels for experts reorder what the loader wrote
         seed=spec.seed,
@@ -151,7 +154,8 @@ class VllmEngine:
                 pass
         if self.version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": f"v{self.version}"}
+        # Of this type vLLM encodes nothing, and so does not pass it through a thread.
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"v{self.version}")
         progress = 0
         self._busy.enter()
         try:

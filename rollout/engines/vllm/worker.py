@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
+from penstock.kernels.portable.products import use_onednn
 from penstock.rollout.engines.vllm.layout import check_live, expert_refusal, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.weights.checksum import tensor_checksum
@@ -87,6 +88,7 @@ def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  
 
 
 if current_platform.is_cpu():
+    use_onednn()
     linear_dispatch.dispatch_cpu_unquantized_gemm = _keep_live_parameter
 
 

@@ -17,7 +17,7 @@ import ray
 
 from penstock.actors import restart_budget
 from penstock.actors.reward import client as reward_client
-from penstock.actors.reward.actor import RewardActor
+from penstock.actors.reward.actor import Job, RewardActor, Scoring
 from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
@@ -62,16 +62,42 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return actors
 
 
+def not_there() -> None:
+    raise ModuleNotFoundError("No module named 'my_rows'")
+
+
+class Unreadable:
+    """An object whose class the other side cannot import."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return not_there, ()
+
+
 class Process:
     """A reward worker's process: scores all with 1. `actor` is like the handle from Ray."""
 
     def __init__(self) -> None:
-        self.actor: Any = SimpleNamespace(score=method(self.count), is_alive=method(self.is_alive))
+        self.actor: Any = SimpleNamespace(submit=method(self.submit), collect=method(self.collect))
         self.labels: list[str] = []
         self.is_dead = False
+        self.scoring = Scoring()
+
+    async def submit(self, jobs: list[Job]) -> None:
+        for number, label, body in jobs:
+            self.scoring.begin(number, label, self.count(label, body))
+
+    async def collect(self, wait_s: float) -> list[tuple[int, bytes]]:
+        results: list[tuple[int, bytes]] = []
+        until = time.monotonic() + wait_s
+        while not results:
+            await self.is_alive()
+            results = await self.scoring.collect(0.01)
+            if time.monotonic() >= until:
+                break
+        await self.is_alive()
+        return results
 
     async def count(self, label: str, body: bytes) -> Any:
-        await self.is_alive()
         self.labels.append(label)
         return await self.score(label, body)
 
@@ -89,7 +115,7 @@ class Mortal(Process):
     async def score(self, label: str, body: bytes) -> Any:
         await asyncio.sleep(0.05)  # all calls of a tick come before it
         self.is_dead = True
-        raise ray.exceptions.ActorDiedError
+        await asyncio.Event().wait()
 
 
 class Hanging(Process):
@@ -121,6 +147,8 @@ def client_of(*places: Place) -> Iterator[RewardClient]:
     yield client
     for worker in client._workers:
         worker.close()
+    for process in (process for place in places for process in place.processes):
+        ELSEWHERE.call_soon_threadsafe(process.scoring.cancel)
 
 
 async def all_up(client: RewardClient) -> None:
@@ -165,17 +193,6 @@ async def test_a_slow_reward_delays_no_other() -> None:
         await asyncio.wait_for(slow, 10.0)
 
 
-def not_there() -> None:
-    raise ModuleNotFoundError("No module named 'my_rows'")
-
-
-class Unreadable:
-    """A field whose class the worker cannot import."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return not_there, ()
-
-
 async def test_a_task_that_the_worker_cannot_unpickle_fails_with_the_cause_and_costs_no_worker(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
@@ -184,7 +201,7 @@ async def test_a_task_that_the_worker_cannot_unpickle_fails_with_the_cause_and_c
 
     monkeypatch.setattr(RewardRunner, "score", score)
     actor = RewardActor(RewardConfig(fn="penstock.envs.tasks.arithmetic:exact_match"), SandboxConfig(), "cpu")
-    handle: Any = SimpleNamespace(score=method(actor.score), is_alive=method(actor.is_alive))
+    handle: Any = SimpleNamespace(submit=method(actor.submit), collect=method(actor.collect))
     client = RewardClient([lambda: handle])
     task, trajectory = pair("!")
     odd = replace(task, fields={"answer": Unreadable()})
@@ -243,21 +260,29 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_
 
 
 class Garbled(Process):
-    """Its scores of the task `odd` cannot be unpickled."""
+    """Its scores of two tasks cannot be read by the driver, or not be sent."""
 
     async def score(self, label: str, body: bytes) -> Any:
-        if "(odd)" in label:
-            raise ray.exceptions.RaySystemError("no such class: Oddity")
-        return Score(1.0)
+        odd = {"0/0 (unreadable)": Unreadable(), "0/0 (unsendable)": lambda: None}
+        return odd.get(label, Score(1.0))
 
 
-async def test_a_score_that_cannot_be_unpickled_fails_alone_and_costs_no_worker(killed: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("task_id", "why"),
+    [
+        ("unreadable", r"cannot be unpickled: ModuleNotFoundError: No module named 'my_rows'"),
+        ("unsendable", r"cannot be pickled: .*lambda"),
+    ],
+)
+async def test_a_score_that_cannot_be_sent_or_read_fails_alone_and_costs_no_worker(
+    task_id: str, why: str, killed: list[Any]
+) -> None:
     place = Place(Garbled)
     task, trajectory = pair("!")
     with client_of(place) as client:
         good = asyncio.ensure_future(client.score(task, trajectory))
-        with pytest.raises(TrajectoryError, match=r"\(odd\): its score cannot be unpickled: RaySystemError: .*Oddity"):
-            await asyncio.wait_for(client.score(replace(task, task_id="odd"), trajectory), 10.0)
+        with pytest.raises(TrajectoryError, match=rf"\({task_id}\): its score {why}"):
+            await asyncio.wait_for(client.score(replace(task, task_id=task_id), trajectory), 10.0)
         assert (await good).reward == 1.0
     assert (len(place.processes), killed) == (1, [])
 
@@ -265,7 +290,7 @@ async def test_a_score_that_cannot_be_unpickled_fails_alone_and_costs_no_worker(
 async def test_a_worker_that_hangs_is_replaced_and_its_trajectories_are_scored(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)
+    monkeypatch.setattr(reward_client, "POLL_S", 0.05)
     monkeypatch.setattr(reward_client, "SILENCE_S", 0.5)
     place = Place(Hanging, Process)
     with client_of(place) as client:
@@ -290,7 +315,7 @@ async def test_a_cancelled_trajectory_affects_no_other_when_its_worker_dies() ->
 async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
-    monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)
+    monkeypatch.setattr(reward_client, "POLL_S", 0.05)
     monkeypatch.setattr(reward_client, "SILENCE_S", 1.0)
 
     class Unhurried(Process):

@@ -126,7 +126,7 @@ def test_an_optimizer_step_waits_for_the_copy(
     trained(trainer, batch, range(2))
     before = state_of(trainer)
     if kind == "critic alone":  # whose policy has no gradient, and makes no step
-        monkeypatch.setattr(policy_trainer, "has_signal", lambda *_arguments: False)
+        monkeypatch.setattr(policy_trainer, "split_by_signal", lambda sequences, _algorithm: ([], list(sequences)))
     has_stepped, copy = threading.Event(), checkpoint._host_copies
 
     def copies_after_a_step(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.trainer import policy_trainer
+
 from .torch_trainer import scored, trainer_of
 
 
@@ -114,3 +116,53 @@ def test_a_silent_mini_batch_takes_no_step_and_the_others_do(policy, batch) -> N
     trainer = trainer_of(policy, mini_batches=3, proximal="recompute")
     metrics = trainer.step(batch, 0).metrics
     assert (metrics["trainer/updates"], metrics["trainer/silent_updates"]) == (3, 1)
+
+
+def with_a_silent_group(batch):
+    """The second group has equal rewards, and the answers are long, so that leaving it out saves micro-batches."""
+    return [batch[0], *equal_rewards([batch[1]]), batch[2]]
+
+
+def count_backwards(trainer, monkeypatch) -> list[int]:
+    """Gets one entry per backward pass."""
+    calls, backward = [], trainer.backend.backward
+
+    def counted(loss, *, is_last: bool) -> None:
+        calls.append(1)
+        backward(loss, is_last=is_last)
+
+    monkeypatch.setattr(trainer.backend, "backward", counted)
+    return calls
+
+
+def test_a_silent_group_gets_no_backward_pass_and_the_step_stays_the_same(policy, batch, monkeypatch) -> None:
+    batch = with_a_silent_group(batch)
+    # At this rate of AdamW with epsilon 1 the change of a weight is about its gradient.
+    split = trainer_of(policy, max_tokens=32, lr=1.0, adam_epsilon=1.0, record_every=1)
+    of_split = count_backwards(split, monkeypatch)
+    measured = split.step(batch, 0)
+    monkeypatch.setattr(policy_trainer, "split_by_signal", lambda sequences, _algorithm: (list(sequences), []))
+    whole = trainer_of(policy, max_tokens=32, lr=1.0, adam_epsilon=1.0, record_every=1)
+    of_whole = count_backwards(whole, monkeypatch)
+    expected = whole.step(batch, 0)
+    assert len(of_split) < len(of_whole)
+    assert float((weights_of(split) - weights_of(whole)).abs().max()) < 1e-6
+    same = [name for name in expected.metrics if name.startswith(("ratio/", "mismatch/", "loss/", "reward/"))]
+    for name in same:
+        assert measured.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-5, abs=1e-7), name
+    assert measured.trained_tokens.keys() == expected.trained_tokens.keys()
+    for name, (logprobs, _) in expected.trained_tokens.items():
+        np.testing.assert_allclose(measured.trained_tokens[name][0], logprobs, atol=1e-5)
+
+
+def test_a_silent_group_whose_loss_is_not_finite_makes_it_a_bad_step(policy, batch, monkeypatch) -> None:
+    trainer = trainer_of(policy, max_tokens=32)
+    objective = trainer._objective
+
+    def broken(*arguments) -> torch.Tensor:
+        loss = objective(*arguments)
+        return loss if torch.is_grad_enabled() else loss * torch.nan
+
+    monkeypatch.setattr(trainer, "_objective", broken)
+    report = trainer.step(with_a_silent_group(batch), 4)
+    assert (report.version, report.skipped) == (4, True)

@@ -1,0 +1,112 @@
+"""vLLM's schedulers, which report the tokens of a request by the dozen instead of after every engine step.
+
+vLLM serializes each token of each request on its own, and the process with our event loop decodes and counts each of
+them, only to join them again into deltas (benchmarks/results/step_profile.md has what that costs).
+
+Invariant: nothing is held over a pause. vLLM labels tokens with the weight version at the time when they are sent, and
+versions change only in a pause, so a paused scheduler has work until it has sent what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+
+MAX_HELD_TOKENS = 16
+"""Tokens of a request that are held at most. A request that is aborted loses what was not sent yet."""
+_CLIENT = 0
+"""Index of the only client of an engine core: our AsyncLLM."""
+
+
+class HeldOutputs:
+    """Holds the outputs of a request until they have as many tokens as its `stream_interval`, `MAX_HELD_TOKENS` at
+    most. It is a base that goes before a scheduler of vLLM.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._held: dict[str, list[EngineCoreOutput]] = {}
+
+    def update_from_output(self, *step: Any) -> Any:
+        """Messages of one step: the outputs of requests that have ended or enough tokens, of all in a pause."""
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*step)  # type: ignore[misc]
+        for message in messages.values():
+            message.outputs = [ready for one in message.outputs for ready in self._ready(one)]
+        if self._must_send():
+            rest = [joined(pieces) for pieces in self._held.values()]
+            self._held.clear()
+            messages.setdefault(_CLIENT, EngineCoreOutputs()).outputs += rest
+        return messages
+
+    def _ready(self, output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
+        """What is to be sent of a request, now that it has one more output."""
+        pieces = self._held.setdefault(output.request_id, [])
+        if pieces and not can_join(pieces[-1], output):
+            yield joined(pieces)
+            pieces.clear()
+        pieces.append(output)
+        if output.finish_reason is not None or sum(len(one.new_token_ids) for one in pieces) >= self._interval(output):
+            yield joined(self._held.pop(output.request_id))
+
+    def _interval(self, output: EngineCoreOutput) -> int:
+        request: Request = self.requests[output.request_id]  # type: ignore[attr-defined]
+        wanted = None if request.sampling_params is None else request.sampling_params.stream_interval
+        return min(wanted or 1, MAX_HELD_TOKENS)
+
+    def _must_send(self) -> bool:
+        return bool(self._held) and self.pause_state == PauseState.PAUSED_ALL  # type: ignore[attr-defined]
+
+    def has_requests(self) -> bool:
+        """Whether another step is needed. The step of a paused scheduler computes nothing and sends what is held."""
+        return self._must_send() or super().has_requests()  # type: ignore[misc]
+
+    def finish_requests(self, *which: Any) -> Any:
+        """Abort requests, for all of which vLLM has reported the end already."""
+        aborted = super().finish_requests(*which)  # type: ignore[misc]
+        for request in aborted:
+            self._held.pop(request.request_id, None)
+        return aborted
+
+
+class HoldingScheduler(HeldOutputs, Scheduler):
+    """For an engine that computes a step before it schedules the next one, as on CPUs."""
+
+
+class HoldingAsyncScheduler(HeldOutputs, AsyncScheduler):
+    """For an engine that schedules a step while it computes the one before, as on GPUs."""
+
+
+def holding_scheduler(vllm_config: VllmConfig, **settings: Any) -> HoldingScheduler | HoldingAsyncScheduler:
+    """The scheduler of an engine core; vLLM finds this by the name in its arguments and calls it as a class."""
+    kind = HoldingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else HoldingScheduler
+    return kind(vllm_config=vllm_config, **settings)
+
+
+def can_join(earlier: EngineCoreOutput, later: EngineCoreOutput) -> bool:
+    """Whether two outputs of a request are tokens and equally many logprobs for each, and nothing else."""
+    has_more = any(one.new_sampling_mask is not None or one.routed_experts is not None for one in (earlier, later))
+    widths = {one.new_logprobs.logprobs.shape[1] for one in (earlier, later) if one.new_logprobs is not None}
+    return not has_more and len(widths) <= 1
+
+
+def joined(pieces: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Consecutive outputs of one request as one: all tokens, logprobs and events, and the end of the last one."""
+    first, last = pieces[0], pieces[-1]
+    if first is last:
+        return last
+    last.new_token_ids = [token for one in pieces for token in one.new_token_ids]
+    logprobs = [one.new_logprobs[:3] for one in pieces if one.new_logprobs is not None]
+    if logprobs:
+        last.new_logprobs = LogprobsLists(*(np.concatenate(column) for column in zip(*logprobs, strict=True)))
+    last.events = [event for one in pieces for event in one.events or ()] or None
+    last.prefill_stats = first.prefill_stats
+    return last
