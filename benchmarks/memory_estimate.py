@@ -89,7 +89,7 @@ def main() -> None:
         planned = estimated_activation_bytes(name, tokens, gradient_checkpointing=checkpoints)
         cells = (name, f"{tokens}", "yes" if checkpoints else "no", f"{found / GIB:.2f}", f"{planned / GIB:.2f}")
         lines.append(f"| {' | '.join(cells)} | {planned / found:.2f} |")
-    notes = [*provenance(), "by: python benchmarks/memory_estimate.py"]
+    notes = [*provenance(), "n = 1: bytes of tensors are counted", "by: python benchmarks/memory_estimate.py"]
     lines += ["", *(f"- {note}" for note in notes)]
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
