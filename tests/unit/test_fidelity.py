@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.environment import Action, Done
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,3 +233,47 @@ def test_the_page_says_where_the_figures_are_from_and_what_failed(
     ):
         assert re.search(rf"^- {line}", text, re.MULTILINE), line
     assert report.IMAGE.stat().st_size > 1000
+
+
+def played(fidelity: ModuleType, actions: list[str]) -> tuple[list[str], float]:
+    """The prompts that a policy with these actions sees for 120+340 then + 600, and its reward."""
+    from fidelity_tasks import RunningTotal
+
+    task = Task(TaskId("t"), "120+340=", {"last": 600, "total": 1060})
+    environment = RunningTotal(0).environment()
+    reply = environment.reset(task)
+    prompts = [reply.content]
+    for turn, text in enumerate(actions):
+        reply = environment.step(Action(text, turn=turn))
+        if isinstance(reply, Done):
+            break
+        prompts.append(reply.content)
+    return prompts, reply.reward
+
+
+@pytest.mark.parametrize(
+    ("actions", "prompts", "reward"),
+    [
+        (["0+0+0=0;460", "1060"], ["120+340=", "460+600="], 1.0),
+        (["460", "1061"], ["120+340=", "460+600="], 0.5),
+        (["461", "1061"], ["120+340=", "461+600="], 0.0),
+        (["461", "1060"], ["120+340=", "461+600="], 0.5),
+        (["46", "1060"], ["120+340="], 0.0),
+    ],
+)
+def test_the_running_total_asks_for_the_second_sum_with_the_policys_own_first_one(
+    fidelity: ModuleType, actions: list[str], prompts: list[str], reward: float
+) -> None:
+    assert played(fidelity, actions) == (prompts, reward)
+
+
+def test_gold_actions_of_the_running_total_get_full_reward(fidelity: ModuleType) -> None:
+    from fidelity_tasks import RunningTotal
+
+    source = RunningTotal(0)
+    for task in islice(source.train(), 200):
+        environment = source.environment()
+        environment.reset(task)
+        *_, last = [environment.step(Action(text, turn=turn)) for turn, text in enumerate(source.gold_actions(task))]
+        assert isinstance(last, Done)
+        assert last.reward == 1.0
