@@ -239,7 +239,7 @@ def plot(table: Table) -> None:
 
     colors = {"none": "#444444", "uncorrected": "#c0392b", "decoupled": "#1b6ca8", "TIS": "#2e8b57"}
     marks = {0: "*", 2: "o", 8: "s"}
-    mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "penstock"})
+    mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "penstock", "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(
         1, len(table), figsize=(1.5 + 3.2 * len(table), 3.4), layout="constrained", squeeze=False
@@ -254,7 +254,7 @@ def plot(table: Table) -> None:
                 [mean(values(runs, "steps_s"))], [accuracy.center], yerr=accuracy.half_width, label=label,
                 color=colors[correction], marker=marks[eta], capsize=3, linestyle="none",
             )  # fmt: skip
-        axis.set(title=task, xlabel="seconds of all steps", ylim=(0, 1), xlim=(0, None))
+        axis.set(title=task, xlabel="seconds of all steps", ylim=(0, 1), xlim=(0, 1.1 * axis.dataLim.xmax))
     axes[0][0].set_ylabel("held-out accuracy, 95 % interval")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside right center")
