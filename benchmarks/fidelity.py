@@ -255,10 +255,13 @@ def main() -> None:
         if time.monotonic() - started > 60 * arguments.minutes:
             print(f"{where}: not begun, {arguments.minutes:g} minutes have passed")
             break
+        settings = settings_of(cell)
+        if is_finished(cell, "", settings, records, retry=arguments.retry):  # a complete seed: no policy is needed
+            continue
         if cell.task not in policies:
             policies[cell.task] = warm_start(cell.task, arguments.timeout_s)
         policy, checksum = policies[cell.task]
-        if is_finished(cell, checksum, settings_of(cell), records, retry=arguments.retry):
+        if is_finished(cell, checksum, settings, records, retry=arguments.retry):
             continue
         print(f"{where}: running", flush=True)
         record = run_cell(cell, policy, checksum, arguments.timeout_s)
@@ -267,6 +270,7 @@ def main() -> None:
         write_report(records, settings_of)
         print(f"{where}: {record.reason or f'accuracy {record.accuracy:.3f}, {record.wall_s:.0f} s'}", flush=True)
     write_report(records, settings_of)
+    print(f"{len(records)} runs are in {RESULTS.relative_to(ROOT)}; the table is fidelity.md in the same folder")
 
 
 if __name__ == "__main__":
