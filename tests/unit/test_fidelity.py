@@ -130,6 +130,44 @@ def test_records_are_read_as_they_were_written(
     assert [row["status"] for row in json.loads(fidelity.RESULTS.read_text())] == ["completed", "failed"]
 
 
+def test_an_interrupted_comparison_continues_and_a_complete_one_starts_nothing(
+    fidelity: ModuleType, report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "ROOT", tmp_path)
+    monkeypatch.setattr(fidelity, "RESULTS", tmp_path / "fidelity.json")
+    monkeypatch.setattr(report, "TABLE", tmp_path / "fidelity.md")
+    monkeypatch.setattr(report, "IMAGE", tmp_path / "images" / "fidelity.svg")
+    monkeypatch.setenv("PYTHONPATH", "")
+    started: list[str] = []
+    interrupts = ["arithmetic-eta2-TIS-seed0"]
+
+    def run_cell(cell: Any, _policy: Path, checksum: str, _timeout_s: float) -> Any:
+        started.append(cell.name)
+        if cell.name in interrupts:
+            interrupts.remove(cell.name)
+            raise KeyboardInterrupt
+        return completed(report, cell, settings=fidelity.settings_of(cell), policy=checksum)
+
+    def warm_start(task: str, _timeout_s: float) -> tuple[Path, str]:
+        started.append(task)
+        return tmp_path, "p"
+
+    monkeypatch.setattr(fidelity, "run_cell", run_cell)
+    monkeypatch.setattr(fidelity, "warm_start", warm_start)
+    monkeypatch.setattr("sys.argv", ["fidelity.py", "--tasks", "arithmetic", "--seeds", "0:1"])
+    names = [cell.name for cell in fidelity.ordered_cells(["arithmetic"], [0])]
+    with pytest.raises(KeyboardInterrupt):
+        fidelity.main()
+    assert started == ["arithmetic", *names[:4]]
+    started.clear()
+    fidelity.main()
+    assert started == ["arithmetic", *names[3:]]
+    started.clear()
+    fidelity.main()
+    assert started == []
+    assert len(fidelity.read_records()) == 7
+
+
 def test_figures_are_those_of_the_summary_and_of_the_steps(fidelity: ModuleType) -> None:
     summary = {
         "eval_before": 0.5,
