@@ -63,12 +63,17 @@ COUNTDOWN = (
     "env.args={chat: false, num_numbers: 2, max_number: 60, max_target: 300}",
     "reward.fn=countdown:countdown_reward",
 )
-SPELL_BACKWARD = ("env.args.dataset=spell_backward", "env.args.config={min_word_len: 3, max_word_len: 6}")
 TASKS = {
     "arithmetic": Task(("experiment=arithmetic_sft",), ("experiment=arithmetic", "total_steps=30")),
     "countdown": Task(
-        ("experiment=arithmetic_sft", *COUNTDOWN),
-        ("experiment=arithmetic", "total_steps=40", *COUNTDOWN),
+        (
+            "experiment=arithmetic_sft",
+            "sft.eval_tasks=400",
+            "sft.stop_at_accuracy=0.6",
+            "sft.max_greedy_accuracy=0.8",
+            *COUNTDOWN,
+        ),
+        ("experiment=arithmetic", "total_steps=80", "trainer.optimizer.lr=1e-4", *COUNTDOWN),
     ),
     "running_total": Task(
         ("experiment=arithmetic_sft",),
@@ -79,27 +84,6 @@ TASKS = {
             "~env.args",
             "env.episode.max_threads=2",
             "reward=episode",
-        ),
-    ),
-    "spell_backward": Task(
-        (
-            "experiment=text_sft",
-            "sft.max_steps=600",
-            "sft.eval_every_steps=20",
-            "sft.eval_tasks=256",
-            "sft.stop_at_accuracy=0.2",
-            "sft.max_greedy_accuracy=0.55",
-            *SPELL_BACKWARD,
-        ),
-        (
-            "experiment=text",
-            "total_steps=40",
-            "dataflow.batch_groups=16",
-            "dataflow.group_size=8",
-            "evaluation.num_tasks=1024",
-            "trainer.optimizer.lr=5e-5",
-            "trainer.optimizer.warmup_steps=10",
-            *SPELL_BACKWARD,
         ),
     ),
 }

@@ -15,6 +15,8 @@ import pytest
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from tests.model_folder import CONFIG
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +81,26 @@ def test_the_cells_of_a_seed_differ_only_in_staleness_and_correction(fidelity: M
         assert all(config == shared[0] for config in shared)
         assert shared[0]["seed"] == 3
         assert corrections == {"none": [], "uncorrected": [], "decoupled": ["decoupled"], "TIS": ["tis_token"]}
+
+
+@pytest.mark.full
+def test_the_commands_of_every_task_are_accepted(
+    fidelity: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from penstock.platform.checks.load import load_config
+
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    policy = tmp_path / "policy"
+    Qwen3ForCausalLM(Qwen3Config(**CONFIG)).save_pretrained(policy)
+    character_tokenizer().save_pretrained(policy)
+    own = ["name=x", f"run_dir={tmp_path / 'run'}"]
+    for name, task in fidelity.TASKS.items():
+        (cell, *_) = fidelity.ordered_cells([name], [0])
+        load_config("sft", [*task.warm_start, *own], dry_run=True)
+        load_config("train", [*fidelity.settings_of(cell), f"model.path={policy}", *own], dry_run=True)
 
 
 def test_a_cell_is_skipped_only_with_the_same_settings_and_policy(fidelity: ModuleType, report: ModuleType) -> None:
