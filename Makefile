@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench gpu-check cluster clean
+.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench fidelity gpu-check cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -110,6 +110,9 @@ format: setup  ## Format the code and fix what can be fixed
 
 bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 	@$(BIN)/python benchmarks/vs_trl.py
+
+fidelity: setup  ## Compare accuracy over task x staleness x correction x seed at equal samples; takes hours, continues if interrupted
+	@$(BIN)/python benchmarks/fidelity.py
 
 gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
 	@$(BIN)/python benchmarks/gpu_check.py

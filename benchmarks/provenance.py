@@ -29,7 +29,7 @@ def _commit() -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
         return git("rev-parse", "--short", "HEAD") + (", with changes that are not committed" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "not recorded: no git here"
