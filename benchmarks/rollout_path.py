@@ -118,6 +118,7 @@ def serve_alone(pipe: Connection, spec: EngineSpec) -> None:
 
 async def _serve_alone(pipe: Connection, spec: EngineSpec) -> None:
     from vllm import SamplingParams as VllmSamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -125,7 +126,9 @@ async def _serve_alone(pipe: Connection, spec: EngineSpec) -> None:
     from penstock.rollout.engines.vllm.engine import CacheUsage, engine_args
 
     assert isinstance(spec.engine, VllmEngineConfig)
-    llm = AsyncLLM.from_engine_args(engine_args(spec, spec.engine), stat_loggers=[CacheUsage])
+    # A scheduler of ours, if there is one, is part of our path.
+    stock = replace(engine_args(spec, spec.engine), scheduler_cls=AsyncEngineArgs.scheduler_cls)
+    llm = AsyncLLM.from_engine_args(stock, stat_loggers=[CacheUsage])
 
     async def answer(index: int, prompt: tuple[int, ...], sampling: VllmSamplingParams) -> int:
         async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(index)):
