@@ -264,8 +264,8 @@ def read_shard(
 
 
 @lru_cache(maxsize=NUM_BUFFERS)
-def _kept_mapping(file: str, inode: int, size: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001 - part of the key
-    """Map a version buffer, which the engine reads again every `NUM_BUFFERS` versions.
+def _kept_mapping(file: str, _inode: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map a version buffer, which the engine reads again every `NUM_BUFFERS` versions; another inode is another file.
 
     To fault the pages of a new mapping in and to free them takes as long as two copies of the version, and the second
     half of that happened while the engine was frozen.
