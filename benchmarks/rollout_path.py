@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -60,7 +63,7 @@ from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
 
 GROUP_SIZE = 8
-TURNOVER = {"demo": 8, "50m": 3}
+TURNOVER = {"demo": 5, "50m": 3}
 """Requests of a round, in multiples of the requests in flight."""
 SHAPES = {
     "demo": [],
@@ -180,10 +183,16 @@ class Alone:
         return self._pipe.recv()
 
     def close(self) -> None:
-        if self.process.is_alive():
-            self._pipe.send(None)
-            self.process.join(30.0)
-            self.process.terminate()
+        """End the process and its engine core."""
+        if not self.process.is_alive():
+            return
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        self._pipe.send(None)
+        self.process.join(15.0)
+        self.process.kill()
+        for child in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 # --- Penstock --------------------------------------------------------------------------------------------------------
@@ -302,6 +311,7 @@ def main() -> None:
     parser.add_argument("--in-flight", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what runs is ended
     set_gc_thresholds()  # as every run does
     results: dict[str, dict[str, list[Round]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
