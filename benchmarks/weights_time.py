@@ -7,8 +7,13 @@ layout at tensor parallelism 2. Rounds alternate between the three, so that a sl
 - Penstock: the training ranks write (`ShardWriter.write`, concurrently), then the engine ranks swap (concurrently).
   Checksums are timed separately; except for the read-back they are computed during generation. The version buffers are
   pre-faulted by two earlier publishes, and mapped by staging.
+- Whole publish: the same phases in the order of a run, from the end of an optimizer step to engines that may decode:
+  the ranks write and sum, the engines stage and compare, swap, read back and compare. The decode step itself is left
+  out, and so is vLLM's pause (in_flight.py).
 - Gather and broadcast: rank 1 sends its partitions to rank 0 (gloo), or both gather them all, as ZeRO-3 does; rank 0
-  puts whole tensors into Ray's object store, and each engine rank maps them and copies its slices.
+  puts whole tensors into Ray's object store, and each engine rank maps them and copies its slices: no more than what
+  vLLM's own loader does. With equal checks: the ranks sum their partitions, each engine rank compares every tensor that
+  it has received, and compares its parameters with the slices after loading.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import torch.distributed as dist
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.spec import free_port
-from penstock.weights.checksum import tensor_checksum
+from penstock.weights.checksum import strided_sum, tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
@@ -90,6 +95,15 @@ class TrainingProcess:
     def sums(self) -> list[Any]:
         assert self._writer is not None
         return self._writer.sums(self._parts)
+
+    def write_and_sum(self, version: int) -> list[Any]:
+        """One call, as in a run."""
+        self.write(version)
+        return self.sums()
+
+    def partition_sums(self) -> dict[str, int]:
+        """Contribution of this rank's partition to the checksum of each whole tensor."""
+        return {name: strided_sum(part, self._rank * len(part), (1,)) for name, part in self._parts.items()}
 
     def gather(self, *, to_all: bool) -> Any:
         """Whole tensors on rank 0 (or on every rank, as ZeRO-3 gathers), and from there in the object store."""
@@ -156,14 +170,20 @@ class EngineProcess:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - started
 
-    def load(self, handle: list[Any]) -> None:
-        """Map whole tensors and copy this rank's slices."""
-        whole = ray.get(handle[0])
+    def load(self, handle: list[Any], sums: dict[str, int] | None = None) -> None:
+        """Map whole tensors and copy this rank's slices; with their `sums`, compare before and after."""
+        whole = {name: torch.from_numpy(values) for name, values in ray.get(handle[0]).items()}
+        for name, checksum in (sums or {}).items():
+            assert tensor_checksum(whole[name]) == checksum, name
+        expected: dict[str, int] = defaultdict(int)
         for name, shape, shard in self._slices:
-            tensor = torch.from_numpy(whole[name])[: volume_of(TensorSpec(name, shape))].view(shape)
-            part = tensor[tuple(slice(*range_) for range_ in shard.box)]
-            live = self._live[shard.view.buffer]
-            torch.as_strided(live, extents(shard.box), shard.view.strides, shard.view.offset).copy_(part)
+            tensor = whole[name][: volume_of(TensorSpec(name, shape))].view(shape)
+            part, view = tensor[tuple(slice(*range_) for range_ in shard.box)], shard.view
+            torch.as_strided(self._live[view.buffer], extents(shard.box), view.strides, view.offset).copy_(part)
+            if sums is not None:
+                expected[view.buffer] += strided_sum(part, view.offset, view.strides)
+        for name, checksum in expected.items():
+            assert tensor_checksum(self._live[name]) == checksum % 2**64, name
 
 
 def volume_of(spec: TensorSpec) -> int:
@@ -208,10 +228,21 @@ def _measured(directory: Path) -> dict[str, Any]:
         called_s, swaps = _timed(engine.swap.remote() for engine in engines)
         took |= {"swap": max(swaps), "publish": took["write"] + called_s}
         took["read back"], _ = _timed(engine.check.remote(manifest) for engine in engines)
+        whole_s, parts = _timed(rank.write_and_sum.remote(1 - index) for rank in ranks)
+        manifest = transfer.manifest(1 - index, [part for some in parts for part in some])
+        for phase in ("stage", "swap", "check"):
+            on_engines = [getattr(engine, phase) for engine in engines]
+            arguments = () if phase == "swap" else (manifest,)
+            whole_s += _timed(call.remote(*arguments) for call in on_engines)[0]
+        took["whole publish, with all checks"] = whole_s
         for way, to_all in (("gather", False), ("all-gather", True)):
             gather_s, handles = _timed(rank.gather.remote(to_all=to_all) for rank in ranks)
             load_s, _ = _timed(engine.load.remote(handles[0]) for engine in engines)
             took |= {f"{way} and put": gather_s, f"{way}, put and load": gather_s + load_s}
+            sum_s, sums = _timed(rank.partition_sums.remote() for rank in ranks)
+            totals = {name: sum(of_rank[name] for of_rank in sums) % 2**64 for name in sums[0]}
+            checked_s, _ = _timed(engine.load.remote(handles[0], totals) for engine in engines)
+            took[f"{way}, put and load, with equal checks"] = gather_s + sum_s + checked_s
             _all(engine.check.remote(manifest) for engine in engines)  # every method gives the same parameters
         for name, value in took.items() if version >= 0 else ():
             seconds[name].append(value)
@@ -234,18 +265,23 @@ def time_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], lis
     middle = {name: median(values) for name, values in seconds.items()}
     ratios = {
         "publish ÷ memcpy (at least 2)": _ratio(seconds["publish"], seconds["memcpy"]),
+        "whole publish ÷ memcpy": _ratio(seconds["whole publish, with all checks"], seconds["memcpy"]),
         "swap − memcpy of a shard, ms": [
             1e3 * (a - b) for a, b in zip(seconds["swap"], seconds["memcpy of a shard, both at once"], strict=True)
         ],
         "gather to rank 0 and broadcast ÷ publish": _ratio(seconds["gather, put and load"], seconds["publish"]),
         "all-gather and broadcast ÷ publish": _ratio(seconds["all-gather, put and load"], seconds["publish"]),
     }
+    for way in ("gather", "all-gather"):
+        checked = seconds[f"{way}, put and load, with equal checks"]
+        ratios[f"{way}, with equal checks ÷ whole publish"] = _ratio(checked, seconds["whole publish, with all checks"])
     rows = [[name, f"{1e3 * middle[name]:.0f} ms", _spread([1e3 * v for v in seconds[name]])] for name in seconds]
     rows += [[name, f"{median(values):.2f}", _spread(values)] for name, values in ratios.items()]
     notes = [
         f"{results['num_bytes'] / 2**30:.2f} GiB in float32, 2 partitioned ranks to tensor parallelism 2, "
         f"{results['rounds']} rounds; one thread per process",
         "publish = write + swap, calls included; checksums apart: sums (training ranks), stage and read back (engines)",
+        "whole publish = write and sums in one call, stage, swap, read back, one after another",
         "all engine parameters were equal after every method, by their checksums",
     ]
     return ["", "median", "least … greatest"], rows, notes

@@ -33,6 +33,7 @@ IMPORT_BOUNDARIES: dict[str, Callable[[str], bool]] = {
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path.startswith("rollout/engines/vllm/"),
     "deepspeed": lambda path: path == "trainer/backends/deepspeed.py",
+    "numba": lambda path: path == "weights/checksum.py",
     "peft": lambda path: path == "trainer/models/lora.py",
     "wandb": lambda path: path.startswith("platform/metrics/trackers/"),
     "triton": lambda path: path.startswith("kernels/"),

@@ -109,6 +109,17 @@ class EngineContract:
         for prompt, output in zip(prompts, outputs, strict=True):
             np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
 
+    async def test_an_engine_that_forgot_its_versions_takes_the_next_one(self, harness: Harness) -> None:
+        cut_off = StreamingRequests(harness, [prompt_of(8)], max_new_tokens=500)
+        await cut_off.all_moved()
+        await within(harness.engine.forget_versions())
+        await cut_off.all_finished()
+        assert [output.finish_reason for output in cut_off.outputs] == ["abort"]
+        assert harness.engine.version == -1
+        await harness.publish()
+        output = await harness.sample(prompt_of(8), max_new_tokens=30)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(8), output), atol=1e-4)
+
     async def test_abort_ends_a_request_with_its_tokens_and_frees_its_slot(self, harness: Harness) -> None:
         doomed = StreamingRequests(harness, [prompt_of(8)], max_new_tokens=500)
         bystander = asyncio.create_task(harness.sample(prompt_of(5), max_new_tokens=100))

@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -256,8 +257,25 @@ def read_shard(
             f"{where}: {_file(folder, rank)} does not exist. The engine is on another node than the trainer. Set "
             "weights.transport=auto."
         )
-    sizes = {entry.name: entry.shape[0] for entry in entries}
-    yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()
+    sizes, dtype = {entry.name: entry.shape[0] for entry in entries}, TORCH_DTYPES[entries[0].dtype]
+    file = _file(folder, rank)
+    flat = _kept_mapping(str(file), file.stat().st_ino, version_buffer_size(sizes, dtype), dtype)
+    yield from split_version_buffer(flat, sizes).items()
+
+
+@lru_cache(maxsize=NUM_BUFFERS)
+def _kept_mapping(file: str, _inode: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map a version buffer, which the engine reads again every `NUM_BUFFERS` versions; another inode is another file.
+
+    To fault the pages of a new mapping in and to free them takes as long as two copies of the version, and the second
+    half of that happened while the engine was frozen.
+    """
+    return torch.from_file(file, shared=True, size=size, dtype=dtype)
+
+
+def forget_mappings() -> None:
+    """Unmap the version buffers that this engine rank has read: memory of deleted files is only freed then."""
+    _kept_mapping.cache_clear()
 
 
 def _file(folder: Path, rank: int) -> Path:

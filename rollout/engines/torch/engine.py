@@ -48,7 +48,7 @@ from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.device_memory import VersionBuffer, VersionBufferHandle, version_buffer_for
 from penstock.weights.transport.in_place import IN_PLACE, ShardChunks
 from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
-from penstock.weights.transport.shards import read_shard
+from penstock.weights.transport.shards import forget_mappings, read_shard
 from penstock.weights.transport.shared_memory import read_version
 
 UNPUBLISHED = -1
@@ -168,6 +168,7 @@ class TorchEngine:
                 await self.abort(request_id)
             await self._between_steps(lambda batch: setattr(batch, "version", UNPUBLISHED))
             self.version = UNPUBLISHED
+            forget_mappings()
 
     async def make_version_buffers(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

@@ -280,6 +280,7 @@ class VllmEngine:
             llm = self._open()
             await llm.pause_generation(mode="abort", clear_cache=True)
             self.version, self._ack = UNPUBLISHED, None
+            await llm.collective_rpc("penstock_forget_versions")
             await llm.resume_generation()
 
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:

@@ -36,6 +36,7 @@ from penstock.weights.transport.background import BackgroundJob
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.in_place import IN_PLACE, ShardChunks
 from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
+from penstock.weights.transport.shards import forget_mappings
 from penstock.weights.transport.shared_memory import read_version
 from penstock.weights.transport.staging import Staged, stage
 
@@ -277,6 +278,10 @@ class WorkerExtension:
 
         update.staging.begin(f"stage v{announced.version}", fetch)
         return ""
+
+    def penstock_forget_versions(self) -> None:
+        """Free what was kept of the versions of a trainer that is gone."""
+        forget_mappings()
 
     def penstock_staged(self) -> tuple[bool, str, bytes]:
         """Whether staging has ended, why it failed, and the expected parameters (a pickled tuple of `TensorEntry`)."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.checksum import combine_checksums, tensor_checksum
+from penstock.weights.checksum import combine_checksums, strided_sum, tensor_checksum
 from penstock.weights.transport.shared_memory import read_version, write_version
 
 
@@ -19,6 +19,22 @@ def test_checksum_equals_python_integers(dtype: torch.dtype, word: type) -> None
     words = tensor.flatten().view(torch.int32 if dtype is torch.float32 else torch.int16).numpy().astype(word)
     expected = sum(int(value) * (2 * index + 1) for index, value in enumerate(words)) % 2**64
     assert tensor_checksum(tensor) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("columns", [3, 15, 16, 65, 1000])
+def test_a_part_of_a_buffer_adds_its_words_at_their_addresses(dtype: torch.dtype, columns: int) -> None:
+    """Rows shorter and longer than those that are summed by compiled code, dense and with a gap, in any direction."""
+    whole = (100 * torch.randn(9, columns + 5)).to(dtype)
+    words = whole.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[whole.element_size()]).tolist()
+    for part, rows in ((whole[2:, :columns], [row[:columns] for row in words[2:]]), (whole, words)):
+        for address, strides in ((0, (columns + 5, 1)), (2**40 + 7, (1, 5000)), (3, (2**20, 2))):
+            expected = sum(
+                word * (2 * (address + row * strides[0] + column * strides[1]) + 1)
+                for row, line in enumerate(rows)
+                for column, word in enumerate(line)
+            )
+            assert strided_sum(part, address, strides) == expected % 2**64
 
 
 def test_checksum_sees_order_and_single_elements() -> None:

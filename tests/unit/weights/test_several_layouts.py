@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, 
 from penstock.weights.layout.algebra import side_by_side
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
-from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, manifest_of, read_shard
+from penstock.weights.transport.shards import (
+    ShardFiles,
+    ShardTransfer,
+    ShardWriter,
+    forget_mappings,
+    manifest_of,
+    read_shard,
+)
 from tests.contract.engine_harness import make_spec
 from tests.layouts import read, torch_layout
 from tests.unit.weights.models import engine_layout, numbered, tensors_of
@@ -80,3 +88,28 @@ async def test_a_real_engine_takes_its_ranks_and_refuses_those_of_another_kind(
             await engine.update_weights(manifest_of(publish(2), range(2)))
     finally:
         await engine.shutdown()
+
+
+def test_an_engine_maps_a_file_once_until_it_is_another_file_or_forgotten(tmp_path: Path) -> None:
+    def address(manifest: WeightManifest) -> int:
+        return next(iter(dict(read_shard(manifest, 0, None)).values())).data_ptr()
+
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+
+    forget_mappings()
+    transfer, sums = written(tmp_path, 1)
+    manifest = transfer.manifest(1, sums)
+    first = address(manifest)
+    assert address(manifest) == first
+
+    shutil.rmtree(tmp_path)  # the trainer is gone, and another one writes
+    transfer, sums = written(tmp_path, 1)
+    manifest = transfer.manifest(1, sums)
+    assert address(manifest) != first
+    held = dict(read_shard(manifest, 0, None))
+    assert all(tensor_checksum(held[entry.name]) == entry.checksum for entry in manifest.entries)
+    held.clear()
+    assert any("(deleted)" in line for line in mapped()), "the memory of the first file is still in use"
+    forget_mappings()
+    assert mapped() == []
