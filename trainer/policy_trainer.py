@@ -317,12 +317,10 @@ class PolicyTrainer:
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
         """Run forward and backward over these sequences by micro-batch; only forward over those whose gradient is 0."""
-        if loss_function is not self._objective:
-            heard, silent = sequences, []
-        elif opened.learns:
-            heard, silent = self._by_signal(sequences)
-        else:
-            heard, silent = [], sequences
+        heard: Sequence[TrainingSequence] = sequences
+        silent: Sequence[TrainingSequence] = []
+        if loss_function is self._objective:
+            heard, silent = self._by_signal(sequences) if opened.learns else ([], sequences)
         # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
         if is_last and opened.has_gradient and not heard:
             heard, silent = silent, []
