@@ -74,8 +74,6 @@ def schedule_asynchronously(patch: pytest.MonkeyPatch) -> None:
 async def harness(
     request: pytest.FixtureRequest, cpu_profile: None, open_harness: OpenHarness
 ) -> AsyncIterator[Harness]:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
     update_mode, tp_size, memory, scheduling = request.param
@@ -84,8 +82,8 @@ async def harness(
         if scheduling == "asynchronous":
             schedule_asynchronously(patch)
         async with open_harness(VllmEngine, config, update_mode, memory) as harness:
-            scheduler = harness.engine._llm.vllm_config.scheduler_config.get_scheduler_cls()  # type: ignore[attr-defined]
-            assert (scheduler is AsyncScheduler) == (scheduling == "asynchronous")
+            settings = harness.engine._llm.vllm_config.scheduler_config  # type: ignore[attr-defined]
+            assert settings.async_scheduling == (scheduling == "asynchronous")
             yield harness
 
 
