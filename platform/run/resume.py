@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,12 @@ def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: 
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each changed key that changes what the run learns."""
+    """Yield a sentence for each changed key that changes what the run learns.
+
+    A key that is newer than the run had its default.
+    """
+    with suppress(ConfigError):  # of a key that is older than this version and was replaced by an override
+        saved = changed_config(saved, (), Path(config.run_dir)).model_dump(mode="json")
     before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         is_free = key in ("run_dir", "overwrite", "resume") or any(
