@@ -25,8 +25,13 @@ def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
         console: Where to print; None is standard output.
     """
     console = console or Console(highlight=False)
-    logging.getLogger("penstock.envs.sandbox").setLevel(logging.ERROR)  # the table shows it
-    isolation, verdicts = asyncio.run(try_all(SandboxConfig(allow_unisolated=True), isolate=isolate))
+    logger = logging.getLogger("penstock.envs.sandbox")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the table shows it
+    try:
+        isolation, verdicts = asyncio.run(try_all(SandboxConfig(allow_unisolated=True), isolate=isolate))
+    finally:
+        logger.setLevel(level)
     table = Table("program", "verdict", "how it ended")
     for case, verdict in verdicts.items():
         table.add_row(case.name, _WORDS[verdict.is_contained], verdict.found)

@@ -30,7 +30,9 @@ from .engine_harness import Harness, within
 CODEC = TokenCodec(character_tokenizer())
 NUM_CONVERSATIONS, NUM_TURNS = 12, 4
 SAMPLING = SamplingParams(40, temperature=1.0, stop_token_ids=CODEC.stop_token_ids)
-PROMPT = "12+34=?; 56-7*(8+9)=?; "  # together with the answers, longer than a block of any prefix cache
+PROMPT = "12+34=?; 56-7*(8+9)=?; "
+"""Three of it in each turn: with the answers, longer than a block of any prefix cache, and even with four longest
+answers below the budget; a conversation that ended early would keep the others waiting."""
 
 
 class Together:
@@ -77,7 +79,7 @@ class MultiTurnContract:
         player = EpisodePlayer(Together(between), CODEC, EpisodeBudget(NUM_TURNS, 500))
         runner = TrajectoryRunner(EnginePool([harness.engine], NUM_CONVERSATIONS), CODEC, 60.0, episodes=player)
         runs = [
-            runner.run(RolloutContext(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), "turns"), i, SAMPLING)
+            runner.run(RolloutContext(Task(TaskId(f"t{i}"), PROMPT * 3 + str(i), environment=""), "turns"), i, SAMPLING)
             for i in range(NUM_CONVERSATIONS)
         ]
         for trajectory in await within(asyncio.gather(*runs)):

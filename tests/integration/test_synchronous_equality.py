@@ -72,7 +72,12 @@ class SynchronousLoop:
         requests: list[RunningRequest] = []
         for member in range(self.config.dataflow.group_size):
             seed = derive_seed(self.config.seed, group_id, member)
-            params = SamplingParams(sampling.max_new_tokens, sampling.temperature, self.codec.stop_token_ids, seed)
+            params = SamplingParams(
+                sampling.max_new_tokens,
+                sampling.temperature,
+                stop_token_ids=self.codec.stop_token_ids,
+                seed=seed,
+            )
             request = GenerateRequest(RequestId(f"{group_id}/{member}"), prompt, params)
             requests.append(RunningRequest.of(request, self.engine.limits))
             self.engine.submit(requests[-1])

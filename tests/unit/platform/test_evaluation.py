@@ -64,7 +64,7 @@ def tasks_of(*prompts: str, name: str = "") -> list[Task]:
 
 def evaluator(runner: Runner, size: int = 1, pass_reward: float = 1.0, **settings: Any) -> Evaluator:
     config = EvaluationConfig(answers_per_task=size, **settings)
-    sampling = SamplingParams(8, 0.7, (1,), seed=5)
+    sampling = SamplingParams(8, 0.7, stop_token_ids=(1,), seed=5)
     return Evaluator(runner, Rewards(size), sampling, config, pass_reward)  # type: ignore[arg-type]
 
 
