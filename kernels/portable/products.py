@@ -20,6 +20,11 @@ MIN_MULTIPLICATIONS = 1 << 20
 """M · K · N from which oneDNN is faster; below, its preparation takes longer than the product."""
 
 
+SMALL_STEP, LARGE_STEP = 64, 256
+"""Rows are padded to multiples of these: oneDNN keeps a program of about 0.2 MiB for each number of rows that it meets,
+which are thousands in a run."""
+
+
 @cache
 def use_onednn() -> torch.library.Library | None:
     """Compute `torch.mm` of this process by `product`: all linear layers, forward and backward.
@@ -51,8 +56,13 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         left: `[M, K]`, of any strides and dtype.
         right: `[K, N]`, of the same dtype.
     """
-    if left.dtype == right.dtype == torch.float32 and left.shape[0] * right.numel() >= MIN_MULTIPLICATIONS:
+    num_rows, is_large = left.shape[0], left.shape[0] * right.numel() >= MIN_MULTIPLICATIONS
+    # The gradient of a weight, with more columns than rows, is no faster.
+    if left.dtype == right.dtype == torch.float32 and is_large and num_rows >= left.shape[1]:
+        step = SMALL_STEP if num_rows <= LARGE_STEP else LARGE_STEP
+        if missing := -num_rows % step:
+            left = torch.nn.functional.pad(left, (0, 0, 0, missing))
         # The operator with which torch.compile replaces linear layers; there is no public one for float32.
         by_onednn: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")  # noqa: SLF001
-        return by_onednn
+        return by_onednn[:num_rows]
     return torch.addmm(left.new_zeros(()), left, right, beta=0)  # what torch.mm did before

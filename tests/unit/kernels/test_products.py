@@ -6,12 +6,22 @@ import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from penstock.kernels.portable.products import MIN_MULTIPLICATIONS, is_faster, product
 
-SHAPES = [(300, 128, 384), (1, 1024, 1024), (257, 131, 97), (3, 5, 7), (0, 4, 3), (4, 0, 3)]
+SHAPES = [
+    (300, 128, 384),
+    (256, 128, 64),
+    (128, 300, 384),
+    (1, 1024, 1024),
+    (257, 131, 97),
+    (3, 5, 7),
+    (0, 4, 3),
+    (4, 0, 3),
+]
 
 
 def layouts(rows: int, columns: int, rng: np.random.Generator) -> list[torch.Tensor]:
@@ -32,6 +42,17 @@ def test_a_product_is_that_of_float64_up_to_rounding(rows: int, inner: int, colu
             found = product(left, right)
             assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, columns), torch.float32, True)
             np.testing.assert_allclose(found.numpy(), expected, atol=1e-5 * max(inner, 1) ** 0.5)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_ever_new_numbers_of_rows_take_no_more_memory_after_the_first_ones() -> None:
+    left, right = torch.ones(2048, 96), torch.ones(96, 288)
+    for rows in range(256, 2049, 128):
+        product(left[:rows], right)
+    before = psutil.Process().memory_info().rss
+    for rows in range(257, 2049, 9):
+        product(left[:rows], right)
+    assert psutil.Process().memory_info().rss - before < 8 << 20, "199 numbers, which would keep 0.2 MiB each"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
