@@ -1,7 +1,7 @@
 """Float32 matrix products on a CPU by oneDNN instead of MKL, where MKL does not use what the CPU has.
 
 torch calls MKL for float32, which runs its AVX2 code on CPUs of other makers than Intel. oneDNN, a part of torch as
-well, uses their AVX-512: it is 2.2 times as fast on an AMD EPYC (benchmarks/results/step_profile.md). Both compute in
+well, uses their AVX-512: it is 1.8 times as fast on an AMD EPYC (benchmarks/results/step_profile.md). Both compute in
 float32 and differ in the order of their sums.
 
 Shape legend: M × K times K × N.
@@ -18,8 +18,6 @@ from torch import Tensor
 
 MIN_MULTIPLICATIONS = 1 << 20
 """M · K · N from which oneDNN is faster; below, its preparation takes longer than the product."""
-
-
 SMALL_STEP, LARGE_STEP = 64, 256
 """Rows are padded to multiples of these: oneDNN keeps a program of about 0.2 MiB for each number of rows that it meets,
 which are thousands in a run."""
