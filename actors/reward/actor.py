@@ -28,7 +28,7 @@ Job = tuple[int, str, bytes]
 
 
 class Scoring:
-    """Scores under way, and the results that nobody has collected."""
+    """Scores in progress, and results that nobody has collected."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Scoring:
         return results
 
     def cancel(self) -> None:
-        """End the scores under way, without a result."""
+        """End the scores in progress, without a result."""
         for task in self._tasks:
             task.cancel()
 
@@ -110,6 +110,6 @@ class RewardActor:
             return TrajectoryError("reward", f"{label}: {type(error).__name__}: {error}")
 
     async def shutdown(self) -> None:
-        """End the child process; scores that are under way fail."""
+        """End the child process; scores in progress fail."""
         self._scoring.cancel()
         await self._runner.shutdown()

@@ -17,7 +17,7 @@ from penstock.trainer.config import AlgorithmConfig
 _MAX_SEQUENCE_CLIP = 0.1
 
 
-class Departure(NamedTuple):
+class Deviation(NamedTuple):
     """A combination that a paper argues against.
 
     Attributes:
@@ -42,8 +42,8 @@ def _is_dapo(config: AlgorithmConfig) -> bool:
 
 
 _DAPO = ("loss.clip_high", "overlong.mode")
-DEPARTURES = (
-    Departure(
+DEVIATIONS = (
+    Deviation(
         lambda config: _is_dapo(config) and config.kl.coefficient > 0,
         "kl.coefficient",
         _DAPO,
@@ -51,7 +51,7 @@ DEPARTURES = (
         "section 2.3)",
         "Use kl.coefficient=0",
     ),
-    Departure(
+    Deviation(
         lambda config: _is_dapo(config) and config.aggregation != "token_mean",
         "aggregation",
         _DAPO,
@@ -59,14 +59,14 @@ DEPARTURES = (
         "2503.14476, section 3.3)",
         "Use aggregation=token_mean",
     ),
-    Departure(
+    Deviation(
         lambda config: getattr(config.advantage, "whiten", "batch") == "none" and not config.needs_critic,
         "advantage.whiten",
         ("advantage",),
         "the whitening over the batch is what REINFORCE++ adds (arXiv 2501.03262, section 3)",
         "Use advantage.whiten=batch, or algorithm=dr_grpo for advantages that are only centred",
     ),
-    Departure(
+    Deviation(
         lambda config: config.loss.type in ("gspo", "gspo_token") and config.loss.clip_high > _MAX_SEQUENCE_CLIP,
         "loss.clip_high",
         ("loss",),
@@ -74,7 +74,7 @@ DEPARTURES = (
         "has 0.0004 (arXiv 2507.18071, section 5.1)",
         "Use loss.clip_high=0.0004",
     ),
-    Departure(
+    Deviation(
         lambda config: config.loss.type in ("gspo", "gspo_token") and config.loss.clip_low > _MAX_SEQUENCE_CLIP,
         "loss.clip_low",
         ("loss",),
@@ -82,7 +82,7 @@ DEPARTURES = (
         "has 0.0003 (arXiv 2507.18071, section 5.1)",
         "Use loss.clip_low=0.0003",
     ),
-    Departure(
+    Deviation(
         lambda config: config.loss.type == "sapo" and config.loss.tau_negative < config.loss.tau_positive,
         "loss.tau_negative",
         ("loss.tau_positive",),
@@ -90,7 +90,7 @@ DEPARTURES = (
         "2511.20347, section 3)",
         "Use a tau_negative above tau_positive",
     ),
-    Departure(
+    Deviation(
         lambda config: config.loss.type == "sapo" and config.aggregation == "token_mean",
         "aggregation",
         ("loss",),
@@ -108,6 +108,6 @@ def check_published(config: RunConfig) -> Iterator[Finding]:
         value = attrgetter(key)(algorithm)
         return f"algorithm.{key}={getattr(value, 'name', value)}"
 
-    for one in DEPARTURES:
+    for one in DEVIATIONS:
         if one.holds(algorithm):
             yield warning(f"{shown(one.key)} with {', '.join(map(shown, one.others))}: {one.why}. {one.remedy}.")

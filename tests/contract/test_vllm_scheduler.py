@@ -66,7 +66,7 @@ def test_tokens_of_an_interval_are_sent_as_one_output_with_their_logprobs_in_ord
     assert sent.new_logprobs is not None
     assert sent.new_logprobs.logprobs.tolist() == [[-0.25], [-0.5], [-0.75]]
     assert sent.new_logprobs.logprob_token_ids.tolist() == [[1], [2], [3]]
-    assert held.step(token("a", 4)) == [], "the next interval begins anew"
+    assert held.step(token("a", 4)) == [], "the next interval starts from zero"
 
 
 def test_no_request_is_held_for_longer_than_the_largest_interval() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config
-from penstock.platform.checks.published import DEPARTURES
+from penstock.platform.checks.published import DEVIATIONS
 from penstock.platform.cli.algorithms import parts_of
 from penstock.platform.cli.main import app
 from penstock.platform.config import presets
@@ -143,4 +143,4 @@ def test_a_preset_with_a_setting_that_its_paper_forbids_is_a_warning_with_advice
 
 
 def test_every_forbidden_setting_is_tried() -> None:
-    assert len(FORBIDDEN) == len(DEPARTURES)
+    assert len(FORBIDDEN) == len(DEVIATIONS)
