@@ -243,11 +243,13 @@ class Run:
         if patience is None or self.version >= self.total_steps or num_worse < patience:
             return
         self.total_steps = self.version
-        best = best_of(self.evaluations)
+        best, first = best_of(self.evaluations), self.evaluations[0]
         assert best is not None, "evaluations came after it"
+        was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
         self._instruments.note(
             f"the training ends at v{self.version}: v{best.step} is still the best ({best.score}) after {num_worse} "
             f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
+            + (f"Before training it was better still ({first.score}). " if was_better else "")
             + (
                 f"`penstock export {self._instruments.run_dir} --best` writes its policy"
                 if self.config.evaluation.keep_best

@@ -60,6 +60,14 @@ async def test_it_ends_at_the_first_cut_after_so_many_evaluations_that_are_not_b
     assert f"`penstock export {tmp_path} --best` writes its policy" in note
 
 
+@pytest.mark.parametrize(("before", "is_told"), [(0.9, True), (0.5, False)])
+async def test_a_policy_that_was_better_before_training_is_told(tmp_path: Path, before: float, is_told: bool) -> None:
+    notes: list[str] = []
+    await controller.train(run_with(1, tmp_path, Graded(before, *FALLING[1:]), notes))
+    (note,) = [note for note in notes if "evaluation.patience" in note]
+    assert ("Before training it was better still (accuracy 0.900, mean reward 0.500)" in note) is is_told
+
+
 async def test_the_last_policy_is_saved_and_the_books_are_closed_as_at_every_end(tmp_path: Path) -> None:
     run = run_with(1, tmp_path, Graded(*FALLING))
     await controller.train(run)
