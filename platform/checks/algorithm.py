@@ -97,10 +97,13 @@ def check_reward_parts(config: RunConfig) -> Iterator[Finding]:
     parts, named = config.reward.parts, [("algorithm.reward_weights", name) for name in config.algorithm.reward_weights]
     if config.dataflow.filters.zero_variance_part is not None:
         named.append(("dataflow.filters.zero_variance_part", config.dataflow.filters.zero_variance_part))
+    if config.evaluation.part is not None:
+        named.append(("evaluation.part", config.evaluation.part))
     for key, name in named if parts else ():
         if name.partition("/")[0] not in parts:
+            failing = "evaluation" if key == "evaluation.part" else "group"
             yield error(
-                f"{key} names {name}, which is none of reward.parts: every group would fail for lack of it. "
+                f"{key} names {name}, which is none of reward.parts: every {failing} would fail for lack of it. "
                 f"Parts: {', '.join(parts)}.{nearest_hint(name, parts)}",
                 "reward.parts",
             )

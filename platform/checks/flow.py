@@ -115,7 +115,7 @@ def check_pace(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Finding]:
-    """Check that evaluations have tasks, that several answers differ, and that those of `keep_best` compare."""
+    """Check that evaluations have tasks, that those of `keep_best` compare, and that `patience` has some."""
     evaluation = config.evaluation
     during, at_end = evaluation.num_tasks_during_training, evaluation.num_tasks or MAX_HELD_OUT_TASKS
     if during is not None and during > at_end:
@@ -133,6 +133,17 @@ def check_evaluation(config: RunConfig) -> Iterator[Finding]:
         yield error(
             "evaluation.keep_best=true with evaluation.every_steps=0: only the last policy would be evaluated. Use "
             "every_steps of at least 1."
+        )
+    if evaluation.patience is not None and not evaluation.every_steps:
+        yield error(
+            f"evaluation.patience={evaluation.patience} with evaluation.every_steps=0: without evaluations during "
+            "training nothing could end it. Use every_steps of at least 1, or patience=null."
+        )
+    if evaluation.patience is not None and evaluation.every_steps and not evaluation.keep_best:
+        yield warning(
+            f"evaluation.patience={evaluation.patience} without evaluation.keep_best=true: the training ends when the "
+            "policy has not become better for a while, and only this last policy is kept. Use keep_best=true, so that "
+            "`penstock export --best` can write the best one."
         )
     if evaluation.keep_best and not (config.checkpoint.every_minutes or config.checkpoint.every_steps):
         yield warning(

@@ -63,7 +63,7 @@ DEVIATIONS = (
         lambda config: getattr(config.advantage, "whiten", "batch") == "none" and not config.needs_critic,
         "advantage.whiten",
         ("advantage",),
-        "the whitening over the batch is what REINFORCE++ adds (arXiv 2501.03262, section 3)",
+        "the whitening over the batch is what REINFORCE++ adds (arXiv 2501.03262, section 3.2)",
         "Use advantage.whiten=batch, or algorithm=dr_grpo for advantages that are only centred",
     ),
     Deviation(

@@ -184,6 +184,10 @@ class EvaluationConfig(Section):
             left out of all figures. Beyond it, the evaluation fails.
         keep_best: Take a checkpoint with every evaluation, and keep that of the best one in addition to
             `checkpoint.keep`. `penstock export --best` writes its policy.
+        part: Part of the reward that evaluations measure instead of the whole: what the policy should be good at, if it
+            learns from a reward model. The best evaluation is that of this part.
+        patience: End the training after so many evaluations in a row of which none is better than the best one; null
+            never does.
     """
 
     num_tasks: int | None = Field(default=None, ge=1)
@@ -193,6 +197,8 @@ class EvaluationConfig(Section):
     temperature: float = Field(default=0.0, ge=0, le=10)
     max_failed_share: float = Field(default=0.05, ge=0, lt=1)
     keep_best: bool = False
+    part: str | None = Field(default=None, min_length=1)
+    patience: int | None = Field(default=None, ge=1)
 
     def first_tasks(self, num_held_out: int) -> int:
         """How many of the held-out tasks an evaluation during training has."""

@@ -117,6 +117,12 @@ def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:
     return max((one for one in evaluations if one.step), key=lambda one: one.rank, default=None)
 
 
+def num_since_best(evaluations: Sequence[Evaluation]) -> int:
+    """Number of evaluations after the best one; 0 before the first one of a trained policy."""
+    best = best_of(evaluations)
+    return 0 if best is None else sum(one.step > best.step for one in evaluations)
+
+
 def pass_at_k(num_answers: int, num_solved: int, k: int) -> float:
     """Probability that at least one of k answers, drawn from all n without replacement, solves the task.
 
@@ -172,8 +178,9 @@ class Evaluator:
             runner: Samples from the policy.
             rewards: Score the answers.
             sampling: As in training, but for the temperature.
-            config: Answers per task, their temperature, and the tolerated share of failures.
-            pass_reward: `dataflow.pass_reward`, the reward from which an answer solves its task.
+            config: Answers per task, their temperature, the tolerated share of failures, and which part of the reward
+                counts.
+            pass_reward: `dataflow.pass_reward`, the reward (or its part) from which an answer solves its task.
             table: Stores the answers; None stores none.
         """
         self._runner = runner
@@ -187,8 +194,8 @@ class Evaluator:
         """Evaluate on `tasks`.
 
         Raises:
-            PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, or no engine
-                is left. A failure is never counted as reward 0.
+            PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, no engine is
+                left, or an answer has no `evaluation.part`. A failure is never counted as reward 0.
         """
         size = self._config.answers_per_task
         failures: list[TrajectoryError] = []
@@ -229,7 +236,7 @@ class Evaluator:
         by_set: dict[str, list[list[float]]] = {}
         for task, of_task in answers:
             if of_task:
-                rewards = [one.reward for one in of_task if one.reward is not None]
+                rewards = [self._measured(one) for one in of_task]
                 by_set.setdefault(task.evaluation_set, []).append(rewards)
         total = self._score([rewards for of_set in by_set.values() for rewards in of_set])
         reasons = Counter(f"{failure.kind}: {failure.cause}" for failure in failures)
@@ -245,6 +252,23 @@ class Evaluator:
             num_unscorable=len(failures),
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
+
+    def _measured(self, answer: Trajectory) -> float:
+        """The reward of a scored answer, or its part.
+
+        Raises:
+            PenstockError: If it has no such part.
+        """
+        assert answer.reward is not None, "it is scored"
+        part = self._config.part
+        if part is None:
+            return answer.reward
+        if part not in answer.reward_parts:
+            raise PenstockError(
+                f"evaluation.part={part}: the reward of {answer.task_id} has no such part, so the evaluation has no "
+                f"figures. Its parts: {', '.join(answer.reward_parts) or 'none'}."
+            )
+        return answer.reward_parts[part]
 
     def _score(self, rewards: Sequence[Sequence[float]]) -> SetScore:
         """The figures of tasks, each with the rewards of its answers."""

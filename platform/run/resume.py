@@ -33,6 +33,7 @@ from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
 from penstock.platform.run import launch
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.evaluation import evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.run_dir import locked
 
@@ -97,6 +98,10 @@ def train(config: RunConfig) -> int:
         if checkpoint.version >= config.total_steps:
             print(f"{run_dir} has been trained to step {checkpoint.version} of {config.total_steps}: nothing is left")
             return EXIT_OK
+        if has_ended(config, checkpoint):
+            patience = config.evaluation.patience
+            print(f"{run_dir} ended at step {checkpoint.version} (evaluation.patience={patience}): nothing is left")
+            return EXIT_OK
         return _continue(config, read_saved_config(run_dir), checkpoint, allows_changed=False)
 
 
@@ -116,6 +121,12 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
             f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
         )
+    elif has_ended(config, checkpoint):
+        problems.append(
+            f"evaluation.patience={config.evaluation.patience}: the run ended at step {checkpoint.version}, since its "
+            f"evaluations were no longer better. To train on, use a larger one: penstock resume {run_dir} "
+            "evaluation.patience=null"
+        )
     findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
     findings += check_plugins(config, "train")
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
@@ -130,6 +141,13 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return launch.train_in(config, run_dir, checkpoint)
+
+
+def has_ended(config: RunConfig, checkpoint: Checkpoint) -> bool:
+    """Whether `evaluation.patience` has ended the training at this checkpoint."""
+    patience = config.evaluation.patience
+    evaluations = [evaluation_from(saved) for saved in checkpoint.manifest["run"]["evaluations"]]
+    return patience is not None and num_since_best(evaluations) >= patience
 
 
 def changes_of_learning(

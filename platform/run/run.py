@@ -24,7 +24,13 @@ from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation, best_of, evaluation_from
+from penstock.platform.run.evaluation import (
+    Evaluation,
+    SupportsEvaluation,
+    best_of,
+    evaluation_from,
+    num_since_best,
+)
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
@@ -58,6 +64,7 @@ class Run:
 
     Attributes:
         version: Version of the policy that was published last.
+        total_steps: Batches to train; `evaluation.patience` lowers it to those that were trained.
         has_begun: Whether the flow was started.
         evaluations: Successful evaluations, in order.
         policy_version: Version of the policy saved in the run directory; None before the first save.
@@ -195,6 +202,7 @@ class Run:
 
     async def evaluate_first(self) -> None:
         """Evaluate before training, on all held-out tasks. A resumed run repeats the evaluation that was cut off."""
+        self._end_without_progress()
         if not self.evaluations and not self.version:
             await self._evaluate(self._held_out)
         elif all(evaluation.step != self.version for evaluation in self.evaluations):
@@ -207,7 +215,11 @@ class Run:
         await self._evaluate(self._held_out, after=self.publisher.delivered())
 
     def evaluate_concurrently(self) -> None:
-        """Every `evaluation.every_steps` steps, start an evaluation task that shares the engines with the rollouts."""
+        """Every `evaluation.every_steps` steps, start an evaluation task that shares the engines with the rollouts.
+
+        Call it at the cut, before `maybe_checkpoint`: if earlier evaluations end the training, it ends here.
+        """
+        self._end_without_progress()
         every = self.config.evaluation.every_steps
         if not every or self.version % every or self.version in (0, self.total_steps):
             return
@@ -220,6 +232,30 @@ class Run:
         tasks = self._held_out[: self.config.evaluation.first_tasks(len(self._held_out))]
         self._evaluating = self.version
         self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
+
+    def _end_without_progress(self) -> None:
+        """Make this version the last one once `evaluation.patience` evaluations in a row were not better than the best.
+
+        It needs no state but the evaluations, so a run that is resumed or rolled back ends at the same step.
+        """
+        patience = self.config.evaluation.patience
+        num_worse = num_since_best(self.evaluations)
+        if patience is None or self.version >= self.total_steps or num_worse < patience:
+            return
+        self.total_steps = self.version
+        best, first = best_of(self.evaluations), self.evaluations[0]
+        assert best is not None, "evaluations came after it"
+        was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
+        self._instruments.note(
+            f"the training ends at v{self.version}: v{best.step} is still the best ({best.score}) after {num_worse} "
+            f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
+            + (f"Before training it was better still ({first.score}). " if was_better else "")
+            + (
+                f"`penstock export {self._instruments.run_dir} --best` writes its policy"
+                if self.config.evaluation.keep_best
+                else f"The policy of v{best.step} is not kept, since evaluation.keep_best=false"
+            )
+        )
 
     async def maybe_checkpoint(self) -> None:
         """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
@@ -343,6 +379,7 @@ class Run:
         self._instruments.note(
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
+            + (f", {part}" if (part := self.config.evaluation.part) else "")
             + f": {evaluation.score} on {evaluation.num_tasks} held-out tasks"
             + (f" with {size} answers each" if size > 1 else "")
             + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")

@@ -96,8 +96,9 @@ class GmpoConfig(Named):
 
     Attributes:
         type: Always `gmpo`.
-        clip_low: The log-ratio of a token is clipped below −clip_low where the advantage is negative, nats.
-        clip_high: It is clipped above clip_high where the advantage is positive, nats.
+        clip_low: The log-ratio of a token is clipped below −clip_low where the advantage is negative, nats
+            (its paper, section 3: 0.4).
+        clip_high: It is clipped above clip_high where the advantage is positive, nats (likewise).
     """
 
     type: Literal["gmpo"] = "gmpo"
@@ -112,9 +113,9 @@ class ClipCovConfig(Named):
         type: Always `clip_cov`.
         clip_low: ε_lo: the ratio is clipped below 1 − ε_lo; 1 as in the authors' recipes is no lower bound.
         clip_high: ε_hi: the ratio is clipped above 1 + ε_hi.
-        share: Share of the tokens of a batch that are drawn, at least one token.
-        min_covariance: Tokens of a larger covariance can be drawn.
-        max_covariance: Tokens of a smaller covariance can be drawn.
+        share: Share of the tokens of a batch that are drawn, at least one token (its paper, section 4.3: 0.0002).
+        min_covariance: Tokens of a larger covariance can be drawn (likewise: 1).
+        max_covariance: Tokens of a smaller covariance can be drawn (likewise: 5).
     """
 
     type: Literal["clip_cov"] = "clip_cov"
@@ -130,8 +131,9 @@ class KlCovConfig(Named):
 
     Attributes:
         type: Always `kl_cov`.
-        share: Share of the tokens of a batch, those of largest covariance, at least one token.
-        coefficient: β of their divergence from the proximal policy.
+        share: Share of the tokens of a batch, those of largest covariance, at least one token (its paper, section
+            4.3: 0.0002 for 32 B parameters, 0.002 for 7 B).
+        coefficient: β of their divergence from the proximal policy (likewise: 1).
     """
 
     type: Literal["kl_cov"] = "kl_cov"
@@ -158,8 +160,8 @@ class SapoConfig(Named):
 
     Attributes:
         type: Always `sapo`.
-        tau_positive: τ⁺, steepness of the gate for positive advantages (its paper, section 5: 1.0).
-        tau_negative: τ⁻, steepness of the gate for negative advantages (its paper, section 5: 1.05).
+        tau_positive: τ⁺, steepness of the gate for positive advantages (its paper, section 5.1: 1.0).
+        tau_negative: τ⁻, steepness of the gate for negative advantages (its paper, section 5.1: 1.05).
     """
 
     type: Literal["sapo"] = "sapo"
@@ -172,8 +174,9 @@ class DppoConfig(Named):
 
     Attributes:
         type: Always `dppo`.
-        delta: δ, largest change of a token's probability.
-        max_weight: Largest weight exp(c − b): 3 in the authors' recipes, 10 in their function.
+        delta: δ, largest change of a token's probability (its paper, appendix E: 0.2).
+        max_weight: Largest weight exp(c − b): 3 in the authors' recipes, 5 in the large runs of their paper, 10 in
+            their function.
     """
 
     type: Literal["dppo"] = "dppo"
@@ -223,7 +226,7 @@ class IpoConfig(PairsConfig):
         type: Always `ipo`.
         pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
         margin: A pair needs rewards that differ by more than this, and by more than rounding does.
-        beta: β: how strongly the policy is kept close to the reference (DPO's paper, appendix B: 0.1).
+        beta: β: the goal is a margin of 1 / (2 β) (OAIF's runs of IPO, arXiv 2402.04792: 1.0, with sums).
         length: Whether an answer counts by the mean or by the sum of the logprobs of its tokens.
     """
 
@@ -391,7 +394,7 @@ class M2poConfig(Variant):
 
     Attributes:
         max_second_moment: τ: largest mean of (p − b)² over the tokens that the advantage moves further from the
-            behavior policy.
+            behavior policy (its paper, section 5.2: 0.04).
     """
 
     max_second_moment: float = Field(default=0.04, gt=0)
@@ -502,7 +505,7 @@ class OverlongConfig(Variant):
         mode: `keep` treats them as any other; `penalty` lowers the reward of long answers (DAPO); `mask` gives them no
             loss; `drop` leaves them out of the baseline too.
         ramp_share: Length of the ramp of the penalty as a share of `rollout.sampling.max_new_tokens`; the paper has
-            4096 of 20480 tokens.
+            4096 of 20480 tokens (section 4.1).
     """
 
     mode: Literal["keep", "penalty", "mask", "drop"] = "keep"

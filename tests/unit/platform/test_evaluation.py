@@ -25,7 +25,15 @@ from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import MAX_ROWS_PER_SET, EvaluationTable
 from penstock.platform.metrics.hub import undeclared
 from penstock.platform.metrics.trajectory_table import read_trajectories
-from penstock.platform.run.evaluation import MAX_ATTEMPTS, Evaluation, Evaluator, best_of, evaluation_from, pass_at_k
+from penstock.platform.run.evaluation import (
+    MAX_ATTEMPTS,
+    Evaluation,
+    Evaluator,
+    best_of,
+    evaluation_from,
+    num_since_best,
+    pass_at_k,
+)
 from tests.answers import answered
 
 
@@ -44,7 +52,7 @@ class Runner:
 
 
 class Rewards:
-    """The prompt of a task lists the rewards of its answers; `x` fails."""
+    """The prompt of a task lists the rewards of its answers; `x` fails. The part `doubled` is twice the reward."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -55,7 +63,7 @@ class Rewards:
         reward = str(task.prompt).split()[int(trajectory.response) % self.size]
         if reward == "x":
             raise TrajectoryError("reward", "the judge is down")
-        return Score(float(reward), {})
+        return Score(float(reward), {"doubled": 2 * float(reward)})
 
 
 def tasks_of(*prompts: str, name: str = "") -> list[Task]:
@@ -107,6 +115,16 @@ async def test_every_evaluation_set_has_pass_at_k() -> None:
 async def test_an_answer_solves_its_task_from_pass_reward_on() -> None:
     found = await evaluator(Runner(), pass_reward=0.5).evaluate(0, tasks_of("0.5", "0.49"))
     assert found.accuracy == 0.5
+
+
+async def test_a_part_of_the_reward_can_be_measured_instead_of_the_whole() -> None:
+    found = await evaluator(Runner(), part="doubled").evaluate(0, tasks_of("0.5", "0.25", "0", "1"))
+    assert (found.accuracy, found.reward_mean) == (0.5, (1.0 + 0.5 + 0.0 + 2.0) / 4)
+
+
+async def test_a_part_that_the_reward_does_not_have_fails_the_evaluation_with_those_that_it_has() -> None:
+    with pytest.raises(PenstockError, match=r"evaluation\.part=true: the reward of t/0 has no such part.*doubled\."):
+        await evaluator(Runner(), part="true").evaluate(0, tasks_of("1"))
 
 
 async def test_failed_answers_are_counted_with_their_reason_and_in_no_figure() -> None:
@@ -221,3 +239,20 @@ def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_that_hold_a_solution(c
 
 def test_pass_at_k_of_many_answers_is_finite() -> None:
     assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ([], 0),
+        ([0.9], 0),  # of the policy before training, which does not count
+        ([0.9, 0.3], 0),
+        ([0.2, 0.3, 0.4], 0),
+        ([0.2, 0.5, 0.4, 0.3], 2),
+        ([0.2, 0.5, 0.5, 0.5], 2),  # an equal one is not better
+        ([0.2, 0.5, 0.3, 0.4, 0.6, 0.1], 1),
+    ],
+)
+def test_evaluations_since_the_best_one_are_counted(accuracies: list[float], expected: int) -> None:
+    evaluations = [Evaluation(10 * step, accuracy, 0.5, 0, 0, 1) for step, accuracy in enumerate(accuracies)]
+    assert num_since_best(evaluations) == expected

@@ -115,9 +115,15 @@ REFUSED = [
     ("evaluation.num_tasks=8 evaluation.answers_per_task=4", "evaluation.answers_per_task=4"),
     ("evaluation.num_tasks=8 evaluation.max_failed_share=1", "evaluation.max_failed_share"),
     ("evaluation.num_tasks=8 evaluation.keep_best=true evaluation.every_steps=0", "evaluation.keep_best=true"),
+    ("evaluation.num_tasks=8 evaluation.patience=3 evaluation.every_steps=0", "evaluation.patience=3"),
     ("evaluation.num_tasks=8 evaluation.num_tasks_during_training=4 evaluation.keep_best=true", "evaluation.keep_best"),
     ("+env.streams.a={weight:inf}", "env.streams.a.weight"),
     # Names that belong together.
+    (
+        "reward.fn=null reward.args={} +reward.parts.right.fn=penstock.envs.rewards.exact_match:exact_match "
+        "evaluation.num_tasks=8 evaluation.part=wrong",
+        "evaluation.part names wrong",
+    ),
     (
         "reward.fn=null reward.args={} +reward.parts.right.fn=penstock.envs.rewards.exact_match:exact_match "
         "+algorithm.reward_weights={wrong:1.0}",

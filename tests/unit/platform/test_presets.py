@@ -22,7 +22,7 @@ from penstock.platform.config.presets import preset_of, read_preset
 FOLDER = CONF_DIR / "algorithm"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-SOURCE = re.compile(r"\[(ours|(arXiv \d{4}\.\d{5}, )?(section|appendix) [\dA-Z.]+|the [\w-]+ objective)\]$")
+SOURCE = re.compile(r"\[(ours|(arXiv \d{4}\.\d{5}, )?(section|appendix|algorithm|listing) [\dA-Z.]+)\]$")
 
 
 def without_source(path: Path) -> list[str]:
