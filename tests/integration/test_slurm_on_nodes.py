@@ -112,7 +112,7 @@ def start_script(nodes: list[Node], requests: Path, overrides: list[str]) -> sub
         (programs / name).write_text(f"#!{sys.executable} -IS\n{text}")
         (programs / name).chmod(0o755)
     script = prepare_launch("slurm", [*TWO_NODES, f"launch.shared_dir={requests}"], None).text
-    before, train, after = script.partition("supervise penstock train ")
+    before, train, after = script.partition("start penstock train ")
     command, *rest = after.splitlines(keepends=True)
     assert "cluster.address=auto" in command
     assert train

@@ -185,13 +185,13 @@ def test_a_site_names_its_gpus_itself() -> None:
 
 def test_the_driver_joins_continues_and_writes_where_all_nodes_see_it(tmp_path: Path) -> None:
     script = printed("slurm", *EIGHT, f"+launch.shared_dir={tmp_path}", "env.args={a: '$x y'}")
-    (line,) = [line for line in script.splitlines() if line.startswith("  supervise penstock train")]
+    (line,) = [line for line in script.splitlines() if line.startswith("  start penstock train")]
     typed = shlex.split(line)[3:]
     own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto"]
     assert typed == [*EIGHT, "env.args={a: '$x y'}", *own]
     assert f"export PATH={Path(sys.executable).parent}:" in script
     elsewhere = printed("slurm", *EIGHT, "run_dir=/big/runs/a")
-    assert "run_dir=/big/runs/a" in elsewhere.rpartition("supervise")[2]
+    assert "run_dir=/big/runs/a" in elsewhere.partition("  start penstock train")[2]
 
 
 def pods(job: RayJob) -> dict[str, Any]:

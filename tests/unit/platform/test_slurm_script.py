@@ -60,6 +60,8 @@ while True:
 import os, pathlib, signal, sys, time
 state = pathlib.Path(os.environ["STATE"])
 if sys.argv[1:3] == ["launch", "wait"]:
+    if "NEVER" in os.environ:
+        signal.pause()
     while not list(state.glob("node-*")):  # the limit of a case is short, and counts from the first node
         time.sleep(0.05)
     until = time.monotonic() + float(os.environ.get("WAIT_S", "30"))
@@ -228,6 +230,15 @@ def test_a_lost_node_queues_the_job_ten_times_at_most(job: type[Job], restarts: 
     assert started.end()[0] == 1
     assert any(line.startswith("requeue") for line in started.asked()) == requeues
     started.until("ended-localhost", "ended-g0n1")
+
+
+def test_the_job_is_queued_at_once_if_ray_starts_nowhere(job: type[Job]) -> None:
+    started = job(EIGHT, CASE="0", NEVER="", BROKEN="localhost")
+    code, errors = started.end()
+    assert code == 143
+    assert "Ray has ended before all nodes were in it" in errors
+    assert not (started.state / "train").exists()
+    assert started.asked()[-1] == f"requeue {os.getpid() % 20}"
 
 
 def test_nodes_that_do_not_come_end_the_job_at_a_limit(job: type[Job]) -> None:
