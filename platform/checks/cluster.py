@@ -8,6 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from math import ceil
 
+from penstock.dataflow.ids import POLICY
 from penstock.platform.cluster.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import (
@@ -83,22 +84,33 @@ def check_rollout_pools(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_nodes(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Check that the devices of every engine are on one node, where the pool says how many a node has."""
+    """Check that what exchanges data in every layer is on one node, where the pool says how many devices a node has.
+
+    These are the devices of an engine, and those of the ranks that split a model or a sequence.
+    """
+    tp, sp = config.trainer.tensor_parallel_size, config.trainer.sequence_parallel_size
     for placement in plan_placement(config, command):
         pool = config.cluster.pools.get(placement.pool or "")
-        if pool is None or pool.devices_per_node is None or placement.num_slots == 1:
+        begins_group = placement.role == "trainer" and placement.policy_id == POLICY and not placement.index % (tp * sp)
+        num_slots = tp * sp if begins_group else placement.num_slots
+        if pool is None or pool.devices_per_node is None or num_slots == 1:
             continue
-        last = placement.slot + placement.num_slots - 1
-        if placement.slot // pool.devices_per_node != last // pool.devices_per_node:
-            yield error(
-                f"cluster.pools.{placement.pool}.devices_per_node={pool.devices_per_node}: engine {placement.index}, "
-                f"tensor-parallel over {placement.num_slots}, would have the devices {placement.slot} to {last}, which "
-                "are on several nodes: its ranks exchange data in every layer, so it is never spread over nodes. Use a "
-                "tensor_parallel_size that divides devices_per_node.",
-                "cluster",
-                "rollout.engine",
-            )
-            return
+        last = placement.slot + num_slots - 1
+        if placement.slot // pool.devices_per_node == last // pool.devices_per_node:
+            continue
+        if begins_group:
+            key = "trainer.tensor_parallel_size" if tp > 1 else "trainer.sequence_parallel_size"
+            what = f"ranks {placement.index} to {placement.index + num_slots - 1}, one group by {key}={num_slots},"
+        else:
+            key, what = "tensor_parallel_size", f"engine {placement.index}, tensor-parallel over {num_slots},"
+        yield error(
+            f"cluster.pools.{placement.pool}.devices_per_node={pool.devices_per_node}: {what} would have the devices "
+            f"{placement.slot} to {last}, which are on several nodes: they exchange data in every layer, so they are "
+            f"never spread over nodes. Use a {key} that divides devices_per_node.",
+            "cluster",
+            "trainer" if begins_group else "rollout.engine",
+        )
+        return
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:

@@ -1,28 +1,32 @@
 """Searches how to use the devices of a run: the fastest plans by `costs.py` that fit in memory by `memory.py`. Pure.
 
 A plan is a split of the devices between trainer ranks and engines, sequence parallelism, ZeRO stage and micro-batch of
-the ranks, and tensor parallelism of the engines. How long a batch trains does not depend on the engines, and how long
-it is generated does not depend on the ranks. So the options of both sides are timed once for each split, and their
-pairs are only combined and sorted. Memory of a side alone discards options before that; whole plans are checked in the
-order of their step times, until enough fit.
+the ranks, and tensor parallelism of the engines. All valid combinations are timed. Only the micro-batch is bisected: a
+larger one is never slower and never needs less memory. Memory of a side alone discards options before that; whole
+plans are checked in the order of their step times, until enough fit.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from penstock.platform.cluster.costs import Prediction, Scales, Workload, combine, generate_s, send_s, swap_s, train_s
+from penstock.platform.cluster.costs import Prediction, Scales, Workload, predict, train_s
 from penstock.platform.cluster.memory import engine_memory, kv_cache_gib, sequence_kv_gib, trainer_memory
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.validation import trainer_violations
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-"""Multiples of the longest sequence that are tried as `max_tokens_per_micro_batch`."""
+MICRO_BATCHES = range(8, 64 * 8 + 1)
+"""Eighths of the longest sequence that are tried as `max_tokens_per_micro_batch`."""
+MIN_GAIN = 1.01
+"""A larger micro-batch needs more memory, so it is taken only if training is faster by this factor."""
 
 
 class Split(NamedTuple):
@@ -158,20 +162,9 @@ def search(config: RunConfig, workload: Workload, scales: Scales, splits: Sequen
     """
     found = Search(config)
     for split in possible_splits(config) if splits is None else splits:
-        of_ranks = [
-            (plan, train_s(plan.applied(config), workload) * scales.train)
-            for plan in _trainer_options(config, split.ranks, found.too_large)
-        ]
-        for num_engines, tp in _engine_options(config, split, found.too_large) if of_ranks else ():
-            plans = [
-                (replace(plan, num_engines=num_engines, tensor_parallel_size=tp), seconds) for plan, seconds in of_ranks
-            ]
-            run = plans[0][0].applied(config)  # what follows depends on the number of ranks alone
-            generated_s = generate_s(run, workload) * scales.generate
-            sent_s, swapped_s = send_s(run) * scales.publish, swap_s(run) * scales.publish
-            found.candidates += [
-                Candidate(plan, combine(run, trained_s, generated_s, sent_s, swapped_s)) for plan, trained_s in plans
-            ]
+        for engines in _engine_options(config, split, found.too_large):
+            for plan in _trainer_options(engines.applied(config), workload, found.too_large):
+                found.candidates.append(Candidate(plan, predict(plan.applied(config), workload, scales)))
     # Of equally fast plans, the one with the most left in reserve.
     found.candidates.sort(key=lambda one: (one.predicted.step_s, one.predicted.generate_s, one.predicted.train_s))
     return found
@@ -210,54 +203,78 @@ def possible_splits(config: RunConfig) -> list[Split]:
 
 
 def excess_gib(config: RunConfig) -> float:
-    """How much memory the fullest device of a run lacks, or the machine of its CPU pools; at most 0 if it fits."""
+    """How much memory the fullest device of a run lacks, or the machine of its CPU pools; at most 0 if it fits.
+
+    A KV cache that does not hold one trajectory of full length lacks memory as well.
+    """
     placements, pools = plan_placement(config), config.cluster.pools
     excess = [load - pools[name].memory_gib for name, load in device_load_gib(config, placements).items()]
     on_cpu = {one.pool for one in placements if one.pool is not None and one.device == "cpu"}
     if on_cpu:
         excess.append(host_load_gib(placements) - sum(pools[name].memory_gib for name in on_cpu))
-    return max(excess, default=0.0)
+    return max([*excess, _lacking_cache_gib(config)])
 
 
-def _trainer_options(config: RunConfig, num_ranks: int, too_large: list[TooLarge]) -> Iterator[Plan]:
-    """Plans of the ranks that are valid and fit, with the engines of `config`."""
-    pool, context = config.cluster.pools[config.cluster.trainer_pool], config.model.max_context_tokens
-    given = replace(Plan.of(config), num_ranks=num_ranks)
-    for sp in range(1, min(num_ranks, pool.devices_per_node or num_ranks) + 1):
-        if num_ranks % sp or config.model.shape.num_kv_heads % sp:
-            continue
-        longest = ceil(context / sp)
-        sizes = [longest * multiple for multiple in MICRO_BATCHES]
-        if given.max_tokens_per_micro_batch >= longest:
-            sizes = sorted({*sizes, given.max_tokens_per_micro_batch})
-        for stage in range(4):
-            for tokens in sizes:
-                plan = replace(given, sequence_parallel_size=sp, zero_stage=stage, max_tokens_per_micro_batch=tokens)
-                run = plan.applied(config)
-                size = run.trainer.data_parallel_size
-                if size == 0 or config.dataflow.batch_groups % size or trainer_violations(run.model, run.trainer):
-                    break
-                excess = trainer_memory(run, pool).device_gib - pool.memory_gib
-                if excess > 0:  # with larger micro-batches even more
-                    too_large.append(TooLarge(excess, plan.trainer_words))
-                    break
-                yield plan
-
-
-def _engine_options(config: RunConfig, split: Split, too_large: list[TooLarge]) -> Iterator[tuple[int, int]]:
-    """Numbers of engines and their tensor-parallel sizes that are valid and fit."""
-    name, engine = config.cluster.rollout_pool, config.rollout.engine
-    pool, devices = config.cluster.pools[name], split.engine_devices
-    per_node = min(pool.devices_per_node or devices, devices)
-    for tp in range(1, per_node + 1 if engine.type == "vllm" else 2):
+def _engine_options(config: RunConfig, split: Split, too_large: list[TooLarge]) -> Iterator[Plan]:
+    """Plans whose engines are valid and fit, with the ranks of the split and the given settings of the trainer."""
+    cluster, engine = config.cluster, config.rollout.engine
+    pool, devices = cluster.pools[cluster.rollout_pool], split.engine_devices
+    begin = split.ranks if cluster.trainer_pool == cluster.rollout_pool and not cluster.colocated else 0
+    per_node = pool.devices_per_node or begin + devices
+    for tp in range(1, min(per_node, devices) + 1 if engine.type == "vllm" else 2):
+        slots = range(begin, begin + devices - tp + 1, tp)
         # An engine never leaves its node.
-        num_engines = devices // per_node * (per_node // tp) + devices % per_node // tp
+        num_engines = next((n for n, slot in enumerate(slots) if slot % per_node + tp > per_node), len(slots))
         if config.model.shape.uneven_sizes(tp) or not num_engines:
             continue
-        run = replace(Plan.of(config), num_engines=num_engines, tensor_parallel_size=tp).applied(config)
-        lacking = sequence_kv_gib(run) - kv_cache_gib(run, pool) * tp
-        excess = max(engine_memory(run, pool).device_gib - pool.memory_gib, lacking / tp)
-        if excess > 0:
+        plan = replace(Plan.of(config), num_ranks=split.ranks, num_engines=num_engines, tensor_parallel_size=tp)
+        run = plan.applied(config)
+        excess = max(engine_memory(run, pool).device_gib - pool.memory_gib, _lacking_cache_gib(run))
+        if excess > 0 and not cluster.colocated:  # where it depends on the trainer
             too_large.append(TooLarge(excess, f"engines over {tp}"))
         else:
-            yield num_engines, tp
+            yield plan
+
+
+def _trainer_options(config: RunConfig, workload: Workload, too_large: list[TooLarge]) -> Iterator[Plan]:
+    """Plans with the ranks and engines of `config` whose trainer is valid and fits, each with its best micro-batch."""
+    num_ranks, pool = config.trainer.num_ranks, config.cluster.pools[config.cluster.trainer_pool]
+    for sp, stage in product(range(1, min(num_ranks, pool.devices_per_node or num_ranks) + 1), range(4)):
+        sized = partial(_sized, config, sp, stage)
+        smallest = sized(MICRO_BATCHES[0])
+        num_replicas = smallest.trainer.data_parallel_size
+        is_even = num_replicas and not config.dataflow.batch_groups % num_replicas
+        if not is_even or trainer_violations(smallest.model, smallest.trainer):
+            continue
+        num_fitting = bisect_right(MICRO_BATCHES, 0.0, key=lambda eighths: _trainer_excess_gib(sized(eighths)))
+        if not num_fitting:
+            too_large.append(TooLarge(_trainer_excess_gib(smallest), Plan.of(smallest).trainer_words))
+            continue
+        fitting = MICRO_BATCHES[:num_fitting]
+        enough_s = train_s(sized(fitting[-1]), workload) * MIN_GAIN
+        chosen = fitting[bisect_left(fitting, -enough_s, key=lambda eighths: -train_s(sized(eighths), workload))]
+        yield Plan.of(sized(chosen))
+
+
+def _sized(config: RunConfig, sequence_parallel_size: int, zero_stage: int, eighths: int) -> RunConfig:
+    """The run with micro-batches of so many eighths of the part of the longest sequence that a rank has."""
+    update = {
+        "sequence_parallel_size": sequence_parallel_size,
+        "zero_stage": zero_stage,
+        "max_tokens_per_micro_batch": ceil(config.model.max_context_tokens / sequence_parallel_size) * eighths // 8,
+    }
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
+
+
+def _trainer_excess_gib(config: RunConfig) -> float:
+    """How much memory a rank lacks, or the whole run where ranks and engines have the same devices or main memory."""
+    pool = config.cluster.pools[config.cluster.trainer_pool]
+    alone = trainer_memory(config, pool).device_gib - pool.memory_gib
+    is_shared = config.cluster.colocated or pool.device == "cpu"
+    return excess_gib(config) if is_shared and alone <= 0 else alone
+
+
+def _lacking_cache_gib(config: RunConfig) -> float:
+    """How much more each device of an engine needs to hold the KV cache of one trajectory of full length."""
+    needed = sequence_kv_gib(config) / config.rollout.engine.tensor_parallel_size
+    return needed - kv_cache_gib(config, config.cluster.pools[config.cluster.rollout_pool])

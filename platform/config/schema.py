@@ -311,6 +311,8 @@ class RunConfig(Section):
         the extra ones. Engines are numbered in this order.
         """
         cluster, rollout, views = self.cluster, self.rollout, []
+        if not cluster.extra_rollout_pools:  # the planner asks thousands of times
+            return (self,)
         pools = {cluster.rollout_pool: ExtraRolloutConfig(num_engines=rollout.num_engines, engine=rollout.engine)}
         for name, extra in cluster.extra_rollout_pools.items():
             # Resolved here, since `rollout.engine` is another one in each view.

@@ -113,6 +113,14 @@ def test_weights_take_a_route_with_as_many_layouts_as_there_are(overrides: list[
             [WIDE, "cluster.pools.a100.devices_per_node=3"],
             ["devices_per_node=3", "engine 5", "devices 2 to 3", "several nodes"],
         ),
+        (
+            [
+                "cluster.pools.train.devices_per_node=2",
+                "trainer.sequence_parallel_size=4",
+                "model.attention=varlen",
+            ],
+            ["devices_per_node=2", "ranks 0 to 3", "trainer.sequence_parallel_size=4", "devices 0 to 3"],
+        ),
         ([WIDE, "weights.transport=cuda_ipc"], ["vllm over 1 on generate and vllm over 2 on a100", "one layout"]),
         ([WIDE, "weights.codec=int8_delta", NODES], ["weights.codec=int8_delta", "tensor_parallel_size=2"]),
         (
