@@ -1,4 +1,5 @@
-"""Attention without a mask, on one rank and split over two by Ulysses: every family gives what it gives with a mask."""
+"""Attention without a mask on one rank, on two data-parallel ranks, and split over two by Ulysses: every family gives
+what it gives with a mask on one."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.spec import free_port
-from tests.contract.test_model_families import FAMILIES, make_model
+from tests.contract.replica_families import OPTIMIZER, STAGES, train
+from tests.contract.test_model_families import CONTEXT, FAMILIES, make_model
 from tests.contract.ulysses_families import LENGTHS, load, packed_row, scores_and_gradient
 from tests.rank_processes import run_ranks
 
@@ -23,10 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check_gradients(family: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), f"{family}: {name}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,7 +39,7 @@ def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folde
     assert unsupported(folder / family, "varlen") == []
     expected, found = (scores_and_gradient(load(folder / family, one), packed_row(one)) for one in ("sdpa", "varlen"))
     np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
-    check_gradients(found[1], expected[1])
+    check_gradients(family, found[1], expected[1])
 
 
 @pytest.mark.integration
@@ -53,4 +56,23 @@ def test_two_ranks_that_split_a_row_give_the_same(folder: Path) -> None:
         table = torch.zeros(len(LENGTHS), max(LENGTHS))
         table[row.sequence_index, row.token_index] = expected
         np.testing.assert_allclose(logprobs, table, atol=1e-5, err_msg=family)
-        check_gradients(gradients, gradient)
+        check_gradients(family, gradients, gradient)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.timeout(1800)  # its ranks have 900 s
+def test_two_data_parallel_ranks_take_the_step_that_one_takes_with_a_mask(folder: Path) -> None:
+    port = free_port()
+    run_ranks("tests.contract.replica_families", [(rank, port, folder) for rank in range(2)], timeout_s=900)
+    results = pickle.loads((folder / "replicas").read_bytes())
+    alone = TrainerConfig(
+        backend="torch", num_ranks=1, zero_stage=0, max_tokens_per_micro_batch=CONTEXT, optimizer=OPTIMIZER
+    )
+    assert list(results) == [(stage, family) for stage in STAGES for family in FAMILIES]
+    for family in FAMILIES:
+        expected, change = train(folder / family, "sdpa", alone)
+        for stage in STAGES:
+            logprobs, found = results[stage, family]
+            np.testing.assert_allclose(logprobs, expected, atol=1e-5, err_msg=f"{family}, ZeRO-{stage}")
+            check_gradients(f"{family}, ZeRO-{stage}", found, change)
