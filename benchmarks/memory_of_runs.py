@@ -52,7 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    others = [run_alone("memory-sft", [PENSTOCK, "sft", "experiment=arithmetic_sft", f"run_dir={WARM}"], TIMEOUT_S)]
+    others = [
+        run_alone(
+            "memory-sft", [PENSTOCK, "sft", "experiment=arithmetic_sft", f"run_dir={WARM}", "overwrite=true"], TIMEOUT_S
+        )
+    ]
     peaks: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(rounds):
         for name, case in CASES.items():
