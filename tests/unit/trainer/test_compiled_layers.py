@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.torch import build_torch_backend
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.models import varlen_attention
 from penstock.trainer.models.policy_model import PolicyModel, compile_layers, load_policy
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 
@@ -72,6 +74,24 @@ def test_compiled_layers_are_equal_and_compile_once_for_all_layers_and_lengths(
     assert 1 <= counts[0] <= 5
     assert counts[1:] == counts[:1] * 3, "a graph for some layer or length"
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+def test_attention_by_lengths_stays_outside_of_the_graphs(
+    policy: str, compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the kernel takes the longest length as a number, so a graph with it would be for one length."""
+
+    def kernel(q: torch.Tensor, _k: object, v: torch.Tensor, boundaries: SequenceBoundaries, *_others: object) -> Any:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1) / max(boundaries.lengths)
+
+    monkeypatch.setattr(varlen_attention, "_by_sequence", kernel)
+    compiled = load_policy(policy, VARLEN, gradient_checkpointing=False)
+    compile_layers(compiled)
+    counts = []
+    for lengths in ([9, 15], [4, 8, 3, 16], [31]):
+        logprobs_and_gradient(compiled, lengths, "varlen")
+        counts.append(compiler.frame_count)
+    assert counts[1:] == counts[:1] * 2
 
 
 @pytest.mark.full
