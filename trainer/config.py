@@ -103,7 +103,7 @@ class TrainerConfig(BaseModel):
         offload_optimizer: Keep master weights and moments in host memory; needs zero_stage >= 1.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         share_prompts: Compute a prompt once for the sequences of a row that begin with it.
-        compile: Run the layers through torch.compile.
+        compile: Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism.
         lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
         start_timeout_s: Longest wait for all ranks to start, seconds: a download, loading. Those that are not up are

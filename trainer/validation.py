@@ -66,19 +66,17 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
             f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: Ulysses drops attention "
             "masks, so the sequences of a row would see each other. Use model.attention=varlen."
         )
-    # Compiled layers are tested under plain torch only.
-    untested = {
-        f"trainer.backend={trainer.backend}": trainer.backend != "torch",
-        "trainer.lora": trainer.lora is not None,
-        "trainer.gradient_checkpointing=true": trainer.gradient_checkpointing,
-        f"model.attention={model.attention}": model.attention != "sdpa",
-    }
-    for setting, is_set in untested.items():
-        if trainer.compile and is_set:
+    if trainer.compile and trainer.zero_stage == 3:
+        yield (
+            "trainer.compile=true with trainer.zero_stage=3: weights are gathered before every module inside a layer, "
+            "where each compiled graph ends, so nothing is fused and start-up takes minutes. Use zero_stage=0, 1 or 2, "
+            "or compile=false."
+        )
+    for key, size in (("tensor_parallel_size", trainer.tensor_parallel_size), ("sequence_parallel_size", sharing)):
+        if trainer.compile and size > 1:
             yield (
-                f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
-                "trainer.backend=torch alone, with model.attention=sdpa, without adapters or recomputed activations. "
-                "Use compile=false."
+                f"trainer.compile=true with trainer.{key}={size}: layers that exchange data between ranks have not been "
+                f"compared with uncompiled ones. Use {key}=1 or compile=false."
             )
 
 

@@ -230,6 +230,12 @@ def test_bfloat16_trains_float32_masters_close_to_float32(
     assert result["buffers"] == {"torch.float32"}, "rotary frequencies lost precision"
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("case", those(lambda _: True))
+def test_layers_are_compiled_only_where_configured(case: Case, deepspeed_results: dict) -> None:
+    assert deepspeed_results[dataclasses.astuple(case)]["has_compiled_layers"] == case.is_compiled
+
+
 def is_replicated(case: Case) -> bool:
     """Whether every rank has the whole policy, whose weights are trained."""
     return case.zero_stage < 3 and not case.has_adapters and case.tensor_parallel * case.sequence_parallel == 1

@@ -64,6 +64,7 @@ class Case:
     has_adapters: bool = False
     has_early_logprobs: bool = False
     is_varlen: bool = False
+    is_compiled: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -137,6 +138,12 @@ LONG_CASES = [
     Case(world_size=2, zero_stage=3, adam_epsilon=1.0, is_varlen=True, gradient_checkpointing=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=1, dtype="bfloat16"),
+    Case(world_size=2, zero_stage=0, adam_epsilon=1.0, is_compiled=True),
+    Case(world_size=2, zero_stage=1, adam_epsilon=1.0, is_compiled=True, is_varlen=True, gradient_checkpointing=True),
+    Case(world_size=2, zero_stage=2, is_compiled=True, is_varlen=True, updates="several with a critic"),
+    Case(world_size=2, zero_stage=2, is_compiled=True, dtype="bfloat16", gradient_checkpointing=True),
+    Case(world_size=2, zero_stage=1, is_compiled=True, has_adapters=True, updates="with a reference"),
+    Case(world_size=2, zero_stage=2, is_compiled=True, has_adapters=True, is_varlen=True, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=0, has_adapters=True, updates="with a reference"),
     Case(world_size=2, zero_stage=2, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=0, streamed=True),
@@ -241,6 +248,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         tensor_parallel_size=case.tensor_parallel,
         sequence_parallel_size=case.sequence_parallel,
         gradient_checkpointing=case.gradient_checkpointing,
+        compile=case.is_compiled,
         offload_optimizer=case.offload_optimizer,
         max_tokens_per_micro_batch=case.max_tokens,
         lora=LORA if case.has_adapters else None,
@@ -266,6 +274,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
 
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
+    torch.compiler.reset()  # or graphs of earlier cases count towards the limit of this one
     held_before = {} if case.dtype == "float32" else held_storages()
     trainer = build(case, str(folder / case.policy), rank, port)
     step = streamed_step if case.streamed else early_logprobs_step if case.has_early_logprobs else PolicyTrainer.step
@@ -293,6 +302,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
             for part in ("down", "up")
         },
         "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
+        "has_compiled_layers": any(module._compiled_call_impl is not None for module in model_of(trainer).modules()),
         "saved": saved,
         "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in ENGINES},
     }
@@ -368,6 +378,7 @@ def model_of(trainer: PolicyTrainer):
 
 
 def main() -> None:
+    torch.compiler.set_default_backend("aot_eager")  # graphs and their derivatives as on any backend, without C++
     form, folder, (rank, port, *ranks) = sys.argv[1], Path(sys.argv[4]), map(int, sys.argv[2:4] + sys.argv[5:])
     cases = [case for case in cases_of(form) if case.ranks == tuple(ranks)]
     results = {case: run_case(case, folder, rank, port) for case in cases}

@@ -48,7 +48,7 @@ from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment, deal
 from penstock.trainer.config import ZERO_BUCKET_ELEMENTS, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
-from penstock.trainer.models.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
+from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
@@ -350,6 +350,8 @@ def build_deepspeed_backend(
     )
     split = take_split(policy, shapes) if is_split else None
     restore_rotary_buffers(policy)
+    if trainer.compile:
+        compile_layers(policy)
     engine.train()
     if trainer.zero_stage == 3:
         held = {name: parameter.ds_tensor.numel() for name, parameter in hf_parameters(policy)}

@@ -18,7 +18,7 @@ from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
-from penstock.trainer.models.policy_model import PolicyModel, compile_body, hf_parameters
+from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf_parameters
 from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSharding
@@ -159,7 +159,7 @@ def build_torch_backend(
     """Load a model, and its optimizer."""
     policy = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
     if trainer.compile:
-        compile_body(policy)
+        compile_layers(policy)
     return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
 
 

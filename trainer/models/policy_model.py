@@ -8,7 +8,7 @@ Shape legend: R rows, L row length, K loss tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,24 @@ def layer_masks(hf_config: Any, attention_mask: Tensor, position_ids: Tensor) ->
     return masks[kinds.pop()] if len(kinds) == 1 else masks
 
 
-def compile_body(model: Any, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the layers of a `PolicyModel` or `ValueModel` at their first call; names of parameters stay.
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer of a `PolicyModel` or `ValueModel` at its first call, in place; names of parameters stay.
 
-    One graph serves all row lengths. One row or several, a mask or none, training or evaluation have separate graphs.
+    Layers of a kind share their graphs, and a graph serves all row lengths. One row or several, a mask or none,
+    training or evaluation have separate graphs. Recomputation in backward is around the compiled layer.
+
+    Raises:
+        ConfigError: If the model has no layers that transformers could recompute, which are what is compiled.
     """
-    model.hf_model.base_model.compile(backend=backend, dynamic=True)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        kind = type(getattr(model, "hf_model", model)).__name__
+        raise ConfigError([f"trainer.compile=true: {kind} has no layers of transformers' kind. Use compile=false."])
+    for layer in layers:
+        # The default limit of 8 graphs is less than those combinations with a critic's and two kinds of layers.
+        layer.compile(dynamic=True, recompile_limit=64)
 
 
 def hf_name(parameter_name: str) -> str:

@@ -61,6 +61,8 @@ def register_varlen() -> None:
     AttentionInterface.register("varlen", varlen_attention)
 
 
+# A graph would be made for these lengths, and another one for the next. Layers are compiled before and after it.
+@torch.compiler.disable
 def varlen_attention(
     module: Any,
     query: Tensor,

@@ -118,10 +118,22 @@ def empty_folder(tmp_path, monkeypatch):
             ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.share_prompts=true"],
             ["trainer.share_prompts=true", "sequence_parallel_size=2", "would see each other"],
         ),
-        (["trainer.compile=true"], ["trainer.compile=true", "trainer.backend=deepspeed", "Use compile=false"]),
         (
-            ["trainer=torch", "trainer.compile=true", "model.attention=varlen"],
-            ["trainer.compile=true with model.attention=varlen", "Use compile=false"],
+            ["trainer.compile=true", "trainer.zero_stage=3"],
+            [
+                "trainer.compile=true with trainer.zero_stage=3",
+                "gathered before every module",
+                "nothing is fused",
+                "Use zero_stage=0, 1 or 2",
+            ],
+        ),
+        (
+            ["trainer.compile=true", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"],
+            ["trainer.compile=true with trainer.tensor_parallel_size=2", "Use tensor_parallel_size=1 or compile=false"],
+        ),
+        (
+            [*ULYSSES, "trainer.num_ranks=2", "trainer.compile=true"],
+            ["trainer.compile=true with trainer.sequence_parallel_size=2", "Use sequence_parallel_size=1"],
         ),
         (
             [*ULYSSES, "trainer.tensor_parallel_size=2", "trainer.num_ranks=4"],
