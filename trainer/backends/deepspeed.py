@@ -48,7 +48,13 @@ from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment, deal
 from penstock.trainer.config import ZERO_BUCKET_ELEMENTS, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
-from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf_name, hf_parameters, restore_rotary_buffers
+from penstock.trainer.models.policy_model import (
+    PolicyModel,
+    compile_layers,
+    hf_name,
+    hf_parameters,
+    restore_rotary_buffers,
+)
 from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
