@@ -75,8 +75,8 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
     for key, size in (("tensor_parallel_size", trainer.tensor_parallel_size), ("sequence_parallel_size", sharing)):
         if trainer.compile and size > 1:
             yield (
-                f"trainer.compile=true with trainer.{key}={size}: layers that exchange data between ranks have not been "
-                f"compared with uncompiled ones. Use {key}=1 or compile=false."
+                f"trainer.compile=true with trainer.{key}={size}: layers that exchange data between ranks have not "
+                f"been compared with uncompiled ones. Use {key}=1 or compile=false."
             )
 
 
