@@ -2,7 +2,8 @@
 
     python trl_grpo.py SPEC.json OUT.json
 
-SPEC holds what both sides share (read from Penstock's configuration by `vs_trl.py`); OUT gets one entry per
+With `eval_tasks` and `eval_every` in SPEC, greedy accuracy on those tasks is measured too, while the clock stands. SPEC
+holds what both sides share (read from Penstock's configuration by `vs_trl.py`); OUT gets one entry per
 optimizer step: wall and CPU seconds from the end of the step before, response tokens, mean reward.
 The settings that are TRL's alone, and why, are in `settings`.
 """
@@ -34,14 +35,50 @@ class Stopwatch(TrainerCallback):
         self.cpu_s: list[float] = []  # of all threads
         self._last, self._last_cpu = 0.0, 0.0
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def restart(self) -> None:
+        """Count from now."""
         self._last, self._last_cpu = time.perf_counter(), time.process_time()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.restart()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         now, now_cpu = time.perf_counter(), time.process_time()
         self.step_s.append(now - self._last)
         self.cpu_s.append(now_cpu - self._last_cpu)
         self._last, self._last_cpu = now, now_cpu
+
+
+class Accuracy(TrainerCallback):
+    """Greedy accuracy on held-out tasks after every so many steps, and before the first one.
+
+    Attributes:
+        found: (steps so far, share of the tasks that are solved).
+    """
+
+    def __init__(self, tasks: list[dict[str, str]], every: int, max_new_tokens: int, stopwatch: Stopwatch) -> None:
+        self.found: list[tuple[int, float]] = []
+        self._tasks, self._every, self._max_new_tokens, self._stopwatch = tasks, every, max_new_tokens, stopwatch
+
+    def on_train_begin(self, *_: Any, model: Any, processing_class: Any, **__: Any) -> None:
+        self._measure(0, model, processing_class)
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, model: Any, processing_class: Any, **___: Any) -> None:
+        if state.global_step % self._every == 0:
+            self._measure(state.global_step, model, processing_class)
+
+    @torch.no_grad()
+    def _measure(self, step: int, model: Any, tokenizer: Any) -> None:
+        prompts = tokenizer([task["prompt"] for task in self._tasks], return_tensors="pt", padding=True)
+        ids = model.generate(**prompts, do_sample=False, max_new_tokens=self._max_new_tokens)
+        answers = ids[:, prompts["input_ids"].shape[1] :].tolist()
+        ended = [
+            ids[: ids.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in ids else [] for ids in answers
+        ]
+        texts = tokenizer.batch_decode(ended, skip_special_tokens=True)
+        rewards = ExactMatch(tokenizer.eos_token_id)(texts, ended, [task["answer"] for task in self._tasks])
+        self.found.append((step, sum(rewards) / len(rewards)))
+        self._stopwatch.restart()
 
 
 class ExactMatch:
@@ -113,6 +150,10 @@ def main(spec_path: Path, out_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32, attn_implementation="sdpa")
     tasks = [json.loads(line) for line in Path(spec["tasks"]).read_text().splitlines()]
     stopwatch, reward = Stopwatch(), ExactMatch(tokenizer.eos_token_id)
+    callbacks: list[TrainerCallback] = [stopwatch]
+    if "eval_tasks" in spec:
+        held_out = [json.loads(line) for line in Path(spec["eval_tasks"]).read_text().splitlines()]
+        callbacks.append(Accuracy(held_out, spec["eval_every"], spec["max_new_tokens"], stopwatch))
     with TemporaryDirectory() as output_dir:
         trainer = GRPOTrainer(
             model=model,
@@ -120,7 +161,7 @@ def main(spec_path: Path, out_path: Path) -> None:
             args=settings(spec, output_dir),
             train_dataset=Dataset.from_list(tasks),
             processing_class=tokenizer,
-            callbacks=[stopwatch],
+            callbacks=callbacks,
         )
         trainer.train()
     out = {
@@ -128,6 +169,7 @@ def main(spec_path: Path, out_path: Path) -> None:
         "cpu_s": stopwatch.cpu_s,
         "num_tokens": reward.num_tokens,
         "rewards": reward.rewards,
+        "accuracies": callbacks[-1].found if isinstance(callbacks[-1], Accuracy) else [],
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
     }
     out_path.write_text(json.dumps(out))

@@ -28,6 +28,7 @@ class Run:
         versions: Package -> version.
         others_percent: Share of all cores that other programs had meanwhile.
         cpu_s: CPU seconds of its process; empty for Penstock, which has several (step_profile.py).
+        accuracies: (steps so far, accuracy on held-out tasks); empty if that was not asked for.
     """
 
     step_s: list[float]
@@ -36,6 +37,7 @@ class Run:
     versions: dict[str, str]
     others_percent: float
     cpu_s: list[float] = field(default_factory=list)
+    accuracies: list[tuple[int, float]] = field(default_factory=list)
 
     def kept(self, warmup: int, count: int) -> Run:
         """`count` steps after the first `warmup`."""

@@ -146,8 +146,9 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
 def has_ended(config: RunConfig, checkpoint: Checkpoint) -> bool:
     """Whether `evaluation.patience` has ended the training at this checkpoint."""
     patience = config.evaluation.patience
-    evaluations = [evaluation_from(saved) for saved in checkpoint.manifest["run"]["evaluations"]]
-    return patience is not None and num_since_best(evaluations) >= patience
+    if patience is None:
+        return False
+    return num_since_best([evaluation_from(saved) for saved in checkpoint.manifest["run"]["evaluations"]]) >= patience
 
 
 def changes_of_learning(

@@ -123,7 +123,7 @@ def test_the_engine_is_the_one_that_our_updates_are_written_for(
     is_eager = spec.engine.enforce_eager  # type: ignore[union-attr]
     assert decided.v2_runner, "the V1 runner is what the CPU build has; its order of pause and step differs"
     assert decided.async_scheduling
-    assert decided.scheduler == "AsyncScheduler"
+    assert decided.scheduler == "holding_scheduler", "ours, made from AsyncScheduler"
     assert decided.worker == "vllm.v1.worker.gpu_worker.Worker"
     assert decided.executor == ("UniProcExecutor" if spec.engine.tensor_parallel_size == 1 else "MultiprocExecutor")
     assert decided.graphs == ("NONE" if is_eager else "FULL_AND_PIECEWISE")
