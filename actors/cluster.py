@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorHandle
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.devices import BundlePlace, DeviceAssignment
@@ -142,10 +145,11 @@ async def ray_session(
                 f"cluster.address={address} cannot be joined: {problem}. Start Ray on that machine with `ray start "
                 "--head`, give the address that it prints, and open its port."
             )
-        # `ray start --head` demands the token of ~/.ray wherever a local run has once made one, but without this only
-        # the address `auto` gives it. A cluster that demands none takes it as well.
+        # `ray start --head` demands the token of ~/.ray wherever a local run has once made one, but Ray gives it to the
+        # address `auto` only. A cluster that demands none cannot call a driver that does: its actors die at once.
         logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` below does
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        if address != "auto" and demands_token(address):
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with shipped_folder(user_locations(needs.modules if needs is not None else ()), Path.cwd()) as sent:
         try:
@@ -195,6 +199,16 @@ def connection_problem(address: str) -> str:
         where = "there" if found == address else f"at {found}, the last one that Ray started here"
         return f"nothing answers {where} ({error.strerror or error})"
     return ""
+
+
+def demands_token(address: str) -> bool:
+    """Whether the Ray cluster at HOST:PORT refuses calls without a token. What does not say so counts as no."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=CONNECT_S)
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 async def draining_nodes() -> set[str]:

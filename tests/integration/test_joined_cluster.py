@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,22 @@ def score(trajectory, **task):
 """Of the user: it imports a module beside it, and opens a file by a relative path."""
 
 
+UNPROTECTED = """
+import os, subprocess, sys
+
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+del os.environ["RAY_AUTH_MODE"]
+try:
+    sys.exit(subprocess.run([sys.argv[1], "doctor", "--cluster", cluster.address], timeout=200).returncode)
+finally:
+    cluster.shutdown()
+"""
+"""A cluster as Ray started it before it had tokens, and a command that joins it."""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes, started in another folder, without our variables and with Ray's own niceness of 15.
@@ -69,6 +87,25 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield started
         finally:
             started.shutdown()
+
+
+def test_a_cluster_that_demands_no_token_is_joined_by_one_who_has_one(
+    tmp_path: Path,
+) -> None:
+    """A driver that demands the token itself could not be called by the cluster, and all its actors would die."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("0" * 64)
+    started = subprocess.run(  # Ray reads the mode once in a process
+        [sys.executable, "-c", UNPROTECTED, f"{Path(sys.executable).parent}/penstock"],
+        env={**os.environ, "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "silent" not in started.stdout + started.stderr
 
 
 @pytest.fixture
