@@ -67,7 +67,7 @@ GPU_GATHERED, CPU_GATHERED = 1 << 25, 1 << 19
 
 PAYLOAD_BYTES_PER_TOKEN = 16
 """Of a stored trajectory without alternatives: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
-BASE_HOST_GIB = {"driver": 1.0, "trainer": 0.6, "vllm": 1.85, "torch": 0.5, "reward": 0.15}
+BASE_HOST_GIB = {"driver": 1.0, "trainer": 0.6, "vllm": 1.85, "torch": 0.4, "reward": 0.15}
 """Resident memory of a process after its imports, GiB. `driver` includes Ray's own processes."""
 BASE_GPU_HOST_GIB = 3.0
 """Host memory of a process that uses a GPU, GiB."""
