@@ -10,6 +10,7 @@ versions change only in a pause, so a paused scheduler has work until it has sen
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,20 @@ _CLIENT = 0
 """Index of the only client of an engine core: our AsyncLLM."""
 
 
+@dataclass(slots=True)
+class Pieces:
+    """Outputs of one request that were not sent yet.
+
+    Attributes:
+        num_tokens: Tokens of `outputs`.
+        interval: Tokens with which they are sent.
+    """
+
+    outputs: list[EngineCoreOutput]
+    num_tokens: int
+    interval: int
+
+
 class HeldOutputs:
     """Holds the outputs of a request until they have as many tokens as its `stream_interval`, `MAX_HELD_TOKENS` at
     most. It is a base that goes before a scheduler of vLLM.
@@ -34,7 +49,7 @@ class HeldOutputs:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._held: dict[str, Pieces] = {}
 
     def update_from_output(self, *step: Any) -> Any:
         """Messages of one step: the outputs of requests that have ended or enough tokens, of all in a pause."""
@@ -42,24 +57,28 @@ class HeldOutputs:
         for message in messages.values():
             message.outputs = [ready for one in message.outputs for ready in self._ready(one)]
         if self._must_send():
-            rest = [joined(pieces) for pieces in self._held.values()]
+            rest = [joined(pieces.outputs) for pieces in self._held.values()]
             self._held.clear()
             messages.setdefault(_CLIENT, EngineCoreOutputs()).outputs += rest
         return messages
 
     def _ready(self, output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
         """What is to be sent of a request, now that it has one more output."""
-        pieces = self._held.setdefault(output.request_id, [])
-        if pieces and not can_join(pieces[-1], output):
-            yield joined(pieces)
-            pieces.clear()
-        pieces.append(output)
-        if output.finish_reason is not None or sum(len(one.new_token_ids) for one in pieces) >= self._interval(output):
-            yield joined(self._held.pop(output.request_id))
+        request_id = output.request_id
+        pieces = self._held.get(request_id)
+        if pieces is None:
+            pieces = self._held[request_id] = Pieces([], 0, self._interval(output))
+        elif not can_join(pieces.outputs[-1], output):
+            yield joined(pieces.outputs)
+            pieces.outputs, pieces.num_tokens = [], 0
+        pieces.outputs.append(output)
+        pieces.num_tokens += len(output.new_token_ids)
+        if pieces.num_tokens >= pieces.interval or output.finish_reason is not None:
+            yield joined(self._held.pop(request_id).outputs)
 
     def _interval(self, output: EngineCoreOutput) -> int:
-        request: Request = self.requests[output.request_id]  # type: ignore[attr-defined]
-        wanted = None if request.sampling_params is None else request.sampling_params.stream_interval
+        request: Request | None = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+        wanted = None if request is None or request.sampling_params is None else request.sampling_params.stream_interval
         return min(wanted or 1, MAX_HELD_TOKENS)
 
     def _must_send(self) -> bool:
@@ -93,9 +112,13 @@ def holding_scheduler(vllm_config: VllmConfig, **settings: Any) -> HoldingSchedu
 
 def can_join(earlier: EngineCoreOutput, later: EngineCoreOutput) -> bool:
     """Whether two outputs of a request are tokens and equally many logprobs for each, and nothing else."""
-    has_more = any(one.new_sampling_mask is not None or one.routed_experts is not None for one in (earlier, later))
-    widths = {one.new_logprobs.logprobs.shape[1] for one in (earlier, later) if one.new_logprobs is not None}
-    return not has_more and len(widths) <= 1
+    if earlier.new_sampling_mask is not None or earlier.routed_experts is not None:
+        return False
+    if later.new_sampling_mask is not None or later.routed_experts is not None:
+        return False
+    if earlier.new_logprobs is None or later.new_logprobs is None:
+        return True
+    return bool(earlier.new_logprobs.logprobs.shape[1] == later.new_logprobs.logprobs.shape[1])
 
 
 def joined(pieces: list[EngineCoreOutput]) -> EngineCoreOutput:
