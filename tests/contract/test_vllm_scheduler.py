@@ -91,6 +91,11 @@ def test_the_end_of_a_request_is_sent_at_once_with_all_that_was_held_of_it_only(
     assert sent.new_token_ids == [5, 6, 7]
 
 
+def test_a_request_that_ends_with_its_first_output_is_sent_though_vllm_has_removed_it() -> None:
+    (sent,) = scheduler().step(token("a", 1, finish_reason=FinishReason.STOP))
+    assert (sent.new_token_ids, sent.finish_reason) == ([1], FinishReason.STOP)
+
+
 def test_a_pause_has_work_until_all_is_sent_so_that_tokens_keep_their_version() -> None:
     held = scheduler(a=8, b=8)
     held.step(token("a", 1), token("b", 5))

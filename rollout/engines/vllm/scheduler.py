@@ -77,6 +77,7 @@ class HeldOutputs:
             yield joined(self._held.pop(request_id).outputs)
 
     def _interval(self, output: EngineCoreOutput) -> int:
+        """Tokens with which to send a request; vLLM has already removed one that ends with its first output."""
         request: Request | None = self.requests.get(output.request_id)  # type: ignore[attr-defined]
         wanted = None if request is None or request.sampling_params is None else request.sampling_params.stream_interval
         return min(wanted or 1, MAX_HELD_TOKENS)
