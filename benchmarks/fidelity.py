@@ -63,8 +63,9 @@ COUNTDOWN = (
     "env.args={chat: false, num_numbers: 2, max_number: 60, max_target: 300}",
     "reward.fn=countdown:countdown_reward",
 )
+TRAINING = ("experiment=arithmetic", "trainer.optimizer.warmup_steps=10")
 TASKS = {
-    "arithmetic": Task(("experiment=arithmetic_sft",), ("experiment=arithmetic", "total_steps=30")),
+    "arithmetic": Task(("experiment=arithmetic_sft",), (*TRAINING, "total_steps=30")),
     "countdown": Task(
         (
             "experiment=arithmetic_sft",
@@ -73,12 +74,12 @@ TASKS = {
             "sft.max_greedy_accuracy=0.8",
             *COUNTDOWN,
         ),
-        ("experiment=arithmetic", "total_steps=80", "trainer.optimizer.lr=1e-4", *COUNTDOWN),
+        (*TRAINING, "total_steps=80", "trainer.optimizer.lr=1e-4", *COUNTDOWN),
     ),
     "running_total": Task(
         ("experiment=arithmetic_sft",),
         (
-            "experiment=arithmetic",
+            *TRAINING,
             "total_steps=30",
             "env.factory=fidelity_tasks:RunningTotal",
             "~env.args",
