@@ -60,7 +60,7 @@ class Task:
 
 COUNTDOWN = (
     "env.factory=countdown:CountdownTasks",
-    "env.args={chat: false, num_numbers: 2, max_number: 60, max_target: 300}",
+    "env.args={chat: false, num_numbers: 2, max_number: 99, max_target: 300}",  # 1,096 tasks are held out
     "reward.fn=countdown:countdown_reward",
 )
 TRAINING = ("experiment=arithmetic", "trainer.optimizer.warmup_steps=10")
@@ -70,11 +70,11 @@ TASKS = {
         (
             "experiment=arithmetic_sft",
             "sft.eval_tasks=400",
-            "sft.stop_at_accuracy=0.6",
+            "sft.stop_at_accuracy=0.45",
             "sft.max_greedy_accuracy=0.8",
             *COUNTDOWN,
         ),
-        (*TRAINING, "total_steps=80", "trainer.optimizer.lr=1e-4", *COUNTDOWN),
+        (*TRAINING, "total_steps=120", "trainer.optimizer.lr=1e-4", *COUNTDOWN),
     ),
     "running_total": Task(
         ("experiment=arithmetic_sft",),
