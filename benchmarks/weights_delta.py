@@ -3,7 +3,7 @@
 The demo's warm-start policy (0.8 M parameters, `penstock sft experiment=arithmetic_sft`) is trained by the trainer of
 the demo on the plain-torch backend, without Ray: each step samples groups with `transformers` generate, scores them
 with the demo's reward and takes one optimizer step (AdamW, float32 master weights). There are two series: at the demo's
-learning rate with its 10 steps of warm-up, and at 1e-6 (the default of conf/trainer), as is usual for policies of
+learning rate with 10 steps of warm-up, and at 1e-6 (the default of conf/trainer), as is usual for policies of
 billions of parameters. After each step every codec publishes the policy, in float32 and in bfloat16, one buffer per
 tensor.
 

@@ -218,6 +218,7 @@ def train_overrides(warm_policy: Path) -> list[str]:
         "experiment=arithmetic",
         *SUMS,
         f"model.path={warm_policy}",
+        "dataflow.max_staleness=2",
         "evaluation.num_tasks=256",
         "evaluation.every_steps=0",
     ]

@@ -55,7 +55,7 @@ def test_what_tests_compose_once_is_what_hydra_composes(overrides):
 
 def test_the_demo_is_what_the_readme_says():
     config = compose_config(["experiment=arithmetic", "seed=3"])
-    assert (config.dataflow.batch_groups, config.dataflow.group_size, config.dataflow.max_staleness) == (32, 8, 2)
+    assert (config.dataflow.batch_groups, config.dataflow.group_size, config.dataflow.max_staleness) == (32, 8, 1)
     assert config.model.path == "runs/arithmetic_sft-seed3/policy"
     assert config.run_dir == "runs/arithmetic"
     assert config.evaluation.num_tasks is None, "all, at most 1024"
