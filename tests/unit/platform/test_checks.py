@@ -58,7 +58,7 @@ def empty_folder(tmp_path, monkeypatch):
         (["model.from_scratch=true"], ["penstock sft"]),
         (["model.shape.num_kv_heads=3"], ["num_heads=4", "num_kv_heads=3"]),
         (["cluster.trainer_pool=cpus"], ["cluster.trainer_pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
-        (["cluster.colocated=true"], ["max_staleness=0, not 2", "dataflow=synchronous"]),
+        (["cluster.colocated=true"], ["max_staleness=0, not 1", "dataflow=synchronous"]),
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
         (["dataflow.max_live_gib=0.0001"], ["holds 52 trajectories", "a batch has 256", "Use at least 0.000493"]),
@@ -295,7 +295,6 @@ def test_a_warm_start_needs_its_section_and_equal_work():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("rollout.engine.max_num_seqs=8", "the engines decode 8 at once"),
         ("algorithm/correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
         ("weights.codec=delta", "has no effect"),
