@@ -155,6 +155,7 @@ class Dataflow:
             admitted=ledger.num_admitted,
             returned=ledger.num_returned,
             trained=ledger.num_trained,
+            waiting=self._gate.num_waiting,
             surplus=surplus,
         )
         if free < 0:

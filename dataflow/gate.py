@@ -47,6 +47,11 @@ class ConsumptionGate:
     def num_ready(self) -> int:
         return sum(map(len, self._ready.values()))
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of groups that were not dispatched yet or are ready."""
+        return len(self._unready.get(None, ())) + self.num_ready
+
     def __len__(self) -> int:
         return self.num_ready + sum(map(len, self._unready.values()))
 

@@ -2,11 +2,12 @@
 
 Symbols: B groups per batch, v published version, η maximum staleness of a trained token in versions.
 
-*Admission* keeps at most (η + 1)·B groups live, so that on average generating groups can be trained in time. Admission
-alone does not bound staleness: short groups overtake long ones, and any number of versions can be published while a
-long group generates. *Consumption* adds the bound. The deadline of a group is its oldest version + η, the last v at
-which it may train. A batch may close at v only if all groups left outside can still meet their deadlines, with one
-batch of B per version:
+*Admission* keeps at most (η + 1)·B groups live, so that on average generating groups can be trained in time. It also
+stops while 2·B groups wait, for an engine or for the trainer: more of them would not be trained earlier, only be older
+then. Admission alone does not bound staleness: short groups overtake long ones, and any number of versions can be
+published while a long group generates. *Consumption* adds the bound. The deadline of a group is its oldest version +
+η, the last v at which it may train. A batch may close at v only if all groups left outside can still meet their
+deadlines, with one batch of B per version:
 
     for every k = 0..η:   #{live groups outside the batch with deadline ≤ v + k}  ≤  k·B
 
@@ -65,8 +66,18 @@ class FlowLimits:
         """Maximum number of live groups: (η + 1)·B + surplus."""
         return (self.max_staleness + 1) * self.batch_groups + self.surplus
 
+    @property
+    def max_waiting(self) -> int:
+        """No group is admitted while so many wait, not dispatched yet or ready to train: 2·B + surplus.
 
-def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: int, surplus: int = 0) -> int:
+        One batch for the next step and one more, so that the trainer seldom waits for long answers (ADR 0029).
+        """
+        return 2 * self.batch_groups + self.surplus
+
+
+def free_credits(
+    limits: FlowLimits, *, admitted: int, returned: int, trained: int, waiting: int = 0, surplus: int = 0
+) -> int:
     """Number of groups that may start now.
 
     Args:
@@ -74,11 +85,14 @@ def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: i
         admitted: Number of groups ever admitted.
         returned: Number of groups that ended untrained and returned their credit.
         trained: Number of trained groups.
+        waiting: Number of groups outside the batch that were not dispatched yet or are ready.
         surplus: Number of redundant groups that may be live now.
 
     Returns:
-        min(window − live, total_steps·B − net admissions). Never negative while I6 holds.
+        min(window − live, total_steps·B − net admissions, max(0, 2·B + surplus − waiting)). Never negative while I6
+        holds.
     """
     net = admitted - returned
     window = (limits.max_staleness + 1) * limits.batch_groups + surplus
-    return min(window - (net - trained), limits.total_steps * limits.batch_groups - net)
+    remaining = limits.total_steps * limits.batch_groups - net
+    return min(window - (net - trained), remaining, max(0, limits.max_waiting - waiting))

@@ -24,7 +24,6 @@ from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
 """η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/policies.md)."""
-_MAX_WAVES = 8
 
 
 def check_dataflow(config: RunConfig) -> Iterator[Finding]:
@@ -98,14 +97,6 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
 def check_pace(config: RunConfig) -> Iterator[Finding]:
     """Warn of settings that work but slow the run down."""
     flow, rollout = config.dataflow, config.rollout
-    live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
-    slots = sum(view.rollout.num_engines * view.rollout.engine.max_num_seqs for view in config.rollout_views)
-    if live > _MAX_WAVES * slots:
-        yield warning(
-            f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
-            f"the engines decode {slots} at once: most of their staleness is waiting time in a queue. Raise "
-            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
-        )
     if flow.batch_timeout_s <= rollout.request_timeout_s:
         yield warning(
             f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="

@@ -1,8 +1,9 @@
 """The flow: connects the sans-I/O dataflow core to engines and reward workers, and hands batches to the trainer.
 
 Consumes: tasks, while the admission gate has free credits. Waits for: credits, concurrency slots of engines, scores.
-Unblocked by: `advance` (credits), a finished trajectory, a closed batch. Each trajectory runs in its own asyncio task
-(platform/run/group_run.py). This module does not import Ray, so the simulator runs the same code in virtual time.
+Unblocked by: `advance` and a dispatched group (credits), a finished trajectory, a closed batch. Each trajectory runs in
+its own asyncio task (platform/run/group_run.py). This module does not import Ray, so the simulator runs the same code
+in virtual time.
 """
 
 from __future__ import annotations
@@ -197,6 +198,11 @@ class Flow:
         self.core.advance(version)
         self._tasks.follow_curriculum(version, self.core.ledger)
         self._settle()
+
+    def record_version(self, group_id: GroupId, member: int, version: int) -> None:
+        """Record which version samples a trajectory. A group that was waiting for an engine may free a credit."""
+        self.core.record_version(group_id, member, version)
+        self._credits_changed.set()
 
     def skip(self) -> None:
         """Record that the optimizer step was skipped: its groups end as dropped(bad_step) and free their credits."""

@@ -178,7 +178,7 @@ class GroupRun(RolloutContext):
 
     def record_version(self, member: int, version: int) -> None:
         """Report to the core which version samples a trajectory. Called by the runner."""
-        self._flow.core.record_version(self.group_id, member, version)
+        self._flow.record_version(self.group_id, member, version)
 
     def _mark_generated(self, index: int) -> None:
         """Record that a trajectory has its tokens or has failed for good. A retried one is recorded again."""

@@ -57,6 +57,7 @@ class LedgerModel:
         live: Group -> state.
         ended: Terminal state -> number of groups.
         trained: All trained groups.
+        waiting: Live groups that were not dispatched yet or are ready.
         rolled_back: Tasks that were live when the driver died and have not been restarted.
         sizes: Trajectories of each live group.
         live_trajectories: Sum of these sizes.
@@ -64,6 +65,7 @@ class LedgerModel:
 
     def __init__(self, limits: FlowLimits) -> None:
         self.live: dict[int, str] = {}
+        self.waiting: set[int] = set()
         self.ended: Counter[str] = Counter()
         self.trained: set[int] = set()
         self.rolled_back: set[str] = set()
@@ -80,6 +82,7 @@ class LedgerModel:
                 raise InvariantError("I3", f"group {group} was admitted after {self.num_admitted} others")
             self.num_admitted += 1
             self.live[group] = state
+            self.waiting.add(group)
             self.rolled_back.discard(event.task_id)
             self.sizes[group] = event.group_size
             self.live_trajectories += event.group_size
@@ -96,6 +99,10 @@ class LedgerModel:
                 self.rolled_back.add(event.task_id)
         elif state not in _NEXT[before]:
             raise InvariantError("I2", f"group {group} goes from {before} to {state}")
+        if state == "ready":
+            self.waiting.add(group)
+        elif state != "scoring":  # whose attempts may all have failed before an engine took them
+            self.waiting.discard(group)
         if state in _LIVE:
             self.live[group] = state
             return
@@ -168,6 +175,9 @@ class CheckedDataflow(Dataflow):
 
     def record_version(self, group_id: GroupId, member: int, version: int) -> None:
         super().record_version(group_id, member, version)
+        if self.model.live.get(int(group_id)) in ("generating", "scoring"):
+            self.model.waiting.discard(int(group_id))
+        self.check()
         self._world.note(f"member {group_id}/{member} at v{version}")
 
     def generated(self, group_id: GroupId) -> None:
@@ -221,6 +231,7 @@ class CheckedDataflow(Dataflow):
         if limits.max_live_trajectories is not None:
             places = limits.max_live_trajectories - model.live_trajectories
             free = min(free, max(0, places) // self.rules.group_size)
+        free = min(free, max(0, limits.max_waiting - len(model.waiting)))
         if limits.surplus == 0 and self.free_credits != free:
             raise InvariantError(
                 "I6", f"{self.free_credits} free credits instead of {free}: a credit was lost or duplicated"

@@ -27,6 +27,7 @@ from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
 from penstock.dataflow.ports import Engine, GenerateRequest, WeightAck, WeightManifest, WrittenFile
 from penstock.dataflow.records import encode
+from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
@@ -439,6 +440,22 @@ class BytesForgotten(Dataflow):
         return free
 
 
+class QueueForgotten(ConsumptionGate):
+    """Groups that no engine has taken do not count as waiting."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_ready
+
+
+class WaitingForgotten(Dataflow):
+    """Groups start however many wait for an engine."""
+
+    def __init__(self, limits: FlowLimits, *arguments: Any, **named: Any) -> None:
+        super().__init__(limits, *arguments, **named)
+        self._gate = QueueForgotten(limits)
+
+
 class FilterForgotten(Flow):
     """What the user's filter refuses is trained."""
 
@@ -601,6 +618,7 @@ CASES = {
     ),
     "a stream exceeds its quota": Case(Seams(), "quota", ("streams=3",), QuotasForgotten),
     "more trajectories live than fit": Case(checked(BytesForgotten), "I6", ("max_live=13", "eta=3")),
+    "groups wait for engines in numbers": Case(checked(WaitingForgotten), "I6", ("eta=4",)),
     "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
     "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
     "an environment gets a turn out of order": Case(Seams(player=TurnTakenTwice), "episode", ("turns=3",)),

@@ -103,6 +103,32 @@ def test_live_groups_never_take_more_than_their_capacity() -> None:
     assert core.free_credits == 1
 
 
+def test_a_group_waits_until_it_is_dispatched_and_again_when_it_is_ready() -> None:
+    core = core_of(batch=1, eta=9)
+    first, second = core.admit(TaskId("t")), core.admit(TaskId("t"))
+    assert core.free_credits == 0, "two wait for an engine, which are two batches"
+    core.record_version(first, 0, core.version)
+    assert core.free_credits == 1
+    core.record_version(second, 0, core.version)
+    assert core.free_credits == 2
+    core.generated(first)
+    assert core.free_credits == 2, "its scores are missing"
+    core.ready(sampled_at(first, 0, 0))
+    assert core.free_credits == 1
+    assert core.close_batch() is not None
+    assert core.free_credits == 2, "it trains"
+
+
+def test_a_long_group_does_not_keep_others_from_starting() -> None:
+    core = core_of(batch=1, eta=9)
+    started(core)
+    for version in range(1, 9):
+        made_ready(core)
+        assert core.close_batch() is not None
+        core.advance(version)
+        assert core.free_credits >= 1
+
+
 def test_a_smaller_group_takes_less_capacity() -> None:
     core = Dataflow(FlowLimits(1, 9, 10, max_live_trajectories=8), GroupRules(4, 2, 1))
     core.admit(TaskId("t"), group_size=2)

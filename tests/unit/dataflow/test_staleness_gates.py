@@ -31,6 +31,23 @@ def test_credits_follow_from_absolute_counters(admitted: int, returned: int, tra
     assert free_credits(B2_ETA1, admitted=admitted, returned=returned, trained=trained) == free
 
 
+@pytest.mark.parametrize(
+    ("waiting", "admitted", "free"),
+    [
+        (0, 0, 4),  # η = 8: the window has 18
+        (3, 3, 1),
+        (4, 4, 0),
+        (0, 4, 4),  # engines have taken all four
+        (4, 16, 0),
+        (7, 16, 0),  # what was generating is ready: the limit is on admission
+        (1, 16, 2),  # the window
+    ],
+)
+def test_no_group_is_admitted_while_two_batches_wait(waiting: int, admitted: int, free: int) -> None:
+    limits = FlowLimits(batch_groups=2, max_staleness=8, total_steps=100)
+    assert free_credits(limits, admitted=admitted, returned=0, trained=0, waiting=waiting) == free
+
+
 def test_surplus_widens_the_window() -> None:
     limits = FlowLimits(batch_groups=2, max_staleness=0, total_steps=10, surplus=3)
     assert free_credits(limits, admitted=0, returned=0, trained=0, surplus=limits.surplus) == 5

@@ -46,6 +46,14 @@ async def test_engine_slots_are_never_exceeded_and_work_is_spread() -> None:
     assert all(0 < engine.most_running <= 3 for engine in engines)
 
 
+async def test_admission_goes_on_when_engines_take_groups_and_stops_when_two_batches_wait() -> None:
+    flow = make_flow([FakeEngine(silent=True)], FakeRewards(), batch=1, eta=9, steps=20, slots=6)  # three groups of two
+    async with flow:
+        await asyncio.sleep(0.05)
+        assert flow.counts().live == 5, "three are with the engine, two wait for it"
+        assert flow.core.free_credits == 0
+
+
 class ByNumber:
     def max_new_tokens(self, task: Task, stream: str) -> int:
         return 3 if int(task.task_id[1:]) % 2 else 7
