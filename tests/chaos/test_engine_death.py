@@ -43,6 +43,7 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
         f"rollout.max_engine_restarts_per_hour={restarts}",
         "rollout.engine.journal_interval_tokens=1",
         "rollout.engine.max_num_seqs=8",  # generation takes a while, and some of its requests have tokens when it dies
+        "dataflow=asynchronous",  # with less ahead of the trainer, two engines work too briefly to be seen at work
         f"dataflow.batch_groups={BATCH}",
         f"total_steps={STEPS}",
     )

@@ -52,10 +52,14 @@ class StopTextContract:
         whole = await answer(harness.engine, GREEDY, f"whole {is_interrupted}")
         sampled = whole.token_ids[whole.loss_mask].tolist()
         stop = stop_text_over(whole.response, len(CODEC.decode(sampled[:JOURNAL_INTERVAL])))  # in two deltas
-        engine = AbortsOnce(harness.engine, after_deltas=1) if is_interrupted else harness.engine
-        stopped = await answer(engine, replace(GREEDY, stop=("never there", stop)), f"stopped {is_interrupted}")
-        if isinstance(engine, AbortsOnce):
-            assert len(engine.requests) > 1, "it was not interrupted"
+        sampling = replace(GREEDY, stop=("never there", stop))
+        for attempt in range(5 if is_interrupted else 1):  # a busy machine may join both deltas
+            engine = AbortsOnce(harness.engine, after_deltas=1) if is_interrupted else harness.engine
+            stopped = await answer(engine, sampling, f"stopped {is_interrupted} {attempt}")
+            if isinstance(engine, AbortsOnce) and len(engine.requests) > 1:
+                break
+        else:
+            assert not is_interrupted, "it was never interrupted"
         assert stopped.response == whole.response[: whole.response.find(stop) + len(stop)]
         assert (stopped.finish_reason, whole.finish_reason) == ("stop", "length")
         num_prompt, num_kept = len(PROMPT), stopped.num_sampled_tokens

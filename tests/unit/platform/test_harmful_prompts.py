@@ -211,7 +211,7 @@ async def test_engines_that_are_lost_twice_before_any_answer_end_their_groups_an
             yield TokenDelta((), (), (), None)
 
     started: list[FakeEngine] = [Doomed(EngineId("e0"))]
-    flow = flow_over(started, "1+1=", slots=12 * GROUP_SIZE)
+    flow = flow_over(started, "1+1=", slots=12 * GROUP_SIZE, eta=1)
     pool = flow.ports.runner.pool
 
     def start_again(engine_id: EngineId) -> bool:
