@@ -22,7 +22,7 @@ from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
 
-DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
+DROP_BIAS = {1: (0.94, 0.19), 2: (0.95, 0.24), 4: (0.97, 0.54), 8: (1.0, 1.0)}
 """η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/policies.md)."""
 
 
