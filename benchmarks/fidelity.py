@@ -64,7 +64,7 @@ COUNTDOWN = (
     "reward.fn=countdown:countdown_reward",
 )
 TRAINING = ("experiment=arithmetic", "trainer.optimizer.warmup_steps=10")
-"""What all tasks share. The warm-up is the demo's, and stated so that it stays if the demo's changes."""
+"""What all tasks share. The warm-up is stated, since the demo has none."""
 TASKS = {
     "arithmetic": Task(("experiment=arithmetic_sft",), (*TRAINING, "total_steps=30")),
     "countdown": Task(
