@@ -11,6 +11,7 @@ alone can deadlock a run. Too few slots only slow it down, which is a warning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from penstock.platform.checks.algorithm import (
@@ -121,6 +122,14 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
                 "token was sampled from are recorded, since the trainer renormalises over the same ones, and without "
                 f"top_k there may be as many as the vocabulary has. Use a top_k from 2 to {MAX_TOP_K}, e.g. 20."
             )
+    target, largest = config.algorithm.entropy.target, sampling.top_k or config.model.shape.vocab_size
+    if target is not None and target >= math.log(largest):
+        yield error(
+            f"algorithm.entropy.target={target:g} with {largest:,} tokens to sample from (rollout.sampling.top_k="
+            f"{sampling.top_k}, model.shape.vocab_size={config.model.shape.vocab_size}): their entropy is at most ln "
+            f"{largest:,} = {math.log(largest):.3g} nat, so the coefficient would rise to its maximum and stay there. "
+            "Use a smaller target, e.g. 0.2."
+        )
     if not sampling.top_k:
         return
     if sampling.top_k == 1 or sampling.top_k >= config.model.shape.vocab_size:

@@ -165,9 +165,10 @@ def pass_at_k(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np
     del config
     if are_equal(rewards):
         return np.zeros_like(rewards)
-    ascending = np.sort(rewards)
+    second, first = np.sort(rewards)[-2:]
     best = np.zeros_like(rewards)
-    best[rewards.argmax()] = ascending[-1] - ascending[-2]
+    if not are_equal(np.array([first, second])):
+        best[rewards.argmax()] = first - second
     return best
 
 

@@ -26,7 +26,7 @@ def entropy_bonus(entropies: Tensor, config: EntropyConfig) -> Tensor:
     """`−η H_t`, `[T]`: a term of the loss. Mnih et al., arXiv 1602.01783.
 
     Args:
-        entropies: `[T]` of the policy over the whole vocabulary, nats; its gradient is exact in every head.
+        entropies: `[T]` of the policy over the tokens that could be sampled, nats; its gradient is exact in every head.
         config: η.
     """
     return -config.coefficient * entropies

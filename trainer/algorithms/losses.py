@@ -270,7 +270,7 @@ def distill(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
 
 
 def value(tokens: LossTokens, config: CriticConfig) -> PolicyLoss:
-    """`½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)`: a critic's loss. PPO, arXiv 1707.06347."""
+    """`½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)`: a critic's loss. Engstrom et al., arXiv 2005.12729, 3."""
     assert tokens.values is not None, "value needs a critic"
     assert tokens.old_values is not None, "value needs the values at sampling"
     assert tokens.returns is not None, "value needs returns"

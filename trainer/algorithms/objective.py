@@ -10,8 +10,9 @@ divergence. u = min(exp(c − b), C) where the chain can have no weight, because
 behavior policy itself (proximal=behavior, dppo, topr) or needs none (sft, online_dpo, ipo); else 1. The divergence
 needs it in both cases: it is an expectation over the policy, and the behavior policy has sampled the tokens.
 
-H is the entropy of the policy's distribution at a token, over the whole vocabulary and with its exact gradient. It does
-not depend on the token that was sampled, so it has no weight and no mask.
+H is the entropy of the policy's distribution at a token, with its exact gradient, over the vocabulary or, with
+`rollout.sampling.top_k`, over the tokens that could be sampled. It does not depend on the token that was sampled, so
+corrections give it no weight and no mask.
 
 Shape legend: T loss tokens.
 """

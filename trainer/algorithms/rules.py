@@ -86,6 +86,13 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
                 "per sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
                 "algorithm/loss=gspo_token."
             )
+    for name in chain.chain if loss.name in ONE_TERM_PER_SEQUENCE else ():
+        if find("correction", name).level == "batch":
+            yield (
+                f"algorithm.correction={name} masks single tokens, algorithm.loss={loss.name} has one term per "
+                "sequence: masked tokens would keep their gradient in it, and the term would shrink by their share. "
+                "Use mis_seq_geo or veto, which mask sequences, or algorithm/loss=gspo_token."
+            )
     # What compares all tokens of a batch needs the policy's logprobs of all of them before the first gradient.
     for entry in entries_of_batch(config):
         if config.proximal != "recompute":

@@ -47,9 +47,10 @@ class BatchTokens(NamedTuple):
 def m2po(tokens: BatchTokens, config: M2poConfig) -> NDArray[np.bool_]:
     """`[T]`: of the tokens with A (p − b) > 0, those of largest (p − b)², until the mean of the others is at most τ.
 
-    Only these tokens are moved further from the behavior policy by their advantage, and the mean is over them. Tokens
-    equal to the last one are masked with it. M2PO, arXiv 2510.01161, algorithm 1, with τ = 0.04. The authors' code
-    clips instead of masking, and never within ratios of 0.7 to 1.5.
+    Only these tokens are moved further from the behavior policy by their advantage, and the mean is over them, as in
+    the authors' code (AReaL has it over all loss tokens). Tokens equal to the last one are masked with it. M2PO, arXiv
+    2510.01161, algorithm 1, with τ = 0.04. The authors' code clips instead of masking, and never within ratios of 0.7
+    to 1.5.
     """
     log_weights = tokens.proximal - tokens.behavior
     moves_away = tokens.advantages * log_weights > 0

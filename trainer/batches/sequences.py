@@ -413,6 +413,8 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
     for one in sequences:
         if one.advantages is not None and np.any(one.advantages):
             return True
+        if np.any(one.selected.get("kl_cov", False)):  # it adds a divergence at these tokens, with any advantage
+            return True
         recorded = (one.behavior_logprobs, one.reference_logprobs, one.proximal_logprobs, one.teacher_logprobs)
         if not all(np.isfinite(logprobs).all() for logprobs in recorded if logprobs is not None):
             return True

@@ -47,6 +47,11 @@ def empty_folder(tmp_path, monkeypatch):
         (["rollout.sampling.min_p=0.1"], ["min_p=0.1 without", "Use a top_k from 2 to 64"]),
         (["rollout.sampling.top_k=65"], ["top_k=65", "[0, 64]"]),
         (["rollout.sampling.top_k=1"], ["top_k=1", "nothing is learned"]),
+        (
+            ["rollout.sampling.top_k=4", "algorithm.entropy.target=1.5"],
+            ["algorithm.entropy.target=1.5", "top_k=4", "ln 4 = 1.39 nat"],
+        ),
+        (["algorithm.entropy.target=4"], ["algorithm.entropy.target=4", "ln 32 = 3.47 nat"]),
         (["rollout.sampling.top_k=32"], ["top_k=32", "vocab_size=32", "cuts nothing off"]),
         (
             ["rollout.sampling.top_k=20", "model.head_dtype=model", "model.dtype=bfloat16"],

@@ -155,6 +155,28 @@ def test_a_silent_group_gets_no_backward_pass_and_the_step_stays_the_same(policy
         np.testing.assert_allclose(measured.trained_tokens[name][0], logprobs, atol=1e-5)
 
 
+def test_a_divergence_at_selected_tokens_of_a_silent_group_is_in_the_step_however_it_is_split(policy, batch) -> None:
+    """`kl_cov` selects tokens by their covariance, which may be large where the advantage is 0.
+
+    Its divergence acts from the second update on; leaving the group out would save one of the micro-batches of 32.
+    """
+    settings = {
+        "loss": "kl_cov",
+        "kl_cov_share": 1.0,
+        "proximal": "recompute",
+        "epochs": 2,
+        "lr": 1.0,
+        "adam_epsilon": 1.0,
+    }
+    steps = {}
+    for max_tokens in (32, 1000):
+        trainer = trainer_of(policy, max_tokens, **settings)
+        trainer.step(with_a_silent_group(batch), 0)
+        steps[max_tokens] = weights_of(trainer)
+    moved = float((steps[1000] - weights_of(trainer_of(policy))).abs().max())
+    assert float((steps[32] - steps[1000]).abs().max()) < 1e-5 * moved
+
+
 def test_a_silent_group_whose_loss_is_not_finite_makes_it_a_bad_step(policy, batch, monkeypatch) -> None:
     trainer = trainer_of(policy, max_tokens=32)
     objective = trainer._objective

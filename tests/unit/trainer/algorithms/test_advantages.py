@@ -99,6 +99,7 @@ class TestOfAGroup:
         expected = [rewards.max() - np.delete(rewards, one).max() for one in range(4)]
         np.testing.assert_allclose(estimate("pass_at_k", rewards), expected, rtol=1e-12)
         assert estimate("pass_at_k", [1.0, 0.0, 1.0]).tolist() == [0.0] * 3, "two are best"
+        assert estimate("pass_at_k", [0.3, 0.1 + 0.2, 0.0]).tolist() == [0.0] * 3, "they differ by rounding"
 
     def test_every_token_gets_its_trajectorys_advantage(self) -> None:
         found = token_advantages(reward_batch(), algorithm_config(advantage="dr_grpo"))

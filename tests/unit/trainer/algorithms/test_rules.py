@@ -59,6 +59,10 @@ UNSOUND = [
     ({"loss": "distill", "correction": ["tis_token", "opsm"]}, "masks answers of negative advantage"),
     ({"loss": "distill", "proximal": "behavior", "correction": "none"}, "has no ρ"),
     ({"mini_batches": 2}, "mini_batches=2 x epochs=1"),
+    (
+        {"loss": "gmpo", "aggregation": "seq_mean_token_mean", "proximal": "recompute", "correction": ["m2po"]},
+        "m2po masks single tokens",
+    ),
     ({"epochs": 3, "loss": "sapo"}, "clips do nothing"),
     ({"correction": ["decoupled", "tis_token"]}, "2 weights, decoupled and tis_token"),
     ({"proximal": "behavior"}, "twice: ρ = exp"),
