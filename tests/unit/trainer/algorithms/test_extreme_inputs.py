@@ -13,20 +13,23 @@ from functools import cache
 from itertools import count, islice
 
 import numpy as np
+import pytest
 import torch
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.catalog import names
+from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.algorithms.selection import select
+from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.sequences import policy_sequences
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
 from tests.algorithms import algorithm_config
@@ -171,7 +174,7 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
     """What is not finite; None if all is."""
     micro_batch, target = micro_batch_of(config, inputs(seed % NUM_INPUTS))
     target = target.clone().requires_grad_()
-    entropies = torch.linspace(0.0, 12.0, len(target))
+    entropies = torch.linspace(0.0, 12.0, len(target), requires_grad=True)
     unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
     update = OpenUpdate(TokenMetrics(CPU), unseen, is_first=seed % 4 < 2)
     loss = PolicyObjective(config)(target, entropies, micro_batch, update)
@@ -182,6 +185,8 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
         return f"loss {float(loss.detach())}"
     if not torch.isfinite(target.grad).all():
         return f"gradient {target.grad.tolist()}"
+    if entropies.grad is not None and not torch.isfinite(entropies.grad).all():
+        return f"gradient of the entropies {entropies.grad.tolist()}"
     wrong = {name: value for name, value in metrics.items() if not np.isfinite(value)}
     return f"metrics {wrong}" if wrong else None
 
@@ -195,6 +200,22 @@ def findings(num_combinations: int) -> dict[str, str]:
 
 def test_losses_and_gradients_of_all_combinations_are_finite() -> None:
     assert findings(5_000) == {}
+
+
+@pytest.mark.parametrize("value_clip", [1e-6, 0.2, 1e6])
+def test_loss_and_gradient_of_a_critic_are_finite(value_clip: float) -> None:
+    pool = torch.tensor([0.0, 1e-7, -90.0, 90.0, -1e6, 1e6])
+    new, old, returns = (one.flatten() for one in torch.meshgrid(pool, pool, pool, indexing="ij"))
+    values, none = new.clone().requires_grad_(), torch.zeros(len(new))
+    tokens = LossTokens(
+        target=none, proximal=none, behavior=none, reference=none, advantages=none,
+        segments=torch.zeros(len(new), dtype=torch.int64), num_segments=1, pairs=torch.zeros((0, 2), dtype=torch.int64),
+        values=values, old_values=old, returns=returns,
+    )  # fmt: skip
+    terms = value(tokens, CriticConfig(value_clip=value_clip)).terms
+    terms.sum().backward()
+    assert torch.isfinite(terms).all()
+    assert torch.isfinite(values.grad).all()
 
 
 def test_the_combinations_hold_everything_there_is() -> None:
