@@ -359,7 +359,7 @@ class PolicyTrainer:
     ) -> tuple[Sequence[TrainingSequence], Sequence[TrainingSequence]]:
         """Sequences that need a backward pass, and those that need none.
 
-        A group of equal rewards has no gradient. It is not split off where that would not save a micro-batch.
+        The groups without a gradient (`has_signal`) are not split off where that would not save a micro-batch.
         """
         heard, silent = split_by_signal(sequences, self._algorithm)
         if heard and silent:
