@@ -63,6 +63,14 @@ COUNTDOWN = (
     "env.args={chat: false, num_numbers: 2, max_number: 99, max_target: 300}",  # 1,096 tasks are held out
     "reward.fn=countdown:countdown_reward",
 )
+NUMBERS_ONLY = ("env.factory=fidelity_tasks:NumbersOnly", "reward.fn=fidelity_tasks:verified_by_reasoning_gym")
+_SORTING = "{min_numbers: 3, max_numbers: 6, min_decimals: 0, max_decimals: 0, min_value: 0, max_value: 99}"
+NUMBER_SORTING = (*NUMBERS_ONLY, f"env.args={{dataset: number_sorting, config: {_SORTING}}}")
+GCD = (
+    *NUMBERS_ONLY,
+    "env.args={dataset: gcd, config: {min_value: 1, max_value: 99}}",
+    "rollout.sampling.max_new_tokens=72",  # the longest gold answer has 67
+)
 TRAINING = ("experiment=arithmetic", "trainer.optimizer.warmup_steps=10")
 """What all tasks share. The warm-up is stated, since the demo has none."""
 TASKS = {
@@ -88,6 +96,11 @@ TASKS = {
             "reward=episode",
         ),
     ),
+    "number_sorting": Task(
+        ("experiment=arithmetic_sft", "sft.eval_every_steps=10", *NUMBER_SORTING),
+        (*TRAINING, "total_steps=30", *NUMBER_SORTING),
+    ),
+    "gcd": Task(("experiment=arithmetic_sft", "sft.eval_every_steps=10", *GCD), (*TRAINING, "total_steps=30", *GCD)),
 }
 FIRST = ("arithmetic", "countdown")
 """Tasks whose seeds are completed before any other task begins."""

@@ -1,12 +1,15 @@
-"""The task of several turns of `fidelity.py`: a running total over two additions."""
+"""Tasks of `fidelity.py`: two datasets of reasoning-gym in the characters of arithmetic, and one of several turns."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reasoning_gym_reward
+from penstock.envs.contract import pure
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tasks.arithmetic import Problem, worked_response
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
@@ -59,3 +62,83 @@ class RunningTotalEpisode(Environment):
             return Done(self._reward)
         self._is_second = True
         return Observation(f"{answer}+{last}=", thread="second")
+
+
+Row = Mapping[str, Any]
+"""What reasoning-gym tells of a question beside its text: `metadata` of an entry."""
+
+
+class NumbersOnly:
+    """Rows of reasoning-gym whose questions are numbers, asked without their words.
+
+    Rows, split and verifier are the library's. A policy of a million parameters reads digits, not English.
+
+    Args:
+        seed: Seed of the training rows.
+        dataset: `number_sorting` or `gcd`.
+        config: Settings of the dataset.
+    """
+
+    def __init__(self, seed: int, dataset: str, config: Mapping[str, Any]) -> None:
+        self._rows = ReasoningGymTasks(seed, dataset, config)
+        self._question, self._answer = FORMS[dataset]
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of rows."""
+        return map(self._asked, self._rows.train())
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """Rows of another seed."""
+        return [self._asked(task) for task in self._rows.held_out(num_tasks)]
+
+    def gold_response(self, task: Task) -> str:
+        """The answer, after its steps if it takes some."""
+        return self._answer(task.fields["entry"]["metadata"])
+
+    def _asked(self, task: Task) -> Task:
+        return replace(task, prompt=self._question(task.fields["entry"]["metadata"]))
+
+
+def sorting_question(row: Row) -> str:
+    """`56,25,75<` asks for ascending, `56,25,75>` for descending order."""
+    numbers = ",".join(str(round(float(number))) for number in row["original_numbers"])
+    return f"{numbers}{'<' if row['direction'] == 'ascending' else '>'}"
+
+
+def sorting_answer(row: Row) -> str:
+    """`25,56,75`."""
+    return ",".join(str(round(float(number))) for number in row["sorted_numbers"])
+
+
+def gcd_question(row: Row) -> str:
+    """`98,58=`."""
+    return f"{','.join(map(str, row['numbers']))}="
+
+
+def gcd_answer(row: Row) -> str:
+    """Euclid's steps, then the divisor: `98-58=40;58-40=18;40-36=4;18-16=2;4-4=0;2`."""
+    left, right = sorted(row["numbers"], reverse=True)
+    steps = []
+    while right:
+        steps.append(f"{left}-{left - left % right}={left % right}")
+        left, right = right, left % right
+    return ";".join([*steps, str(left)])
+
+
+FORMS: Mapping[str, tuple[Callable[[Row], str], Callable[[Row], str]]] = {
+    "number_sorting": (sorting_question, sorting_answer),
+    "gcd": (gcd_question, gcd_answer),
+}
+"""Dataset -> its question and its answer in the characters of arithmetic."""
+
+
+@pure
+def verified_by_reasoning_gym(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:
+    """1 if the response ended by itself and the library's verifier gives what follows its last `;` the full score."""
+    if trajectory.finish_reason != "stop":
+        return 0.0
+    answer = trajectory.response.rpartition(";")[2]
+    if dataset == "number_sorting":
+        answer = str(answer.split(","))
+    tagged = replace(trajectory, response=f"<answer>{answer}</answer>")
+    return float(reasoning_gym_reward(tagged, dataset, entry)["reward"] == 1.0)

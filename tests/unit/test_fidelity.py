@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from tests.answers import answered
 from tests.model_folder import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -337,3 +339,39 @@ def test_gold_actions_of_the_running_total_get_full_reward(fidelity: ModuleType)
         *_, last = [environment.step(Action(text, turn=turn)) for turn, text in enumerate(source.gold_actions(task))]
         assert isinstance(last, Done)
         assert last.reward == 1.0
+
+
+def numbers_only(fidelity: ModuleType, task: str) -> Any:
+    """The source of a task of reasoning-gym, with the settings that its runs have."""
+    from fidelity_tasks import NumbersOnly
+
+    args = next(word for word in fidelity.TASKS[task].training if word.startswith("env.args="))
+    return NumbersOnly(0, **yaml.safe_load(args.removeprefix("env.args=")))
+
+
+@pytest.mark.parametrize("task", ["number_sorting", "gcd"])
+def test_rows_of_reasoning_gym_are_asked_in_numbers_and_judged_by_its_verifier(fidelity: ModuleType, task: str) -> None:
+    from fidelity_tasks import verified_by_reasoning_gym
+
+    source, tokenizer = numbers_only(fidelity, task), character_tokenizer()
+    held_out = source.held_out(100)
+    trained = {task.prompt for task in islice(source.train(), 500)}
+    for asked in held_out:
+        gold = source.gold_response(asked)
+        assert asked.prompt not in trained
+        assert tokenizer.decode(tokenizer.encode(asked.prompt + gold)) == asked.prompt + gold
+        assert len(gold) < 72
+        assert verified_by_reasoning_gym(answered(gold), **asked.fields) == 1.0
+        assert verified_by_reasoning_gym(answered(f"{gold};0"), **asked.fields) == 0.0
+        assert verified_by_reasoning_gym(answered(gold, finish_reason="length"), **asked.fields) == 0.0
+
+
+def test_gold_answers_of_reasoning_gyms_rows_show_their_steps(fidelity: ModuleType) -> None:
+    from fidelity_tasks import gcd_answer, gcd_question, sorting_answer, sorting_question
+
+    row = {"numbers": [58, 98]}
+    assert (gcd_question(row), gcd_answer(row)) == ("58,98=", "98-58=40;58-40=18;40-36=4;18-16=2;4-4=0;2")
+    row = {"original_numbers": ["56.0", "9.0", "75.0"], "sorted_numbers": ["75.0", "56.0", "9.0"]}
+    assert sorting_question(row | {"direction": "descending"}) == "56,9,75>"
+    assert sorting_question(row | {"direction": "ascending"}) == "56,9,75<"
+    assert sorting_answer(row) == "75,56,9"
