@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from math import sqrt
+from math import ceil, sqrt
 from statistics import mean, stdev
 from typing import Any, Self
 
@@ -241,10 +241,13 @@ def plot(table: Table) -> None:
     marks = {0: "*", 2: "o", 8: "s"}
     mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "penstock", "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(
-        1, len(table), figsize=(1.5 + 3.2 * len(table), 3.4), layout="constrained", squeeze=False
-    )
-    for axis, (task, arms) in zip(axes[0], table.items(), strict=True):
+    columns = min(len(table), 3)
+    num_rows = ceil(len(table) / columns)
+    size = (1.5 + 3.2 * columns, 3.4 * num_rows)
+    figure, axes = plt.subplots(num_rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(table) :]:
+        axis.set_visible(False)
+    for axis, (task, arms) in zip(axes.flat, table.items(), strict=False):
         for (eta, correction), runs in arms.items():
             if not runs:
                 continue
@@ -255,7 +258,8 @@ def plot(table: Table) -> None:
                 color=colors[correction], marker=marks[eta], capsize=3, linestyle="none",
             )  # fmt: skip
         axis.set(title=task, xlabel="seconds of all steps", ylim=(0, 1), xlim=(0, 1.1 * axis.dataLim.xmax))
-    axes[0][0].set_ylabel("held-out accuracy, 95 % interval")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("held-out accuracy, 95 % interval")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside right center")
     IMAGE.parent.mkdir(exist_ok=True)
