@@ -71,7 +71,8 @@ Row = Mapping[str, Any]
 class NumbersOnly:
     """Rows of reasoning-gym whose questions are numbers, asked without their words.
 
-    Rows, split and verifier are the library's. A policy of a million parameters reads digits, not English.
+    Rows and verifier are the library's (that of number_sorting takes a number that is off by 1 as right), the split is
+    that of `ReasoningGymTasks`. A policy of a million parameters reads digits, not English.
 
     Args:
         seed: Seed of the training rows.
