@@ -24,7 +24,7 @@ from tests.unit.platform.test_launchers import EIGHT, TWO_TYPES
 LIMIT_S = 60.0
 PROGRAMS = {
     "srun": """
-import os, re, subprocess, sys
+import os, re, subprocess, sys, time
 options = [word for word in sys.argv[1:] if word.startswith("--")]
 command = sys.argv[1 + len(options):]
 group = next((word[-1] for word in options if word.startswith("--het-group=")), "0")
@@ -34,6 +34,7 @@ tasks = [subprocess.Popen(command, env=os.environ | {"SLURMD_NODENAME": name}) f
 import signal
 signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
 codes = [task.wait() for task in tasks]
+time.sleep(0.5)  # the run knows before srun ends
 sys.exit(max(map(abs, codes)))
 """,
     "ray": """
