@@ -241,12 +241,12 @@ def plot(table: Table) -> None:
     marks = {0: "*", 2: "o", 8: "s"}
     mpl.rcParams.update({"font.size": 10, "svg.hashsalt": "penstock", "svg.fonttype": "none"})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    columns = min(len(table), 3)
-    num_rows = ceil(len(table) / columns)
-    size = (1.5 + 3.2 * columns, 3.4 * num_rows)
+    columns = min(len(table) + 1, 3)  # the legend is in the cell after the last task
+    num_rows = ceil((len(table) + 1) / columns)
+    size = (3.4 * columns, 3.4 * num_rows)
     figure, axes = plt.subplots(num_rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(table) :]:
-        axis.set_visible(False)
+        axis.set_axis_off()
     for axis, (task, arms) in zip(axes.flat, table.items(), strict=False):
         for (eta, correction), runs in arms.items():
             if not runs:
@@ -261,7 +261,7 @@ def plot(table: Table) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("held-out accuracy, 95 % interval")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside right center")
+    axes.flat[len(table)].legend(handles, labels, frameon=False, loc="center")
     IMAGE.parent.mkdir(exist_ok=True)
     figure.savefig(IMAGE, metadata={"Date": None})
     plt.close(figure)
