@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
+import ray._private.utils as ray_utils
+from ray._private import services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 from ray.actor import ActorHandle
@@ -49,8 +51,8 @@ from penstock.weights.transport.shared_memory import remove_directories_of
 ENGINE_CONCURRENCY = 64
 # Above the number of pending calls: further calls would wait inside the worker, and so would its liveness check.
 REWARD_CONCURRENCY = 100_000
-# Calls that do not wait for a step: transfers of weights, the writing of a checkpoint, the sign of life.
-RANK_CONCURRENCY = {"weight_io": 1, "checkpoint": 1, "health": 1}
+# Calls that do not wait for a step: transfers of weights, checkpoints, saved policies, the sign of life.
+RANK_CONCURRENCY = {"weight_io": 1, "checkpoint": 1, "saving": 1, "health": 1}
 FETCH_TIMEOUT_S = 120.0
 DRAIN_QUERY_S = 5
 CONNECT_S = 10.0
@@ -150,8 +152,8 @@ async def ray_session(
         logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` below does
         if address != "auto" and demands_token(address):
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    with shipped_folder(user_locations(needs.modules if needs is not None else ()), Path.cwd()) as sent:
+    locations = user_locations(needs.modules if needs is not None else ())
+    with shipped_folder(locations, Path.cwd()) as sent, out_of_reach_of_signals():
         try:
             ray.init(
                 address=address,
@@ -169,7 +171,6 @@ async def ray_session(
                 f"--address {address}`; every node needs the same versions of Python and Ray, and the same "
                 "~/.ray/auth_token if the cluster demands one, as this machine."
             ) from error
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler exits at once and leaves processes behind
     try:
         yield
     finally:
@@ -179,6 +180,22 @@ async def ray_session(
         ray.shutdown()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
+
+
+@contextmanager
+def out_of_reach_of_signals() -> Iterator[None]:
+    """Within it, Ray starts its daemons in a session of their own, and leaves the signal handlers of this process alone.
+
+    A signal to the process group, as a closed terminal, `timeout` or a scheduler sends it, would end them before the
+    driver could save anything. They still die with the driver (PR_SET_PDEATHSIG). Ray has no setting for either.
+    """
+    start, set_handler = services.ConsolePopen, ray_utils.set_sigterm_handler
+    services.ConsolePopen = partial(start, start_new_session=True)
+    ray_utils.set_sigterm_handler = lambda _handler: None
+    try:
+        yield
+    finally:
+        services.ConsolePopen, ray_utils.set_sigterm_handler = start, set_handler
 
 
 def connection_problem(address: str) -> str:

@@ -208,7 +208,7 @@ def report_drift() -> None:
         model = demo_policy(folder)
         warm = trainer_of(model, 1e-3)
         losses = [warm.supervised_step(examples(1000 + step))["sft/loss"] for step in range(WARM_STEPS)]
-        warm.backend.save_hf(str(model.path))
+        warm.backend.save_hf(str(model.path), [warm.backend.held_weights()])
         rows = []
         for update_mode in UPDATE_MODES:
             for lr in LEARNING_RATES:

@@ -304,6 +304,18 @@ class Dataflow:
             self.ledger.end(group.group_id, state, reason)
         self._in_training = []
 
+    def return_batch(self) -> None:
+        """Make the groups of the batch in training ready again: its step was ended before it changed the weights."""
+        for group in self._in_training:
+            self.ledger.move(group.group_id, GroupState.READY)
+            record = self.ledger.find(group.group_id)
+            record.ready = replace(group, min_version=0)
+            record.deadline = None
+            self._gate.add(record)
+            self._gate.update_deadline(record, group.oldest_version)
+            self._gate.mark_ready(record)
+        self._in_training = []
+
     def take_cancelled(self) -> list[Cancelled]:
         """Return the groups that the core itself has ended since the last call."""
         cancelled, self._cancelled = self._cancelled, []

@@ -1,7 +1,9 @@
 """The ledger: every admitted group is in exactly one state, and ends in exactly one way.
 
-    generating ─▶ scoring ─▶ ready ─▶ training ─▶ trained
+    generating ─▶ scoring ─▶ ready ◀─▶ training ─▶ trained
          └───────────┴─────────┴─────────┴──────▶ dropped(reason) | filtered(reason) | failed(reason)
+
+A group goes back from training to ready if the step was ended before it changed the weights.
 
 I2: terminal states are final. I3: admitted = trained + dropped + filtered + failed + live. I5: a
 group is trained at most once. Records are kept for live groups only. Ended groups are only counted, so memory is
@@ -39,7 +41,7 @@ _NEXT = {
     GroupState.GENERATING: {GroupState.SCORING},
     GroupState.SCORING: {GroupState.READY},
     GroupState.READY: {GroupState.TRAINING},
-    GroupState.TRAINING: {GroupState.TRAINED},
+    GroupState.TRAINING: {GroupState.TRAINED, GroupState.READY},
 }
 LIVE = (GroupState.GENERATING, GroupState.SCORING, GroupState.READY, GroupState.TRAINING)
 UNREADY = (GroupState.GENERATING, GroupState.SCORING)

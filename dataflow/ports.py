@@ -200,12 +200,22 @@ class WrittenFile(NamedTuple):
 class TrainerGroup(Protocol):
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport: ...
 
-    async def save(self, path: str) -> None: ...
+    async def stop_step(self) -> bool:
+        """End the running step, and all later ones, before they change the weights.
+
+        Returns:
+            Whether the weights stay as they are; if not, the step that runs is about to be completed.
+        """
+        ...
+
+    async def save(self, path: str) -> None:
+        """Write the policy to `path`, between steps or after `stop_step`."""
+        ...
 
     async def snapshot(self) -> float:
-        """Begin to copy the trainer's state to host memory, between steps; returns the seconds that this took.
+        """Begin to copy the trainer's state to host memory; returns the seconds that this took.
 
-        The next optimizer step waits until it is copied.
+        Call it between steps, or after `stop_step`. The next optimizer step waits until it is copied.
         """
         ...
 

@@ -73,8 +73,11 @@ class InProcessTrainer:
     async def early_logprobs(self, group: GroupRef) -> None:
         await self._call(lambda: self._trainer.early_logprobs([payload_of(group)], self.version))
 
+    async def stop_step(self) -> bool:
+        return self._trainer.stop.request()
+
     async def save(self, path: str) -> None:
-        await self._call(lambda: save_policy(self._trainer, path, self._spec.model_path))
+        await asyncio.to_thread(lambda: save_policy(self._trainer, path, self._spec.model_path))
 
     async def snapshot(self) -> float:
         self._snapshot = await self._call(lambda: self._trainer.snapshot(self.version))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from penstock.trainer.models.critic import Critic
 from penstock.trainer.models.lora import load_adapted_policy
 from penstock.trainer.models.policy_model import load_policy
 from penstock.trainer.models.value_model import load_value_model
-from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.validation import trainer_violations
 from penstock.trainer.work import Work, peak_flops
@@ -83,31 +83,32 @@ def build_trainer(
     return PolicyTrainer(backend, spec, work, critic)
 
 
-def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
-    """Write the policy with its tokenizer in Hugging Face form, and its critic next to it, as `critic`. Collective.
+def save_policy(
+    trainer: PolicyTrainer, path: str, tokenizer_source: str, held: Sequence[HeldWeights] | None = None
+) -> None:
+    """Write the policy with its tokenizer in Hugging Face form, and its critic next to it, as `critic`. On rank 0.
 
     Each is written under another name and renamed when it is complete. So a process that is killed meanwhile leaves the
     previous policy, and no incomplete one.
 
     Args:
-        trainer: This rank's trainer.
+        trainer: That of rank 0.
         path: Directory to write; created, or replaced.
         tokenizer_source: Where the tokenizer is: the directory or hub name the policy was loaded from.
+        held: `PolicyTrainer.held_weights` of each rank; None: there is only this one.
     """
-    backends = {path: trainer.backend}
-    if trainer.critic is not None:
-        backends[str(Path(path).with_name("critic"))] = trainer.critic.backend
-    for folder, backend in backends.items():
-        target = Path(folder)
+    held = held or [trainer.held_weights()]
+    folders = {"model": Path(path), "critic": Path(path).with_name("critic")}
+    for prefix, backend in trainer.backends().items():
+        target = folders[prefix]
         unfinished = target.with_name(f"{target.name}.unfinished")
-        if backend.rank == 0 and unfinished.exists():
+        if unfinished.exists():
             shutil.rmtree(unfinished)
-        backend.save_hf(str(unfinished))
-        if backend.rank == 0:
-            _copy_tokenizer(tokenizer_source, unfinished)
-            if target.exists():
-                shutil.rmtree(target)
-            unfinished.rename(target)
+        backend.save_hf(str(unfinished), [one[prefix] for one in held])
+        _copy_tokenizer(tokenizer_source, unfinished)
+        if target.exists():
+            shutil.rmtree(target)
+        unfinished.rename(target)
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.config import DpoConfig, IpoConfig
@@ -45,18 +45,25 @@ from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, sup
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.spec import TrainerSpec
+from penstock.trainer.step_stop import StepStop
 from penstock.trainer.token_records import TokenRecord
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
 
+HeldWeights = Mapping[str, Mapping[str, Tensor]]
+"""Prefix of a checkpoint, `model` or `critic` -> `Backend.held_weights`."""
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps do not report them."""
 
 
 class PolicyTrainer:
-    """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments."""
+    """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments.
+
+    Attributes:
+        stop: Ends the running step before it changes the weights.
+    """
 
     def __init__(self, backend: Backend, spec: TrainerSpec, work: Work, critic: Critic | None = None) -> None:
         self.backend = backend
@@ -72,6 +79,8 @@ class PolicyTrainer:
         self._streamed: OpenUpdate | None = None
         self._snapshot: TrainerSnapshot | None = None
         self._copy_wait_s: float | None = None
+        self._before_updates: HeldWeights | None = None
+        self.stop = StepStop()
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
         """Train one batch, or after `accumulate` its last part, with the gradient and report of the whole batch (I9).
@@ -89,6 +98,7 @@ class PolicyTrainer:
             version + 1 and metrics, or the same version if all updates that had a gradient were skipped.
         """
         start = time.perf_counter()
+        self.stop.begin()
         streamed, self._streamed = self._streamed, None
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         learns = self.critic is None or version >= self.critic.warmup_steps
@@ -101,17 +111,21 @@ class PolicyTrainer:
         else:
             sequences = self._forwards.sequences(payloads, version)
             updates, trained_tokens = [], {}
+            num_updates = self._algorithm.updates_per_batch
+            if num_updates > 1:  # from the first to the last one, the weights are those of no version
+                self._before_updates = on_cpu(self.held_weights())
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
                 opened.learns = learns
                 self._backward(opened, part, self._objective, is_last=True)
-                updates.append(self._update(opened))
+                updates.append(self._update(opened, is_last=len(updates) + 1 == num_updates))
                 trained_tokens |= opened.trained_tokens
                 if self.critic is not None:
                     self._wait_until_copied()
                     self.critic.update(part)
+            self._before_updates = None
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
@@ -155,6 +169,7 @@ class PolicyTrainer:
             )
         start = time.perf_counter()
         if self._streamed is None:
+            self.stop.begin()
             self._streamed = self._open(RankShare.at_start(self.backend))
         streamed = self._streamed
         sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
@@ -173,6 +188,7 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; a response contains its end token, if there is one.
         """
         start = time.perf_counter()
+        self.stop.begin()
         self._forwards.forget()
         opened = self._open()
         self._backward(opened, supervised_sequences(examples), supervised_loss, is_last=True)
@@ -192,6 +208,7 @@ class PolicyTrainer:
             reference_logprobs: `preference_logprobs` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
+        self.stop.begin()
         self._forwards.forget()
         opened = self._open()
         sequences = preference_sequences(pairs, self._spec.kind, self._algorithm, reference_logprobs)
@@ -246,13 +263,24 @@ class PolicyTrainer:
         for name, adapter in self.backend.gathered_adapters().items():
             yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
 
-    def snapshot(self, version: int) -> TrainerSnapshot:
-        """Begin to copy this rank's share of the state to host memory, between steps. Not collective.
+    def held_weights(self) -> HeldWeights:
+        """This rank's parts of the newest version. Not collective; after `stop` also from another thread, in a step."""
+        return self._before_updates or {prefix: one.held_weights() for prefix, one in self.backends().items()}
 
-        The next optimizer step waits until it is copied.
+    def snapshot(self, version: int) -> TrainerSnapshot:
+        """Begin to copy this rank's share of the state to host memory. Not collective.
+
+        Between steps, or after `stop` in a step; the next optimizer step waits until it is copied.
+
+        Raises:
+            CheckpointError: If a part of the updates of a batch was made.
         """
-        assert self._streamed is None, "a batch is half trained"
-        backends = self._backends()
+        if self._before_updates is not None:
+            raise CheckpointError(
+                f"trainer: v{version} cannot be kept as a checkpoint: its next step was ended between two of its updates "
+                "(algorithm.mini_batches x epochs). Its policy is saved, and the run continues from an earlier one."
+            )
+        backends = self.backends()
         num_steps = {"model": self._num_steps}
         if self.critic is not None:
             num_steps["critic"] = self.critic.num_steps
@@ -275,7 +303,7 @@ class PolicyTrainer:
         reader = CheckpointReader(folder)
         if self.critic is None:
             reader.check_model("critic", {})
-        for prefix, backend in self._backends().items():
+        for prefix, backend in self.backends().items():
             backend.restore(reader, prefix)
         self._num_steps = reader.counters.num_steps["model"]
         if self.critic is not None:
@@ -291,7 +319,7 @@ class PolicyTrainer:
             self._algorithm = self._forwards.algorithm = algorithm
             self._objective = PolicyObjective(algorithm)
 
-    def _backends(self) -> dict[str, Backend]:
+    def backends(self) -> dict[str, Backend]:
         """What is trained, by its prefix in a checkpoint."""
         return {"model": self.backend} | ({} if self.critic is None else {"critic": self.critic.backend})
 
@@ -340,6 +368,7 @@ class PolicyTrainer:
             # Also without a gradient the model is in training mode, in which it returns entropies.
             with torch.set_grad_enabled(learns):
                 for position, micro_batch in enumerate(self._passes.micro_batches(part, plan)):
+                    self.stop.check()
                     target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
                     opened.share.watch(target)
                     record.watch(target, micro_batch)
@@ -368,8 +397,9 @@ class PolicyTrainer:
                 return sequences, []
         return heard, silent
 
-    def _update(self, opened: OpenUpdate) -> Update:
-        """The optimizer step, if there is a gradient."""
+    def _update(self, opened: OpenUpdate, *, is_last: bool = True) -> Update:
+        """The optimizer step, if there is a gradient, unless the run ends; `is_last`: of its batch."""
+        self.stop.decide(self.backend.all_reduce, is_last=is_last)
         opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
@@ -391,3 +421,8 @@ class PolicyTrainer:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             self._copy_wait_s = snapshot.wait()
+
+
+def on_cpu(held: HeldWeights) -> HeldWeights:
+    """A copy in host memory, each tensor with a storage of its own, so that it can be sent to another process."""
+    return {prefix: {name: one.to("cpu", copy=True) for name, one in of.items()} for prefix, of in held.items()}

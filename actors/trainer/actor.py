@@ -30,7 +30,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.kernels.portable.products import use_onednn
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
-from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, on_cpu
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -251,14 +251,30 @@ class TrainerRank:
         """The version's file as bytes, for engines on other nodes (through the object store)."""
         return np.fromfile(manifest.location, dtype=np.uint8)
 
-    @gives_memory_back
-    def save_hf(self, path: str) -> None:
-        """Write the policy and its tokenizer in Hugging Face form. Collective."""
-        save_policy(self._running(), path, self._spec.model_path)
+    # Its own group: a policy can be saved while a step runs, which `stop_step` keeps from changing it.
+    @ray.method(concurrency_group="saving")
+    def stop_step(self) -> bool:
+        """End the running step, and all later ones, before they change the weights; returns whether this rank can."""
+        return self._running().stop.request()
+
+    @ray.method(concurrency_group="saving")
+    def held_weights(self) -> HeldWeights:
+        """This rank's parts of the newest version, for `save_hf` of rank 0."""
+        return on_cpu(self._running().held_weights())
+
+    @ray.method(concurrency_group="saving")
+    def save_hf(self, path: str, *held: HeldWeights) -> None:
+        """Write the policy and its tokenizer in Hugging Face form. On rank 0; `held` is of the other ranks."""
+        save_policy(self._running(), path, self._spec.model_path, [self._running().held_weights(), *held])
 
     def snapshot(self, version: int) -> None:
         """Begin to copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
         self._snapshot = self._running().snapshot(version)
+
+    @ray.method(concurrency_group="saving")
+    def snapshot_now(self, version: int) -> None:
+        """`snapshot` during a step that `stop_step` has ended."""
+        self.snapshot(version)
 
     # Its own group, so that training and publishing continue while the disk is written.
     @ray.method(concurrency_group="checkpoint")

@@ -61,6 +61,8 @@ class TrainerClient:
         self.busy_s = 0.0
         self.step_lock = asyncio.Lock()
         self._hangs = False
+        self._is_stopped = False
+        self._version_before = 0
 
     async def start(self, timeout_s: float) -> None:
         """Start all ranks: each has a process, then reaches rank 0, then loads the policy.
@@ -84,7 +86,7 @@ class TrainerClient:
         hint = "Raise trainer.start_timeout_s if they are only slow; see logs/ of the run."
         started = await wait_started("trainer: start", starts, timeout_s, TrainingError, hint)
         self.nodes = [node for node, _ in started]
-        self.version = started[0][1]
+        self.version = self._version_before = started[0][1]
 
     @property
     def node_id(self) -> str:
@@ -103,12 +105,14 @@ class TrainerClient:
                         part = []
                     part.append(group)
                 async with self.step_lock:
+                    self._version_before = self.version
                     try:
                         reports = await self._all("step", part, self.version)
-                    except BaseException:  # the ranks may complete it all the same
-                        self.version = UNKNOWN
+                    except BaseException:
+                        if not self._is_stopped:  # the ranks may complete it all the same
+                            self.version = UNKNOWN
                         raise
-                    self.version = reports[0].version
+                    self.version = self._version_before = reports[0].version
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         report: StepReport = reports[0]
@@ -237,14 +241,30 @@ class TrainerClient:
         """Handle of the version's bytes in the object store."""
         return self._ranks[0].read_back.remote(manifest)
 
+    async def stop_step(self) -> bool:
+        """End the running step, and all later ones, before they change the weights.
+
+        Returns:
+            Whether the weights stay as they are; if not, the step that runs is about to be completed.
+        """
+        self._is_stopped = any(await self._all("stop_step", timeout_s=HEALTH_S))
+        if self._is_stopped:
+            self.version = self._version_before
+        return self._is_stopped
+
     async def save(self, path: str) -> None:
-        """Write the policy in Hugging Face form to `path`."""
-        await self._all("save_hf", path)
+        """Write the policy in Hugging Face form to `path`. Waits for no step: see `stop_step`."""
+        first, *others = self._ranks
+        held = [rank.held_weights.remote() for rank in others]
+        await self._answers("save_hf", [first.save_hf.remote(path, *held)])
 
     async def snapshot(self) -> float:
-        """Begin to copy the state of all ranks to host memory; returns the seconds that the loop was blocked."""
+        """Begin to copy the state of all ranks to host memory; returns the seconds that the loop was blocked.
+
+        After `stop_step` it does not wait for the step that it has ended, in which ranks may still be.
+        """
         start = time.perf_counter()
-        await self._all("snapshot", self.version)
+        await self._all("snapshot_now" if self._is_stopped else "snapshot", self.version)
         return time.perf_counter() - start
 
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:

@@ -257,6 +257,10 @@ class RunConfig(Section):
         run_dir: Directory of the run, relative to the working directory.
         seed: Seed of tasks, sampling and initial weights.
         total_steps: Number of batches to train.
+        max_hours: End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on; None:
+            no limit.
+        stop_grace_s: Longest time from a signal (SIGTERM, Ctrl-C, a closed terminal) to the end of all processes,
+            seconds. Less than what whoever sends it waits before it kills: docker 10, SLURM and Kubernetes 30.
         console: What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
         resume: `auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start
@@ -269,6 +273,8 @@ class RunConfig(Section):
     run_dir: str
     seed: int = Field(ge=0, lt=2**32)
     total_steps: int = Field(ge=1, le=100_000_000)
+    max_hours: float | None = Field(default=None, gt=0, le=100_000)
+    stop_grace_s: float = Field(default=25.0, ge=1, le=MAX_TIMEOUT_S)
     console: ConsoleForm = "table"
     overwrite: bool = False
     resume: Literal["never", "auto"] = "never"

@@ -149,10 +149,16 @@ class RunConsole:
                 shown = [column for column in shown if column[0] != name]
         return shown
 
-    def final(self, summary: RunSummary, run_dir: Path) -> None:
-        """Print how the run ended and where its files are."""
+    def final(self, summary: RunSummary, run_dir: Path, next_command: str | None = None) -> None:
+        """Print how the run ended and where its files are.
+
+        Args:
+            summary: Of the run.
+            run_dir: Its directory.
+            next_command: What goes on with it, the last line; None if it has completed.
+        """
         if self._form == "json":
-            self._emit("summary", {**summary.to_dict(), "run_dir": str(run_dir)})
+            self._emit("summary", {**summary.to_dict(), "run_dir": str(run_dir), "next_command": next_command})
             return
         self._form = "table"
         ledger = summary.ledger
@@ -161,6 +167,7 @@ class RunConsole:
         self._print(
             Text.assemble(
                 (summary.status, style),
+                f" by {summary.ended_by}" if summary.ended_by else "",
                 f" · {summary.steps} steps in {format_duration(summary.wall_s)}"
                 f" · peak memory {summary.peak_memory_gib:.1f} GiB",
             )
@@ -194,6 +201,8 @@ class RunConsole:
         if (run_dir / "report.html").exists():
             self._fact("report", str(run_dir / "report.html"), "bold cyan")
         self._print()
+        if next_command is not None:
+            self._print(next_command)
 
     def _fact(self, label: str, text: str, style: str = "") -> None:
         self._print(Text.assemble((f"  {label:<10}", "dim"), (text, style)))

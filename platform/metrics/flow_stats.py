@@ -198,6 +198,15 @@ class FlowStats:
         self.samples = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
 
 
+    def batch_returned(self, batch: Sequence[GroupRef]) -> None:
+        """Take back the newest batch, which was not trained."""
+        self.total.tokens_by_staleness.subtract(self.last.tokens_by_staleness)
+        self.total.multi_version_trajectories -= self.last.multi_version_trajectories
+        self.total.trimmed_tokens -= self.last.trimmed_tokens
+        self.trained.num_trajectories -= sum(len(group.spans) for group in batch)
+        self.trained.num_tokens -= self.last.num_tokens + self.last.trimmed_tokens
+
+
 class EventTail:
     """The newest events of the ledger, written to `error.txt` when a run fails.
 

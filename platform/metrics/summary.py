@@ -24,6 +24,7 @@ class RunSummary:
         name: Name of the run.
         seed: Seed of the run.
         status: How the run ended.
+        ended_by: What told it to end: a signal, or `max_hours`; None if nothing did.
         version: Version of Penstock.
         eval_before: Held-out accuracy before the first step, 0..1.
         eval_after: The same after the last step.
@@ -31,8 +32,7 @@ class RunSummary:
         eval_reward_after: The same after the last step.
         partner_eval_before: `eval_before` of the partner in a run of two policies.
         partner_eval_after: `eval_after` of the partner.
-        policy_version: Version of the policy in `policy/`; None if none was written. If the run was interrupted during
-            a step, the policy may include this step.
+        policy_version: Version of the policy in `policy/`; None if none was written.
         reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
         reward_last: The same over the last ones.
         steps: Training steps done.
@@ -74,6 +74,7 @@ class RunSummary:
     eval_reward_before: float | None = None
     eval_reward_after: float | None = None
     policy_version: int | None = None
+    ended_by: str | None = None
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

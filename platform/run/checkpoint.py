@@ -320,7 +320,7 @@ class Checkpointer:
     async def take_last(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> None:
         """Take a checkpoint before the run ends early, unless there is one of this version or none is wanted."""
         await self.written()
-        if version and version != self.newest and (self._config.every_steps or self._config.every_minutes):
+        if version != self.newest and (self._config.every_steps or self._config.every_minutes):
             await self.take(version, saved, run_state)
             await self.written()
 

@@ -38,6 +38,9 @@ class TimeSharedTrainer:
         await self._for_each_engine(lambda engine: engine.wake())
         return report
 
+    async def stop_step(self) -> bool:
+        return await self._trainer.stop_step()
+
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
 

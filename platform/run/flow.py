@@ -129,9 +129,11 @@ class Flow:
         self._state_changed = asyncio.Event()
         self._credits_changed = asyncio.Event()
         self._groups: dict[GroupId, GroupRun] = {}
+        self._in_batch: dict[GroupId, GroupRun] = {}
         self._admission: asyncio.Task[None] | None = None
         self._cancelled_jobs: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
+        self._is_step_ended: asyncio.Future[bool] | None = None
         self._consecutive_failures = 0
         self._last_snapshot: FlowSnapshot | None = None
         self.is_running = False
@@ -156,10 +158,15 @@ class Flow:
         is_resumable = isinstance(error, PenstockError) and not isinstance(
             error, AccountingError | StalenessError | TrainingError | WeightSendError
         )
+        are_books_right = not isinstance(error, AccountingError | StalenessError)
+        if self._is_step_ended is not None and are_books_right and await asyncio.shield(self._is_step_ended):
+            is_resumable = True
+            self.core.ledger.on_event = None  # what a resume continues has not ended
+            self._return_batch()
         if is_resumable and not self.core.in_training:
             self._last_snapshot = self.snapshot()
         if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
-            self.core.ledger.on_event = None  # what a resume continues has not ended
+            self.core.ledger.on_event = None
         if self._admission is not None:
             self._admission.cancel()
         for run in self._groups.values():
@@ -196,6 +203,7 @@ class Flow:
     def advance(self, version: int) -> None:
         """Record that the batch in training was trained and published as `version`; frees its credits."""
         self.core.advance(version)
+        self._in_batch.clear()
         self._tasks.follow_curriculum(version, self.core.ledger)
         self._settle()
 
@@ -207,6 +215,7 @@ class Flow:
     def skip(self) -> None:
         """Record that the optimizer step was skipped: its groups end as dropped(bad_step) and free their credits."""
         self.core.skip()
+        self._in_batch.clear()
         self._settle()
 
     @property
@@ -309,6 +318,15 @@ class Flow:
             self._failure = error
         self._state_changed.set()
 
+    def stop(self, is_step_ended: asyncio.Future[bool]) -> None:
+        """End the flow where the training loop waits for a batch, or where it is cancelled.
+
+        Args:
+            is_step_ended: Result: whether a running step ends without an effect. Then its batch is ready again.
+        """
+        self._is_step_ended = is_step_ended
+        self.fail(StopRequestedError(f"the run was stopped at v{self.core.version}"))
+
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Outcome]) -> None:
         """Store, filter or fail a group all of whose trajectories have ended."""
         group_id = run.group_id
@@ -378,10 +396,18 @@ class Flow:
 
     def _batch_closed(self, batch: Sequence[GroupRef]) -> None:
         for group in batch:
-            del self._groups[group.group_id]
+            self._in_batch[group.group_id] = self._groups.pop(group.group_id)
         self._filters.batch_closed()
         self.stats.batch_closed(batch, self.core.version)
         self._settle()
+
+    def _return_batch(self) -> None:
+        """Take back a batch, whole or in parts, whose step was ended before it changed the weights."""
+        if self._in_batch:
+            self.stats.batch_returned(self.core.in_training)
+        self._groups.update(self._in_batch)
+        self._in_batch.clear()
+        self.core.return_batch()
 
     def _settle(self) -> None:
         """Apply the decisions of the core, then wake the admission task and the waiting trainer."""

@@ -7,11 +7,14 @@ the flow (flow_builder.py). The loop is `controller.train`.
 from __future__ import annotations
 
 import asyncio
+import shlex
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import cast
 
@@ -22,7 +25,7 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, EngineLostError, PenstockError, PlacementError, TrainingError
 from penstock.dataflow.ids import PARTNER
-from penstock.dataflow.ledger import JournalEntry
+from penstock.dataflow.ledger import JournalEntry, LedgerCounts
 from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
 from penstock.envs.streams import load_held_out
@@ -36,6 +39,7 @@ from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_e
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.summary import (
     RunStatus,
     RunSummary,
@@ -64,7 +68,7 @@ from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
-from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, run_to_end, write_failure
+from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, first_error, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir
@@ -93,13 +97,14 @@ def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None
         run_dir: Its directory.
         resumed: Checkpoint in it to continue from; None starts a new run.
     """
-    stop = Stop()
+    stop = Stop(config.stop_grace_s)
     return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
 
 
 async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None, stop: Stop | None = None) -> int:
     if is_joined(config):
         config, run_dir = with_absolute_paths(config), run_dir.absolute()
+    stop = stop or Stop()
     console = RunConsole(config.total_steps, config.console)
     console.header(config.name, header_facts(config))
     memory = MemorySampler()
@@ -111,12 +116,26 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     status: RunStatus = "failed"
     run: Run | None = None
     rollbacks = Rollbacks()
+    began_at = time.monotonic()
+
+    def write(end: RunStatus) -> RunSummary:
+        """Write how the run ended, in the order of importance."""
+        untrained = unstarted_summary(config, end, time.monotonic() - began_at, memory.latest_gib)
+        summary = untrained if run is None or not run.has_begun else summarise(run, hub, end, memory.latest_gib)
+        summary = replace(summary, ended_by=stop.reason or None)
+        write_summary(run_dir, summary)
+        if run is not None and run.has_begun:
+            write_staleness(run_dir, run.stats.total.tokens_by_staleness)
+            write_failures(run_dir, run.stats.failures)
+        write_report(run_dir)
+        return summary
+
     try:
-        async with start_parts(config, instruments, resumed) as parts:
+        async with limited(config.max_hours, stop), start_parts(config, instruments, resumed) as parts:
             while status == "failed":
                 try:
                     async with build_run(config, parts, instruments, events, resumed) as run:
-                        await train_to_end(run, parts.actors, stop or Stop())
+                        await train_to_end(run, parts.actors, stop, lambda: write("interrupted"))
                     status = "completed"
                 except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
                     lost = await ranks_lost(parts.actors, error)
@@ -126,22 +145,46 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
-        raise
+        if stop.signum is not None or not stop.reason:
+            raise
     except BaseException as error:
         write_failure(run_dir, error, events.lines())
         raise
     finally:
-        peak_gib = memory.stop()
-        if run is not None and run.has_begun:
-            summary = summarise(run, hub, status, peak_gib)
-            write_summary(run_dir, summary)
-            write_staleness(run_dir, run.stats.total.tokens_by_staleness)
-            write_failures(run_dir, run.stats.failures)
-            hub.close(summary)
-            write_report(run_dir)
-            console.final(summary, run_dir)
-        hub.close(None)
+        memory.stop()
+        summary = None
+        if status == "interrupted" or (run is not None and run.has_begun):
+            summary = write(status)
+        hub.close(summary)
+        if summary is not None:
+            console.final(summary, run_dir, next_command(config, run_dir, summary))
     return EXIT_OK
+
+
+@asynccontextmanager
+async def limited(max_hours: float | None, stop: Stop) -> AsyncIterator[None]:
+    """Within it, the run is told to end after `max_hours`, at the next cut."""
+    if max_hours is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(3600 * max_hours, stop.begin, f"max_hours={max_hours:g}")
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def next_command(config: RunConfig, run_dir: Path, summary: RunSummary) -> str | None:
+    """The command that goes on with a run that has not completed; None if it has."""
+    if summary.status == "completed":
+        return None
+    if CheckpointFolder(run_dir).versions():
+        return shlex.join(["penstock", "resume", str(run_dir)])
+    words = ["penstock", *sys.argv[1:]]
+    if not summary.steps:
+        return shlex.join([*words, *(() if "overwrite=true" in words else ("overwrite=true",))])
+    again = [f"run_dir={run_dir}-2", f"model.path={run_dir / POLICY_FOLDER}"]
+    return shlex.join([*words, *again])
 
 
 class Rollbacks:
@@ -184,19 +227,27 @@ async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
     return RanksLostError(f"lost {', '.join(lost)}: {error}")
 
 
-async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
-    """Train; however it ends, the policy is saved, and if it ends between two batches also a checkpoint.
+async def train_to_end(
+    run: Run, actors: RunActors, stop: Stop, on_saved: Callable[[], object] = lambda: None
+) -> None:
+    """Train; however it ends, the policy is saved, and if possible also a checkpoint.
+
+    If it is told to end (`stop`), the policy comes first, then `on_saved`, then the checkpoint, as far as time allows.
 
     Raises:
         RanksLostError: If the policy cannot be saved, because trainer ranks are lost.
+        asyncio.CancelledError: If it was told to end.
     """
-    stop.handler = run.request_stop
+    training = asyncio.create_task(controller.train(run), name="training")
+    told = asyncio.create_task(stop.told.wait(), name="told to end")
+    stop.ends_itself = True
+    stop.loses = run.unsaved
     try:
-        await controller.train(run)
-    except StopRequestedError as error:
-        await run.checkpoint_at_end()
-        await run.save_policy_at_end()
-        raise asyncio.CancelledError from error
+        await asyncio.wait({training, told}, return_when=asyncio.FIRST_COMPLETED)
+        if not training.done():
+            await end_training(run, training, stop, on_saved)
+            raise asyncio.CancelledError
+        await training
     except PenstockError as error:
         try:
             lost = await ranks_lost(actors, error)
@@ -207,10 +258,43 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop) -> None:
         await run.abandon_checkpoint()
         raise lost from error
     except BaseException:
-        await run.save_policy_at_end()
+        if not stop.reason:
+            training.cancel()
+            await asyncio.wait({training})
+            await run.save_policy_at_end()
         raise
     finally:
-        stop.handler = lambda: False
+        stop.ends_itself = False
+        training.cancel()
+        told.cancel()
+
+
+async def end_training(run: Run, training: asyncio.Task[None], stop: Stop, on_saved: Callable[[], object]) -> None:
+    """End the training since it was told to, and save what there is: the policy, the summary, a checkpoint."""
+    note = run.note
+    limit = f"within {stop.grace_s:g} s" if stop.signum is not None else "after this step"
+    note(f"{stop.reason}: the run ends {limit}; policy, summary and a checkpoint are saved first …")
+    if stop.signum is None:
+        run.end_at_cut()
+        await asyncio.wait({training})
+    else:
+        await run.stop(training, stop.left_s / 2)
+    if training.done() and not training.cancelled() and (error := training.exception()) is not None:
+        if not isinstance(error, StopRequestedError):
+            note(f"while the run was ending: {first_error(error)}")
+    await within(stop, run.save_policy_at_end(even_untrained=True), "the policy is not saved", note)
+    on_saved()
+    await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
+
+
+async def within(stop: Stop, saving: Awaitable[None], else_: str, note: Callable[[str], None]) -> None:
+    """Save something in the time that is left; note it if that does not suffice."""
+    left_s = stop.left_s
+    try:
+        async with asyncio.timeout(left_s if isfinite(left_s) else None):
+            await saving
+    except TimeoutError:
+        note(f"{else_}: there were {max(0.0, left_s):.0f} s left of stop_grace_s={stop.grace_s:g}. Raise it if whoever ends the run waits longer.")
 
 
 async def newest_checkpoint(run_dir: Path, lost: RanksLostError) -> Checkpoint:
@@ -439,6 +523,31 @@ async def policy_runtime(
             )
     finally:
         await publisher.close()
+
+
+def unstarted_summary(config: RunConfig, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
+    """The summary of a run that ended before its first step."""
+    return RunSummary(
+        name=config.name,
+        seed=config.seed,
+        status=status,
+        version=__version__,
+        eval_before=None,
+        eval_after=None,
+        reward_first=None,
+        reward_last=None,
+        steps=0,
+        wall_s=round(wall_s, 2),
+        trained_groups=0,
+        max_staleness_configured=config.dataflow.max_staleness,
+        max_staleness_seen=0,
+        share_tokens_stale=0.0,
+        multi_version_trajectories=0,
+        tokens_generated=0,
+        tokens_trained=0,
+        peak_memory_gib=round(peak_gib, 3),
+        ledger=LedgerCounts(admitted=0, trained=0, dropped=0, filtered=0, failed=0, live=0),
+    )
 
 
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> RunSummary:

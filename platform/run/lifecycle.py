@@ -1,4 +1,11 @@
-"""The lifecycle of a command: signal handling, termination of all child processes, and one readable error."""
+"""The lifecycle of a command: how it ends on a signal, termination of all child processes, and one readable error.
+
+    first signal ─▶ Stop.begin: the command ends in order, within its grace time
+    second signal, or the end of the grace time ─▶ every process is killed, and what is lost is said
+
+The processes of Ray are in sessions of their own (actors/cluster.py), so a signal to the process group, as `timeout`, a
+scheduler or a closed terminal sends it, reaches this process alone.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,16 @@ import asyncio
 import gc
 import os
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import psutil
 
 from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
@@ -19,10 +32,14 @@ GC_GENERATION0_THRESHOLD = 100_000
 SAME_SIGNAL_S = 1.0
 """Signals this soon after the first one count as the same: `timeout`, `uv run` and similar wrappers forward a signal
 that the terminal has already sent to the whole process group."""
+DEFAULT_GRACE_S = 25.0
+SHUTDOWN_S = 6.0
+"""Part of the grace time that is kept for ending Ray and its processes, or a quarter if that is less."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user has stopped the run
-    """The command was stopped by SIGINT (Ctrl-C) or SIGTERM.
+    """The command was stopped by SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
     Attributes:
         signum: Number of the signal.
@@ -44,53 +61,90 @@ def set_gc_thresholds() -> None:
 
 
 class Stop:
-    """How a run wants to be stopped.
+    """That a command is to end, and how.
 
     Attributes:
-        handler: Called at the first signal; returns whether the run ends by itself. `main` is cancelled if not.
+        reason: What ends it, e.g. `SIGTERM`; empty while nothing does.
+        signum: The signal; None for another reason.
+        told: Set when it is to end.
+        ends_itself: Whether the command watches `told`. If not, it is cancelled.
+        loses: What a second signal would lose, as the end of a sentence.
     """
 
-    def __init__(self) -> None:
-        self.handler: Callable[[], bool] = lambda: False
+    def __init__(self, grace_s: float = DEFAULT_GRACE_S) -> None:
+        """Create it.
+
+        Args:
+            grace_s: Longest time from the signal to the end of the process, seconds.
+        """
+        self.reason = ""
+        self.signum: int | None = None
+        self.told = asyncio.Event()
+        self.ends_itself = False
+        self.loses: Callable[[], str] = lambda: "what was not saved yet"
+        self.grace_s = grace_s
+        self._ends_at = float("inf")
+
+    def begin(self, reason: str, signum: int | None = None) -> None:
+        """Tell the command to end; only a signal has a time limit."""
+        self.reason, self.signum = reason, signum
+        if signum is not None:
+            self._ends_at = time.monotonic() + self.grace_s
+        self.told.set()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left for saving what there is; infinite if there is no limit."""
+        return self._ends_at - time.monotonic() - min(SHUTDOWN_S, self.grace_s / 4)
 
 
-def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], how: Stop | None = None) -> int:
-    """Run `main` with an orderly shutdown on SIGINT and SIGTERM; returns its exit code.
+def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], stop: Stop | None = None) -> int:
+    """Run `main` with an orderly shutdown on SIGINT, SIGTERM and SIGHUP; returns its exit code.
 
-    The first signal cancels `main`, whose context managers stop all processes, or calls the handler of `how`. A second
-    one, more than `SAME_SIGNAL_S` later, exits immediately.
+    The first signal cancels `main`, whose context managers stop all processes, unless it ends by itself
+    (`Stop.ends_itself`). A second one, more than `SAME_SIGNAL_S` later, ends all processes at once, as does the end of
+    the grace time. A signal that is ignored when the command starts (`nohup`) stays ignored.
 
     Raises:
         Interrupted: After an orderly shutdown.
         PenstockError: The error that stopped the run, unwrapped from exception groups.
     """
-    signals: list[int] = []
-    first_at = 0.0
+    how = stop or Stop()
     set_gc_thresholds()
+    limit: threading.Timer | None = None
+    handled = [signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
 
         async def supervised() -> int:
             task = asyncio.create_task(main(), name="run")
 
-            def stop(signum: int) -> None:
-                nonlocal first_at
-                if signals and loop.time() - first_at < SAME_SIGNAL_S:
-                    return
-                if signals:
-                    os._exit(128 + signum)
-                first_at = loop.time()
-                signals.append(signum)
-                if how is None or not how.handler():
+            def begin(signum: int) -> None:
+                nonlocal limit
+                first_at = time.monotonic()
+
+                def again(number: int, _frame: FrameType | None) -> None:
+                    if time.monotonic() - first_at >= SAME_SIGNAL_S:
+                        end_now(how, f"a second {signal.Signals(number).name} ends it at once")
+
+                for one in handled:
+                    loop.remove_signal_handler(one)
+                    signal.signal(one, again)  # the event loop may be busy
+                how.begin(signal.Signals(signum).name, signum)
+                late = f"it has not ended within stop_grace_s={how.grace_s:g}"
+                limit = threading.Timer(how.grace_s, end_now, (how, late))
+                limit.daemon = True
+                limit.start()
+                if not how.ends_itself:
                     task.cancel()
 
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(signum, stop, signum)
+            for signum in handled:
+                loop.add_signal_handler(signum, begin, signum)
             try:
                 return await task
             except asyncio.CancelledError:
-                if signals:
-                    raise Interrupted(signals[0]) from None
+                if how.signum is not None:
+                    raise Interrupted(how.signum) from None
                 raise
 
         try:
@@ -101,6 +155,18 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], how: Stop | None = 
         finally:
             # Stops child processes that a failed component has left running.
             end_processes(descendants())
+            if limit is not None:
+                limit.cancel()
+
+
+def end_now(how: Stop, why: str) -> None:
+    """Kill every process and this one, and say what is lost."""
+    with suppress(Exception):  # of any kind: nothing may keep the process from ending
+        os.write(2, f"penstock: {why}. Lost: {how.loses()}.\n".encode())
+        for process in descendants():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    os._exit(128 + (how.signum or signal.SIGTERM))
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -31,7 +31,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.console import RunConsole, format_duration
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.trackers.build import build_trackers
-from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
+from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.algorithms.config import CorrectionConfig, DpoConfig
@@ -71,7 +71,7 @@ def run_sft(config: RunConfig) -> int:
         return EXIT_OK
     source = cast("GoldSource", load_task_source(config.env, config.seed))
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _train_sft(config, sft, source, run_dir))
+    return run_to_end(lambda: _train_sft(config, sft, source, run_dir), Stop(config.stop_grace_s))
 
 
 async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
@@ -181,7 +181,7 @@ def _run_preferences(config: RunConfig, command: Command) -> int:
     )
     paired = config.model_copy(update={"algorithm": pairs})
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir))
+    return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir), Stop(paired.stop_grace_s))
 
 
 async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:

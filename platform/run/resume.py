@@ -39,6 +39,8 @@ from penstock.platform.run.run_dir import locked
 
 FREE_KEYS = (
     "total_steps",
+    "max_hours",
+    "stop_grace_s",
     "checkpoint",
     "evaluation",
     "console",
@@ -91,8 +93,9 @@ def train(config: RunConfig) -> int:
     if config.resume == "never" or not (run_dir / CONFIG_FILE).exists():
         return launch.train(config)
     if not CheckpointFolder(run_dir).versions():
-        was_killed = not (run_dir / SUMMARY_FILE).exists()  # in its first step, so nothing is lost
-        return launch.train(config.model_copy(update={"overwrite": was_killed or config.overwrite}))
+        summary = run_dir / SUMMARY_FILE
+        is_untrained = not summary.exists() or json.loads(summary.read_text())["steps"] == 0  # so nothing is lost
+        return launch.train(config.model_copy(update={"overwrite": is_untrained or config.overwrite}))
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
         if checkpoint.version >= config.total_steps:

@@ -35,6 +35,9 @@ from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
 
+ABANDON_S = 2.0
+"""Longest wait for the training loop to end after it was cancelled, seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyRuntime:
@@ -89,6 +92,7 @@ class Run:
         self.has_begun = False
         self.evaluations: list[Evaluation] = []
         self.policy_version: int | None = None
+        self._published = 0  # or being published
         self._evaluator = runtime.evaluator
         self._monitor = runtime.monitor
         self._held_out = held_out
@@ -130,6 +134,7 @@ class Run:
     async def publish(self, version: int) -> None:
         """Publish `version` to the engines while they generate."""
         self._step_ended_at = time.time()
+        self._published = version
         self._last_publish = report = await self.publisher.publish(version)
         self.version = version
         if self._timeline is not None:
@@ -301,52 +306,96 @@ class Run:
         """Seconds since the run began, without the time between a crash and its resume."""
         return self._wall_s_before + time.monotonic() - self._began_at
 
+    @property
+    def trained_version(self) -> int:
+        """Version of the trainer's weights, while `version` is being replaced by it."""
+        return max(self.version, self._published)
+
     async def save_policy(self) -> None:
         """Write the current policy into the run directory, unless that version is already there.
 
         Raises:
             TrainingError: If a trainer rank is dead or hangs, or the disk is full.
         """
-        if self.policy_version != self.version:
+        if self.policy_version != self.trained_version:
             await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
-            self.policy_version = self.version
+            self.policy_version = self.trained_version
 
-    def request_stop(self) -> bool:
-        """Stop at the next cut: the step and the publish that are under way are completed first.
+    async def stop(self, training: asyncio.Task[None], left_s: float) -> None:
+        """End the training loop with the weights of the newest published version.
 
-        Returns:
-            False before and after the training, when there is nothing to complete.
+        A step that computes is ended before it changes the weights, and its batch is ready again. A step that is about
+        to be completed is published first.
+
+        Args:
+            training: The running loop.
+            left_s: Longest wait for it, seconds.
         """
+        began_at = time.monotonic()
         if self._flow.is_running:
-            self._flow.fail(StopRequestedError(f"the run was stopped at v{self.version}"))
-        return self._flow.is_running
+            is_ended = asyncio.get_running_loop().create_future()
+            self._flow.stop(is_ended)
+            try:
+                is_ended.set_result(await self.trainer.stop_step())
+            except PenstockError as error:
+                is_ended.set_result(False)
+                self._instruments.note(f"the running step cannot be ended: {error}")
+            if is_ended.result() and self._flow.is_running:
+                training.cancel()
+        else:
+            training.cancel()
+        await asyncio.wait({training}, timeout=max(0.0, left_s - (time.monotonic() - began_at)))
+        training.cancel()
+        await asyncio.wait({training}, timeout=ABANDON_S)
 
-    async def checkpoint_at_end(self) -> None:
-        """Take a checkpoint of a run that was stopped or has failed between two batches; a failure is only noted."""
-        if (saved := self._flow.last_snapshot) is None:
+    async def checkpoint_at_end(self, *, even_untrained: bool = False) -> None:
+        """Take a checkpoint of a run that was stopped or has failed, unless it failed within a step.
+
+        A failure to take it is only noted.
+
+        Args:
+            even_untrained: Also of version 0.
+        """
+        saved = self._flow.last_snapshot
+        if saved is None or not (self.version or even_untrained):
             return
         try:
             await self._checkpointer.take_last(self.version, saved, self.state_dict())
         except PenstockError as error:
             self._instruments.note(f"the last checkpoint, of v{self.version}, could not be taken: {error}")
 
+    def end_at_cut(self) -> None:
+        """End the training loop where it waits for the next batch; a step that runs is completed and published."""
+        self._flow.fail(StopRequestedError(f"the run was stopped at v{self.version}"))
+
+    def unsaved(self) -> str:
+        """What is not on the disk yet, as the end of a sentence."""
+        newest = self._checkpointer.newest
+        policy = "" if self.policy_version == self.trained_version else f"the policy of v{self.trained_version}; "
+        return f"{policy}all after the checkpoint of v{newest}" if newest is not None else f"{policy}there is no checkpoint"
+
+    def note(self, message: str) -> None:
+        """Print a line on the console."""
+        self._instruments.note(message)
+
     async def abandon_checkpoint(self) -> None:
         """Stop writing a checkpoint, since a trainer rank is lost."""
         await self._checkpointer.abandon()
 
-    async def save_policy_at_end(self) -> None:
-        """Save the policy of a run that was interrupted or has failed; a failure to save is only noted.
+    async def save_policy_at_end(self, *, even_untrained: bool = False) -> None:
+        """Save the policy of a run that was stopped or has failed; a failure to save is only noted.
 
-        Trainer ranks execute their calls in order, so a running step is completed first: the saved policy may be one
-        step newer than the version that was published last.
+        Args:
+            even_untrained: Also that of version 0.
         """
-        if self.version == 0 or self.policy_version == self.version:
+        version = self.trained_version
+        if self.policy_version == version or not (version or even_untrained):
             return
-        self._instruments.note(f"saving the policy of v{self.version} before the run ends (Ctrl-C: exit without it) …")
+        self._instruments.note(f"saving the policy of v{version} before the run ends …")
         try:
             await self.save_policy()
         except PenstockError as error:
-            self._instruments.note(f"the policy of v{self.version} could not be saved: {error}")
+            self._instruments.note(f"the policy of v{version} could not be saved: {error}")
 
     async def close(self) -> None:
         """Cancel a running evaluation, and wait for the checkpoint that is being written."""

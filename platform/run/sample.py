@@ -27,7 +27,7 @@ from penstock.platform.cluster.actor_factory import model_path
 from penstock.platform.config.schema import RunConfig, SampleConfig
 from penstock.platform.metrics.console import RunConsole, format_duration
 from penstock.platform.run.evaluation import sample_and_score
-from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
+from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.run.serving import Serving, rollout_sampling, serving
 from penstock.rollout.trajectory.group_task import RolloutContext
@@ -39,7 +39,7 @@ TASKS_PER_BATCH = 512
 def run_sample(config: RunConfig) -> int:
     """Run `penstock sample`. Prints one JSON line with the counts at the end and returns the exit code."""
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _run(config, config.sample, run_dir))
+    return run_to_end(lambda: _run(config, config.sample, run_dir), Stop(config.stop_grace_s))
 
 
 async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:

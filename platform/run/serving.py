@@ -41,7 +41,7 @@ from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator, SetScore
-from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
+from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.rollout.pool.pool import make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
@@ -228,7 +228,7 @@ def run_eval(config: RunConfig) -> int:
 
     Prints one JSON line with the results and returns the exit code.
     """
-    return run_to_end(lambda: _evaluate(config))
+    return run_to_end(lambda: _evaluate(config), Stop(config.stop_grace_s))
 
 
 async def _evaluate(config: RunConfig) -> int:

@@ -86,6 +86,10 @@ class TwoPolicyTrainer:
         """Compute the early logprobs of a ready group on both trainers."""
         await asyncio.gather(*(trainer.early_logprobs(group) for trainer in self._trainers.values()))
 
+    async def stop_step(self) -> bool:
+        """End the step of both trainers. If only one of them can, the other one's policy is one step newer."""
+        return any(await asyncio.gather(*(trainer.stop_step() for trainer in self._trainers.values())))
+
     async def save(self, path: str) -> None:
         """Write the policy to `path` and the partner to the sibling folder `partner`."""
         await asyncio.gather(

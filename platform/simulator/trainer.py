@@ -73,9 +73,11 @@ class SimulatedRank:
     async def export(self, version: int) -> WeightManifest:
         return cast("WeightManifest", await self._together("export", version))
 
-    async def save_hf(self, _path: str) -> None:
-        """There are no weights to save, but a rank that hangs does not answer."""
-        await self._together("rest")
+    async def held_weights(self) -> None:
+        """There are no weights."""
+
+    async def save_hf(self, _path: str, *_held: None) -> None:
+        """There are no weights to save, but rank 0 answers only if its process does."""
 
     async def snapshot(self, version: int) -> None:
         await self._together("snapshot", version)

@@ -14,6 +14,7 @@ import gc
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.models.tiny_policy import create_policy
-from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, on_cpu
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.model_config import Attention, ModelConfig, ModelShape
@@ -287,7 +288,9 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
     supervised = [trainer.supervised_step(examples) for _ in range(2)]
     saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
-    save_policy(trainer, saved, str(folder / case.policy))
+    to_save = of_all_ranks(trainer.held_weights(), case.world_size, rank)
+    if rank == 0:
+        save_policy(trainer, saved, str(folder / case.policy), to_save)
     result = {
         "reports": reports,
         "sft_loss": [metrics["sft/loss"] for metrics in supervised],
@@ -310,6 +313,15 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     if rank == 0:
         result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
     return result
+
+
+def of_all_ranks(mine: HeldWeights, world_size: int, rank: int) -> list[HeldWeights]:
+    """What rank 0 gets of all ranks, as the driver has it sent; empty on the others."""
+    if world_size == 1:
+        return [mine]
+    all_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
+    torch.distributed.gather_object(on_cpu(mine), all_ranks)
+    return all_ranks or []
 
 
 def held_storages() -> dict[int, int]:

@@ -5,7 +5,7 @@ One process per rank. Every method marked *collective* must be called by all ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
 
@@ -77,7 +77,7 @@ class Backend(Protocol):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of each parameter, tied ones once. Rank 0 yields; all ranks exhaust it. Collective.
 
-        Adapters are merged into the weights, here and in `local_weights` and `save_hf`, unless they are switched off.
+        Adapters are merged into the weights, here and in `local_weights`, unless they are switched off.
         A yielded tensor may alias live weights: use it before the next step.
         """
         ...
@@ -94,8 +94,21 @@ class Backend(Protocol):
         """HF name -> this rank's part of the tensor, flat, aliasing live weights. Collective with adapters."""
         ...
 
-    def save_hf(self, path: str) -> None:
-        """Write config and weights in Hugging Face form (rank 0 writes), adapters also by themselves. Collective."""
+    def held_weights(self) -> dict[str, Tensor]:
+        """Name -> this rank's part of each tensor, flat, aliasing live weights; A and B of adapters have their own names.
+
+        Nothing is merged or gathered, so another thread may call it during a step. Not collective. Empty on a rank all
+        of whose parts a lower rank has, too.
+        """
+        ...
+
+    def save_hf(self, path: str, held: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write config and weights in Hugging Face form, adapters merged and also by themselves. Rank 0, not collective.
+
+        Args:
+            path: Folder to write.
+            held: `held_weights` of each rank.
+        """
         ...
 
     def fragments(self) -> list[Fragment]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib.metadata import version
@@ -41,6 +41,7 @@ from penstock.trainer.backends.torch import (
     evaluating,
     flat_state,
     save_model,
+    saved_parameters,
     set_num_updates,
     trained_parameters,
 )
@@ -210,12 +211,14 @@ class DeepSpeedBackend:
                 held[name] = merged(part[: max(0, parameter.ds_numel - start)], adapters[name], start)
         return held
 
-    def save_hf(self, path: str) -> None:
-        state = {name: tensor.to("cpu") for name, tensor in self.export_weights()}
-        adapters = self.gathered_adapters()
-        if self.rank == 0:
-            save_model(self._engine.module.hf_model, state, adapters, path)
-        torch.distributed.barrier()
+    def held_weights(self) -> dict[str, Tensor]:
+        if not self._is_partitioned and self.rank >= (1 if self._split is None else self._split.size):
+            return {}
+        parameters = saved_parameters(self._engine.module, self.adapters)
+        return {name: (one.ds_tensor if self._is_partitioned else one).detach().view(-1) for name, one in parameters}
+
+    def save_hf(self, path: str, held: Sequence[Mapping[str, Tensor]]) -> None:
+        save_model(self._engine.module.hf_model, self.training_sharding(), self.adapters, held, path)
 
     def fragments(self) -> list[Fragment]:
         held, split = self._held(), self._split

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf
 from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.strided import whole_tensors
 from penstock.weights.model_config import ModelConfig
 
 WrappedModel = PolicyModel | ValueModel
@@ -80,8 +82,11 @@ class TorchBackend:
     def local_weights(self) -> dict[str, Tensor]:
         return {name: tensor.view(-1) for name, tensor in self.export_weights()}
 
-    def save_hf(self, path: str) -> None:
-        save_model(self._model.hf_model, dict(self.export_weights()), self.gathered_adapters(), path)
+    def held_weights(self) -> dict[str, Tensor]:
+        return {name: one.detach().view(-1) for name, one in saved_parameters(self._model, self.adapters)}
+
+    def save_hf(self, path: str, held: Sequence[Mapping[str, Tensor]]) -> None:
+        save_model(self._model.hf_model, self.training_sharding(), self.adapters, held, path)
 
     def fragments(self) -> list[Fragment]:
         return whole_parameters(self._model, self._optimizer)
@@ -111,11 +116,30 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train()
 
 
-def save_model(hf_model: Any, weights: dict[str, Tensor], adapters: dict[str, Adapter], path: str) -> None:
-    """Write a model in Hugging Face form, and its adapters, if it has any, by themselves in the folder `adapter`."""
+def saved_parameters(model: torch.nn.Module, adapters: Adapters) -> Iterator[tuple[str, Any]]:
+    """Name and parameter of all that a saved model is made from: its weights, and A and B of its adapters."""
+    yield from hf_parameters(model)
+    yield from adapters.named_parameters()
+
+
+def save_model(
+    hf_model: Any, sharding: TrainingSharding, adapters: Adapters, held: Sequence[Mapping[str, Tensor]], path: str
+) -> None:
+    """Write a model in Hugging Face form, and its adapters, if it has any, by themselves in the folder `adapter`.
+
+    Args:
+        hf_model: Its class and configuration; its weights are not used.
+        sharding: How the ranks hold the weights. They hold A and B of adapters likewise, but never split.
+        adapters: Of the model.
+        held: `Backend.held_weights` of each rank.
+        path: Folder to write.
+    """
+    whole = whole_tensors(replace(sharding, tensors=(*sharding.tensors, *adapters.tensors())).layout(), held)
+    additions = adapters.of(whole)
+    weights = {name: merged(whole[name], additions.get(name)).to("cpu") for name, _ in sharding.tensors}
     hf_model.save_pretrained(path, state_dict=weights)
-    if adapters:
-        save_adapter(hf_model, adapters, Path(path) / "adapter")
+    if additions:
+        save_adapter(hf_model, additions, Path(path) / "adapter")
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -11,7 +11,7 @@ dropout: it would make the trainer's logprobs differ from those of the engines, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.models.policy_model import PolicyModel, hf_name, load_policy
 from penstock.trainer.validation import unmatched_targets
+from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import ModelConfig
 
 _NAME = "default"
 """peft's name of the only adapter of a layer."""
+_DOWN, _UP = ":lora_A", ":lora_B"
 
 
 class Adapter(NamedTuple):
@@ -50,6 +52,8 @@ class Adapters:
         self._layers: dict[str, Any] = {
             hf_name(f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "lora_A")
         }
+        self._scales = {name: layer.scaling[_NAME] for name, layer in self._layers.items()}
+        self._shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in self.named_parameters()}
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -57,6 +61,23 @@ class Adapters:
     def parameters(self) -> list[nn.Parameter]:
         """All A and B."""
         return [part[_NAME].weight for layer in self._layers.values() for part in (layer.lora_A, layer.lora_B)]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """A and B of each adapted weight, named after it."""
+        for name, layer in self._layers.items():
+            yield f"{name}{_DOWN}", layer.lora_A[_NAME].weight
+            yield f"{name}{_UP}", layer.lora_B[_NAME].weight
+
+    def tensors(self) -> list[TensorSpec]:
+        """Names and full shapes of all A and B."""
+        return [TensorSpec(name, shape) for name, shape in self._shapes.items()]
+
+    def of(self, whole: Mapping[str, Tensor]) -> dict[str, Adapter]:
+        """HF name of each adapted weight -> its adapter, from whole tensors, whether or not it is switched off now."""
+        return {
+            name: Adapter(whole[f"{name}{_DOWN}"].float(), whole[f"{name}{_UP}"].float(), scale)
+            for name, scale in self._scales.items()
+        }
 
     @contextmanager
     def off(self) -> Iterator[None]:

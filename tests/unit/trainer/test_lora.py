@@ -57,7 +57,7 @@ def test_what_is_saved_is_the_adapted_policy_merged_and_as_an_adapter(
 
     for version in range(3):
         trainer.step(batch, version)
-    trainer.backend.save_hf(str(tmp_path))
+    trainer.backend.save_hf(str(tmp_path), [trainer.backend.held_weights()])
     members = [one for group in batch for one in group.trajectories]
     mine = np.concatenate(trainer._passes.per_sampled_token(batch))
     start = AutoModelForCausalLM.from_pretrained(policy)
