@@ -184,7 +184,7 @@ async def ray_session(
 
 @contextmanager
 def out_of_reach_of_signals() -> Iterator[None]:
-    """Within it, Ray starts its daemons in a session of their own, and leaves the signal handlers of this process alone.
+    """Within it, Ray starts its daemons in sessions of their own, and leaves this process's signal handlers alone.
 
     A signal to the process group, as a closed terminal, `timeout` or a scheduler sends it, would end them before the
     driver could save anything. They still die with the driver (PR_SET_PDEATHSIG). Ray has no setting for either.

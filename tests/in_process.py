@@ -182,7 +182,9 @@ class InProcessActors:
 
 
 @asynccontextmanager
-async def start_in_process(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[InProcessActors]:
+async def start_in_process(
+    config: RunConfig, restore_from: str | None = None, _pending: set[str] | None = None
+) -> AsyncIterator[InProcessActors]:
     """What `roles.start_actors` is to `penstock train`."""
     rewards = RewardRunner(config.reward, config.sandbox, "cpu")
     policies: list[InProcessActors] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
@@ -32,6 +34,9 @@ class Trainer:
         saved: Where it was told to save, relative to the folder of the run, and its version then.
         snapshots: Its version at each snapshot for a checkpoint.
         fails_to_save: Raised by `save`.
+        hangs_in: Number of the step that never ends, counted from 0.
+        hangs: Set when it has begun.
+        given: The groups of each batch.
     """
 
     bad: set[int]
@@ -41,10 +46,18 @@ class Trainer:
     mismatches: list[float] = field(default_factory=list)
     saved: list[tuple[str, int]] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
+    given: list[list[GroupId]] = field(default_factory=list)
     fails_to_save: Exception | None = None
+    hangs_in: int | None = None
+    hangs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def step(self, batch):
-        assert len([group async for group in batch]) == GROUPS
+        groups = [group async for group in batch]
+        assert len(groups) == GROUPS
+        self.given.append([group.group_id for group in groups])
+        if self.num_steps == self.hangs_in:
+            self.hangs.set()
+            await asyncio.Event().wait()
         is_bad = self.num_steps in self.bad
         metrics = {"loss/grad_norm": math.inf if is_bad else 1.0}
         if self.mismatches:
@@ -52,6 +65,9 @@ class Trainer:
         self.num_steps += 1
         self.version += not is_bad
         return StepReport(self.version, is_bad, metrics, busy_s=1.0)
+
+    async def stop_step(self) -> bool:
+        return True
 
     async def save(self, path: str) -> None:
         if self.fails_to_save is not None:

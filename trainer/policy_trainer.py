@@ -277,8 +277,8 @@ class PolicyTrainer:
         """
         if self._before_updates is not None:
             raise CheckpointError(
-                f"trainer: v{version} cannot be kept as a checkpoint: its next step was ended between two of its updates "
-                "(algorithm.mini_batches x epochs). Its policy is saved, and the run continues from an earlier one."
+                f"trainer: v{version} cannot be kept as a checkpoint: its next step was ended between two of its "
+                "updates (algorithm.mini_batches x epochs). Its policy is saved; a resume uses an earlier checkpoint."
             )
         backends = self.backends()
         num_steps = {"model": self._num_steps}

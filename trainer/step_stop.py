@@ -6,8 +6,8 @@ meanwhile (`PolicyTrainer.held_weights`), which needs them not to change:
     thread of the step     begin ─▶ check before every micro-batch ─▶ decide before the update ─▶ update ─▶ …
     another thread                        request: True if the step ends before its last update
 
-Invariant: if `request` returns True on any rank, no rank makes the last update of the batch. All ranks agree in `decide`,
-and the flag of a rank is read there under the lock under which `request` sets it.
+Invariant: if `request` returns True on any rank, no rank makes the last update of the batch. All ranks agree in
+`decide`, and the flag of a rank is read there under the lock under which `request` sets it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
 """The `penstock` command: parses arguments, loads the configuration and calls the module that implements the command.
 
 Heavy imports (Ray, torch, vLLM) are inside the commands, so that `penstock --help` is fast.
-Exit codes: 0 success, 1 the run failed, 2 the configuration is invalid, 130 and 143 after SIGINT and SIGTERM.
+Exit codes: 0 success, 1 the run failed, 2 the configuration is invalid, 128 + its number after a signal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shlex
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
@@ -134,12 +138,13 @@ def add_run(command: Command, summary: str) -> None:
         # A dry run uses no network. Set before huggingface_hub is imported, which reads the variable once.
         if dry_run:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        from rich.console import Console
+        with checking():
+            from rich.console import Console
 
-        from penstock.platform.checks.load import load_config
-        from penstock.platform.cli.dry_run import print_dry_run, print_warnings
+            from penstock.platform.checks.load import load_config
+            from penstock.platform.cli.dry_run import print_dry_run, print_warnings
 
-        loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
+            loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
         if dry_run:
             print_dry_run(loaded, command, Console())
             return 0
@@ -147,6 +152,30 @@ def add_run(command: Command, summary: str) -> None:
             return start("sft", loaded.warm_start) or restart_command(loaded.config)
         print_warnings(loaded.warnings, Console(stderr=True))
         return start(command, loaded.config)
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Within it, the console says what is waited for; a signal ends the command with the line that starts it again."""
+    from penstock.platform.metrics.progress import Progress, ProgressLine
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_SIGNAL + signum)
+
+    ended_by = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ended_by:
+        signal.signal(number, end)
+    console = plain_console(stderr=True)
+    try:
+        with ProgressLine(console).showing(lambda: Progress("checking the configuration, the tasks and the machine")):
+            yield
+    except (KeyboardInterrupt, SystemExit):
+        console.print("ended before anything was started; the same command starts it again:")
+        console.print(shlex.join(["penstock", *sys.argv[1:]]), markup=False)
+        raise
+    finally:
+        for number in ended_by:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def start(command: Command, config: RunConfig) -> int:

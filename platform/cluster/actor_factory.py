@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from penstock.actors.cluster import (
     ObjectStore,
@@ -60,6 +60,8 @@ from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
+
+_Started = TypeVar("_Started")
 
 RESERVE_S = 300.0
 """Longest wait for GPUs, seconds: nothing is loaded in it."""
@@ -241,25 +243,48 @@ class RunActors:
 
 
 @asynccontextmanager
-async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
+async def start_actors(
+    config: RunConfig, restore_from: str | None = None, pending: set[str] | None = None
+) -> AsyncIterator[RunActors]:
     """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit.
 
     Colocated engines start after the trainer: loading takes more memory than it keeps, and vLLM measures what is free.
+
+    Args:
+        config: Configuration of the run.
+        restore_from: Folder of the checkpoint that the trainer continues from; None: from `model.path`.
+        pending: Holds the names of what is being started; changed meanwhile.
     """
+    pending = set() if pending is None else pending
+
+    async def named(name: str, start: Awaitable[_Started]) -> _Started:
+        pending.add(name)
+        try:
+            return await start
+        finally:
+            pending.discard(name)
+
+    pending.add("Ray")
     async with cluster_session(config, "train", Path(config.run_dir) / LOGS_FOLDER) as config:
+        pending.discard("Ray")
         devices = await reserve_run_devices(config)
         rewards = reward_workers(config, devices=devices)
         async with asyncio.TaskGroup() as starting:
             partner_start = (
-                starting.create_task(_start_partner(config, rewards, devices, restore_from)) if config.partner else None
+                starting.create_task(named("the partner", _start_partner(config, rewards, devices, restore_from)))
+                if config.partner
+                else None
             )
-            trainer_start = starting.create_task(
-                start_trainer_group(config, devices=devices, restore_from=restore_from)
-            )
+            trainer = start_trainer_group(config, devices=devices, restore_from=restore_from)
+            trainer_start = starting.create_task(named(f"{config.trainer.num_ranks} trainer ranks", trainer))
             first = trainer_start if config.cluster.colocated else None
-            engines_start = starting.create_task(start_engine_group(config, devices=devices, after=first))
-            starting.create_task(rewards_are_loaded(config, rewards))
-            frozen_starts = [starting.create_task(start_frozen_group(config, role, devices)) for role in FROZEN_ROLES]
+            engines = start_engine_group(config, devices=devices, after=first)
+            engines_start = starting.create_task(named(f"{config.num_engines} engines", engines))
+            starting.create_task(named("the reward workers", rewards_are_loaded(config, rewards)))
+            frozen_starts = [
+                starting.create_task(named(f"the {role}", start_frozen_group(config, role, devices)))
+                for role in FROZEN_ROLES
+            ]
         reference, teacher = (start.result() for start in frozen_starts)
         actors = RunActors(
             engines_start.result(),

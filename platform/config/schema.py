@@ -257,8 +257,8 @@ class RunConfig(Section):
         run_dir: Directory of the run, relative to the working directory.
         seed: Seed of tasks, sampling and initial weights.
         total_steps: Number of batches to train.
-        max_hours: End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on; None:
-            no limit.
+        max_hours: End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on.
+            None: no limit.
         stop_grace_s: Longest time from a signal (SIGTERM, Ctrl-C, a closed terminal) to the end of all processes,
             seconds. Less than what whoever sends it waits before it kills: docker 10, SLURM and Kubernetes 30.
         console: What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.platform.metrics.console import format_duration
+from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.run_record import RunRecord
 
 MISSING = "–"

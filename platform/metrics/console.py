@@ -6,13 +6,15 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
+from penstock.platform.metrics.progress import Progress, ProgressLine, format_count, format_duration
 from penstock.platform.metrics.summary import RunSummary
 from penstock.platform.metrics.trackers.config import ConsoleForm
 
@@ -63,6 +65,8 @@ class RunConsole:
         self._total_steps = total_steps
         self._form = form
         self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        self._console.on_broken_pipe = lambda: None  # type: ignore[method-assign]  # rich would end the process
+        self._line = ProgressLine(self._console)
         self._clock = clock
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         self._last_step = 0
@@ -93,6 +97,15 @@ class RunConsole:
         if self._form == "json":
             self._emit("note", {"text": message})
         self._print(Text(f"  {message}", style="dim"))
+
+    @contextmanager
+    def showing(self, progress: Callable[[], Progress]) -> Iterator[None]:
+        """Within it, say what the command does while nothing else is printed. `progress` is called in a thread."""
+        if self._form != "table":
+            yield
+            return
+        with self._line.showing(progress):
+            yield
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one record of the hub; print the step's line if it is a training step's."""
@@ -208,22 +221,14 @@ class RunConsole:
         self._print(Text.assemble((f"  {label:<10}", "dim"), (text, style)))
 
     def _emit(self, event: str, content: Mapping[str, Any]) -> None:
-        self._console.file.write(json.dumps({"event": event, **content}) + "\n")
-        self._console.file.flush()
+        with self._line.printing():
+            self._console.file.write(json.dumps({"event": event, **content}) + "\n")
+            self._console.file.flush()
 
     def _print(self, text: Text | str = "") -> None:
         if self._form == "table":
-            self._console.print(text, soft_wrap=True)
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds for humans: `42s`, `3m 05s`, `2h 10m`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+            with self._line.printing():
+                self._console.print(text, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -235,9 +240,7 @@ def _share(value: float | None) -> str:
 
 
 def _count(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if value < 1000 else f"{value / 1000:.1f}k"
+    return "–" if value is None else format_count(value)
 
 
 def _pair(first: float | None, first_format: str, second: float | None, second_format: str) -> str:

@@ -58,7 +58,7 @@ class BatchStaleness:
 
     @property
     def stale_share(self) -> float:
-        return 1 - self.tokens_by_staleness[0] / max(self.num_tokens, 1)
+        return 1 - self.tokens_by_staleness[0] / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def trimmed_share(self) -> float:
@@ -196,7 +196,6 @@ class FlowStats:
         self.trained.num_tokens += self.last.num_tokens + self.last.trimmed_tokens
         self.last_version = version
         self.samples = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
-
 
     def batch_returned(self, batch: Sequence[GroupRef]) -> None:
         """Take back the newest batch, which was not trained."""

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from penstock.platform.metrics.atomic_file import write_text_atomically
-from penstock.platform.metrics.console import format_duration
+from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.report_charts import (
     STALENESS_COLORS,
     distribution_charts,

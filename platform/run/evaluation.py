@@ -157,11 +157,22 @@ async def sample_and_score(
 
 
 class SupportsEvaluation(Protocol):
+    @property
+    def num_answered(self) -> int: ...
+
+    @property
+    def num_wanted(self) -> int: ...
+
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
 
 
 class Evaluator:
-    """Samples answers to held-out tasks and scores them."""
+    """Samples answers to held-out tasks and scores them.
+
+    Attributes:
+        num_answered: Answers of the running evaluation that were scored or given up.
+        num_wanted: All answers of it.
+    """
 
     def __init__(
         self,
@@ -189,6 +200,8 @@ class Evaluator:
         self._config = config
         self._pass_reward = pass_reward
         self._table = table
+        self.num_answered = 0
+        self.num_wanted = 0
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
         """Evaluate on `tasks`.
@@ -199,6 +212,7 @@ class Evaluator:
         """
         size = self._config.answers_per_task
         failures: list[TrajectoryError] = []
+        self.num_answered, self.num_wanted = 0, size * len(tasks)
 
         async def answer(context: RolloutContext, index: int, number: int) -> Trajectory | None:
             # Below zero: the ids of training groups are not, and an evaluation must not repeat their draws.
@@ -214,6 +228,8 @@ class Evaluator:
                         f"tolerates fewer. The last one, to {context.task.task_id}: {failure.kind}: {failure.cause}"
                     ) from failure
                 return None
+            finally:
+                self.num_answered += 1
 
         try:
             # Colocated engines must not be put to sleep between two turns, or while an answer is scored.

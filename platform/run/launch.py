@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -38,6 +38,7 @@ from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.progress import Progress
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.summary import (
@@ -80,6 +81,8 @@ from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 MAX_ROLLBACKS_PER_HOUR = 5
 """A trainer that loses ranks more often has a cause that going back does not mend."""
+REPORT_S, REPORT_PAUSE = 60.0, 50.0
+"""Seconds between two reports of a run, and the shortest pause as a multiple of the time that one takes."""
 
 
 def train(config: RunConfig) -> int:
@@ -117,6 +120,12 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     run: Run | None = None
     rollbacks = Rollbacks()
     began_at = time.monotonic()
+    pending: set[str] = set()
+
+    def progress() -> Progress:
+        if run is None or pending:
+            return Progress(f"starting {', '.join(sorted(pending)) or 'the run'}")
+        return Progress("ending: saving what there is") if stop.reason else run.progress()
 
     def write(end: RunStatus) -> RunSummary:
         """Write how the run ended, in the order of importance."""
@@ -130,8 +139,14 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         write_report(run_dir)
         return summary
 
+    shown = ExitStack()
+    shown.enter_context(console.showing(progress))
     try:
-        async with limited(config.max_hours, stop), start_parts(config, instruments, resumed) as parts:
+        async with (
+            limited(config.max_hours, stop),
+            reports(run_dir, console.note),
+            start_parts(config, instruments, resumed, pending) as parts,
+        ):
             while status == "failed":
                 try:
                     async with build_run(config, parts, instruments, events, resumed) as run:
@@ -151,13 +166,14 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         write_failure(run_dir, error, events.lines())
         raise
     finally:
+        shown.close()
         memory.stop()
         summary = None
         if status == "interrupted" or (run is not None and run.has_begun):
             summary = write(status)
         hub.close(summary)
         if summary is not None:
-            console.final(summary, run_dir, next_command(config, run_dir, summary))
+            console.final(summary, run_dir, next_command(run_dir, summary))
     return EXIT_OK
 
 
@@ -174,7 +190,28 @@ async def limited(max_hours: float | None, stop: Stop) -> AsyncIterator[None]:
         timer.cancel()
 
 
-def next_command(config: RunConfig, run_dir: Path, summary: RunSummary) -> str | None:
+@asynccontextmanager
+async def reports(run_dir: Path, note: Callable[[str], None]) -> AsyncIterator[None]:
+    """Within it, `report.html` is there, and made again every `REPORT_S` seconds, or less often if that takes long."""
+
+    async def make() -> None:
+        while True:
+            began_at = time.monotonic()
+            try:
+                await asyncio.to_thread(write_report, run_dir)
+            except (OSError, PenstockError) as error:
+                note(f"the report could not be made: {error}")
+            await asyncio.sleep(max(REPORT_S, REPORT_PAUSE * (time.monotonic() - began_at)))
+
+    task = asyncio.create_task(make(), name="reports")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def next_command(run_dir: Path, summary: RunSummary) -> str | None:
     """The command that goes on with a run that has not completed; None if it has."""
     if summary.status == "completed":
         return None
@@ -227,9 +264,7 @@ async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
     return RanksLostError(f"lost {', '.join(lost)}: {error}")
 
 
-async def train_to_end(
-    run: Run, actors: RunActors, stop: Stop, on_saved: Callable[[], object] = lambda: None
-) -> None:
+async def train_to_end(run: Run, actors: RunActors, stop: Stop, on_saved: Callable[[], object] = lambda: None) -> None:
     """Train; however it ends, the policy is saved, and if possible also a checkpoint.
 
     If it is told to end (`stop`), the policy comes first, then `on_saved`, then the checkpoint, as far as time allows.
@@ -246,8 +281,8 @@ async def train_to_end(
         await asyncio.wait({training, told}, return_when=asyncio.FIRST_COMPLETED)
         if not training.done():
             await end_training(run, training, stop, on_saved)
-            raise asyncio.CancelledError
-        await training
+        else:
+            await training
     except PenstockError as error:
         try:
             lost = await ranks_lost(actors, error)
@@ -270,7 +305,11 @@ async def train_to_end(
 
 
 async def end_training(run: Run, training: asyncio.Task[None], stop: Stop, on_saved: Callable[[], object]) -> None:
-    """End the training since it was told to, and save what there is: the policy, the summary, a checkpoint."""
+    """End the training since it was told to, and save what there is: the policy, the summary, a checkpoint.
+
+    Raises:
+        asyncio.CancelledError: At the end.
+    """
     note = run.note
     limit = f"within {stop.grace_s:g} s" if stop.signum is not None else "after this step"
     note(f"{stop.reason}: the run ends {limit}; policy, summary and a checkpoint are saved first …")
@@ -279,22 +318,26 @@ async def end_training(run: Run, training: asyncio.Task[None], stop: Stop, on_sa
         await asyncio.wait({training})
     else:
         await run.stop(training, stop.left_s / 2)
-    if training.done() and not training.cancelled() and (error := training.exception()) is not None:
-        if not isinstance(error, StopRequestedError):
-            note(f"while the run was ending: {first_error(error)}")
+    error = training.exception() if training.done() and not training.cancelled() else None
+    if error is not None and not isinstance(error, StopRequestedError):
+        note(f"while the run was ending: {first_error(error)}")
     await within(stop, run.save_policy_at_end(even_untrained=True), "the policy is not saved", note)
     on_saved()
     await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
+    raise asyncio.CancelledError
 
 
-async def within(stop: Stop, saving: Awaitable[None], else_: str, note: Callable[[str], None]) -> None:
+async def within(stop: Stop, saving: Awaitable[None], if_late: str, note: Callable[[str], None]) -> None:
     """Save something in the time that is left; note it if that does not suffice."""
     left_s = stop.left_s
     try:
         async with asyncio.timeout(left_s if isfinite(left_s) else None):
             await saving
     except TimeoutError:
-        note(f"{else_}: there were {max(0.0, left_s):.0f} s left of stop_grace_s={stop.grace_s:g}. Raise it if whoever ends the run waits longer.")
+        note(
+            f"{if_late}: {max(0.0, left_s):.0f} s were left of stop_grace_s={stop.grace_s:g}. Raise it if what ends "
+            "the run waits longer before it kills."
+        )
 
 
 async def newest_checkpoint(run_dir: Path, lost: RanksLostError) -> Checkpoint:
@@ -379,12 +422,13 @@ class RunParts:
 
 @asynccontextmanager
 async def start_parts(
-    config: RunConfig, instruments: Instruments, resumed: Checkpoint | None
+    config: RunConfig, instruments: Instruments, resumed: Checkpoint | None, pending: set[str] | None = None
 ) -> AsyncIterator[RunParts]:
     """Start all processes of a run; they are ended on exit."""
     held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
     instruments.note("starting Ray, the engines, the trainer and the reward workers …")
-    async with start_actors(config, None if resumed is None else str(resumed.path.absolute())) as actors:
+    restore_from = None if resumed is None else str(resumed.path.absolute())
+    async with start_actors(config, restore_from, pending) as actors:
         codec = load_codec(model_path(config), config.env.reasoning)
         async with episode_player(config, codec) as episodes:
             yield RunParts(held_out, actors, codec, episodes)

@@ -7,8 +7,8 @@ pairs of a chosen and a rejected answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,8 +28,9 @@ from penstock.platform.cluster.actor_factory import model_path, reserve_run_devi
 from penstock.platform.cluster.session import absolute_path, cluster_session
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
@@ -38,28 +39,49 @@ from penstock.trainer.algorithms.config import CorrectionConfig, DpoConfig
 from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
+STARTING = Progress("starting Ray and the trainer")
+
 
 @asynccontextmanager
 async def offline_training(
-    config: RunConfig, run_dir: Path, path: str, command: Command
+    config: RunConfig, run_dir: Path, path: str, command: Command, console: RunConsole, progress: Callable[[], Progress]
 ) -> AsyncIterator[tuple[TrainerClient, MetricsHub]]:
-    """Start trackers, Ray and trainer ranks for the model at `path`; marks the run finished if no error occurs."""
+    """Start trackers, Ray and trainer ranks for the model at `path`; marks the run finished if no error occurs.
+
+    Meanwhile the console shows `progress`.
+    """
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
     try:
-        async with cluster_session(config, command) as at_nodes:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(console.showing(progress))
+            at_nodes = await stack.enter_async_context(cluster_session(config, command))
             kind: ModelKind = "reward" if command == "rm" else "policy"
             devices = await reserve_run_devices(at_nodes, command)
             trainer = await start_trainer_group(at_nodes, absolute_path(path), kind, command, devices=devices)
-            try:
-                yield trainer, hub
-            finally:
-                await trainer.close()
+            stack.push_async_callback(trainer.close)
+            yield trainer, hub
     except BaseException as error:
         write_failure(run_dir, error)
         raise
     finally:
         hub.close(None)
     mark_finished(config)
+
+
+@asynccontextmanager
+async def saved_if_ended(
+    trainer: TrainerClient, folder: str, is_wanted: Callable[[], bool] = lambda: True
+) -> AsyncIterator[None]:
+    """Within it, the model is saved if the training fails or is told to end; a step that runs is not waited for."""
+    try:
+        yield
+    except BaseException:
+        # The error that ended it is reported, not a follow-up error of saving from a dead rank.
+        with suppress(PenstockError):
+            await trainer.stop_step()
+            if is_wanted():
+                await trainer.save(folder)
+        raise
 
 
 def run_sft(config: RunConfig) -> int:
@@ -87,26 +109,32 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
             "run": str(run_dir),
         },
     )
-    async with offline_training(config, run_dir, path, "sft") as (trainer, hub):
+    step = 0
+
+    def progress() -> Progress:
+        return Progress("training", step - 1, sft.max_steps, "steps") if step else STARTING
+
+    async with offline_training(config, run_dir, path, "sft", console, progress) as (trainer, hub):
         codec, policy = load_codec(path), str(run_dir / "policy")
         held_out = [encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks)]
         examples = (encode_example(source, codec, task) for task in source.train())
         rule = StopRule(sft)
         started = time.monotonic()
-        for step in range(1, sft.max_steps + 1):
-            metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
-            if step % sft.eval_every_steps and step != sft.max_steps:
-                hub.log(step, metrics)
-                continue
-            greedy, sampled = await trainer.teacher_forced(held_out)
-            hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
-            elapsed = format_duration(time.monotonic() - started)
-            scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
-            console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
-            if rule.is_best(step, sampled, greedy):
-                await trainer.save(policy)
-            if rule.is_over(sampled):
-                break
+        async with saved_if_ended(trainer, policy, lambda: rule.best_step is None):
+            for step in range(1, sft.max_steps + 1):
+                metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
+                if step % sft.eval_every_steps and step != sft.max_steps:
+                    hub.log(step, metrics)
+                    continue
+                greedy, sampled = await trainer.teacher_forced(held_out)
+                hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
+                elapsed = format_duration(time.monotonic() - started)
+                scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+                console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
+                if rule.is_best(step, sampled, greedy):
+                    await trainer.save(policy)
+                if rule.is_over(sampled):
+                    break
         if rule.best_step is None:
             await trainer.save(policy)
             kept = "the last step: none was within sft.max_greedy_accuracy"
@@ -198,9 +226,14 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
     limit = config.model.max_context_tokens
     pairs = encode_pairs(source, codec, islice(source.train(), size * preference.num_steps), limit)
     held_out = encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit)
-    async with offline_training(config, run_dir, path, command) as (trainer, hub):
+    step = 0
+
+    def progress() -> Progress:
+        return Progress("training", step - 1, preference.num_steps, "steps") if step else STARTING
+
+    async with offline_training(config, run_dir, path, command, console, progress) as (trainer, hub):
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
-        try:
+        async with saved_if_ended(trainer, folder):
             started = time.monotonic()
             references = await trainer.preference_logprobs(pairs) if is_policy else None
             start = await trainer.preference_margins(held_out) if is_policy else np.zeros(len(held_out))
@@ -215,11 +248,6 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                     loss = f"loss {metrics['preference/loss']:.4f}"
                     console.note(f"step {step:4d}  {loss}  held-out accuracy {accuracy:.3f}  {elapsed}")
                 hub.log(step, metrics)
-        except BaseException:
-            # The error that stopped the run is reported, not a follow-up error of saving from a dead rank.
-            with suppress(PenstockError):
-                await trainer.save(folder)
-            raise
         await trainer.save(folder)
     return EXIT_OK
 

@@ -19,6 +19,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.progress import Progress
 from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, POLICY_FOLDER
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
@@ -113,6 +114,7 @@ class Run:
         self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
         self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
+        self._evaluates = False
         self._evaluating: int | None = None  # version whose evaluation goes on during training
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
@@ -372,7 +374,28 @@ class Run:
         """What is not on the disk yet, as the end of a sentence."""
         newest = self._checkpointer.newest
         policy = "" if self.policy_version == self.trained_version else f"the policy of v{self.trained_version}; "
-        return f"{policy}all after the checkpoint of v{newest}" if newest is not None else f"{policy}there is no checkpoint"
+        return (
+            f"{policy}all after the checkpoint of v{newest}"
+            if newest is not None
+            else f"{policy}there is no checkpoint"
+        )
+
+    def progress(self) -> Progress:
+        """What the run does now. Called in a thread."""
+        num_tokens = self._flow.ports.runner.stats.received_tokens
+        if not self._flow.is_running:
+            evaluator = self._evaluator
+            if self._evaluates and evaluator.num_wanted:
+                what = f"evaluating v{self.version}"
+                return Progress(what, evaluator.num_answered, evaluator.num_wanted, "answers", num_tokens)
+            return Progress(f"publishing v{self.version}" if not self.has_begun else "ending")
+        core, step = self._flow.core, f"step {self.version + 1}/{self.total_steps}"
+        if core.is_batch_complete:
+            what = f"{step}: publishing" if self.trained_version > self.version else f"{step}: training"
+            return Progress(what, num_tokens=num_tokens)
+        num_ready = core.num_ready + len(core.in_training)
+        batch = core.limits.batch_groups
+        return Progress(f"{step}: generating", min(num_ready, batch), batch, "groups", num_tokens)
 
     def note(self, message: str) -> None:
         """Print a line on the console."""
@@ -407,18 +430,19 @@ class Run:
     async def _evaluate(self, tasks: list[Task], after: Awaitable[object] | None = None) -> None:
         """Evaluate once `after` has completed. A failure is noted and counted; it never ends the run."""
         version = self.version
+        self._evaluates = True
         try:
             if after is not None:
                 await after
             began_at = time.time()
             evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
-            self._evaluating = None
+            self._evaluating, self._evaluates = None, False
             self._failed_evaluations += 1
             self._instruments.hub.log(self.version, {"eval/failed": float(self._failed_evaluations)})
             self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
             return
-        self._evaluating = None
+        self._evaluating, self._evaluates = None, False
         if self._timeline is not None:
             self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
         self.evaluations.append(evaluation)

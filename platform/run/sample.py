@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
@@ -25,11 +26,12 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.cluster.actor_factory import model_path
 from penstock.platform.config.schema import RunConfig, SampleConfig
-from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.metrics.console import RunConsole
+from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.run.evaluation import sample_and_score
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
-from penstock.platform.run.serving import Serving, rollout_sampling, serving
+from penstock.platform.run.serving import STARTING, Serving, rollout_sampling, serving
 from penstock.rollout.trajectory.group_task import RolloutContext
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
@@ -54,7 +56,16 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
     )
     counts: Counter[str] = Counter()
     rewards: list[float] = []
-    async with serving(config, "sample") as policy:
+
+    def progress() -> Progress:
+        wanted = sample.num_tasks * sample.answers_per_task
+        return Progress("sampling", counts["answers"], wanted, "answers") if is_serving else STARTING
+
+    is_serving = False
+    async with AsyncExitStack() as stack:
+        stack.enter_context(console.showing(progress))
+        policy = await stack.enter_async_context(serving(config, "sample"))
+        is_serving = True
         sampling = rollout_sampling(config, policy.runner.codec)
         with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
             numbered = enumerate(_tasks(config, sample))

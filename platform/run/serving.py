@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.episodes import spread_episodes
@@ -40,6 +41,7 @@ from penstock.platform.cluster.actor_factory import (
 from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.run.evaluation import Evaluator, SetScore
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.rollout.pool.pool import make_pool
@@ -54,6 +56,8 @@ from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
+
+STARTING = Progress("starting Ray, the engines and the reward workers")
 
 
 def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
@@ -233,7 +237,17 @@ def run_eval(config: RunConfig) -> int:
 
 async def _evaluate(config: RunConfig) -> int:
     tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
-    async with serving(config, "eval") as (runner, rewards):
+    evaluator: Evaluator | None = None
+
+    def progress() -> Progress:
+        if evaluator is None:
+            return STARTING
+        return Progress("evaluating", evaluator.num_answered, evaluator.num_wanted, "answers")
+
+    console = ProgressLine(Console(stderr=True))
+    async with AsyncExitStack() as stack:
+        stack.enter_context(console.showing(progress))
+        runner, rewards = await stack.enter_async_context(serving(config, "eval"))
         sampling = rollout_sampling(config, runner.codec)
         evaluator = Evaluator(runner, rewards, sampling, config.evaluation, config.dataflow.pass_reward)
         evaluation = await evaluator.evaluate(0, tasks)

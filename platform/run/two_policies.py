@@ -133,6 +133,14 @@ class TwoPolicyEvaluator:
     def __init__(self, policy: SupportsEvaluation, partner: SupportsEvaluation) -> None:
         self._evaluators = (policy, partner)
 
+    @property
+    def num_answered(self) -> int:
+        return sum(one.num_answered for one in self._evaluators)
+
+    @property
+    def num_wanted(self) -> int:
+        return sum(one.num_wanted for one in self._evaluators)
+
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
         mine, other = await asyncio.gather(*(evaluator.evaluate(step, tasks) for evaluator in self._evaluators))
         return replace(mine, partner=other)

@@ -95,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def held_weights(self) -> dict[str, Tensor]:
-        """Name -> this rank's part of each tensor, flat, aliasing live weights; A and B of adapters have their own names.
+        """Name -> this rank's part of each tensor, flat, aliasing live weights; A and B of adapters apart.
 
         Nothing is merged or gathered, so another thread may call it during a step. Not collective. Empty on a rank all
         of whose parts a lower rank has, too.
@@ -103,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def save_hf(self, path: str, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Write config and weights in Hugging Face form, adapters merged and also by themselves. Rank 0, not collective.
+        """Write config and weights in Hugging Face form, adapters merged and by themselves. On rank 0, not collective.
 
         Args:
             path: Folder to write.

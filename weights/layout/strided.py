@@ -26,7 +26,9 @@ def whole_tensors(layout: Layout, held: Sequence[Mapping[str, torch.Tensor]]) ->
     """
     whole = {}
     for name, shards in layout.shards.items():
-        shape = tuple(max(stops) for stops in zip(*(tuple(stop for _, stop in shard.box) for shard in shards), strict=True))
+        shape = tuple(
+            max(stops) for stops in zip(*(tuple(stop for _, stop in shard.box) for shard in shards), strict=True)
+        )
         there = [shard for shard in shards if shard.view.buffer in held[shard.rank]]
         parts = [(shard.box, strided_box(held[shard.rank][name], extents(shard.box), shard.view)) for shard in there]
         if len(parts) == 1:
@@ -36,5 +38,7 @@ def whole_tensors(layout: Layout, held: Sequence[Mapping[str, torch.Tensor]]) ->
         whole[name] = parts[0][1].new_empty(shape)
         for box, part in parts:
             whole[name][tuple(slice(*range_) for range_ in box)] = part
-        assert sum(volume(box) for box, _ in parts) >= volume(tuple((0, size) for size in shape)), f"{name}: a part is missing"
+        assert sum(volume(box) for box, _ in parts) >= volume(tuple((0, size) for size in shape)), (
+            f"{name}: a part is missing"
+        )
     return whole

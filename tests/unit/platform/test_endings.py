@@ -226,3 +226,69 @@ def fail_at(run: Run, version: int, fail: Callable[[], None]) -> None:
             fail()
 
     run._flow.advance = advance_and_fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("hangs_in", [0, 2])
+async def test_a_run_that_is_told_to_end_in_a_long_step_keeps_its_policy_and_the_batch(
+    hangs_in: int, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    run, stop, order = run_of(set(), tmp_path, notes), Stop(grace_s=20.0), []
+    run.trainer.hangs_in = hangs_in
+    save = run.trainer.save
+
+    async def saved(path: str) -> None:
+        order.append("policy")
+        await save(path)
+
+    run.trainer.save = saved
+    ending = asyncio.create_task(train_to_end(run, LIVE_ACTORS, stop, lambda: order.append("summary")))
+    await asyncio.wait_for(run.trainer.hangs.wait(), 60.0)
+    assert stop.ends_itself
+    assert "the policy" in stop.loses() or not hangs_in
+    stop.begin("SIGTERM", 15)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(ending, 30.0)
+    assert order == ["policy", "summary"]
+    assert (run.version, run.policy_version, run.trainer.snapshots[-1]) == (hangs_in, hangs_in, hangs_in)
+    checkpoint = choose_checkpoint(tmp_path)
+    assert checkpoint.version == hangs_in
+    ready = {int(group) for group in checkpoint.manifest["spooled"]}
+    assert set(run.trainer.given[-1]) <= ready, "the batch of the ended step is ready again"
+    trained = checkpoint.manifest["flow"]["core"]["ledger"]["ended"].get("trained", 0)
+    assert trained == hangs_in * GROUPS
+    stats = checkpoint.manifest["flow"]["stats"]
+    assert stats["trained"][0] == sum(run._flow.core.rules.group_size for _ in range(hangs_in * GROUPS))
+
+
+async def test_a_step_that_is_about_to_be_completed_is_published_before_the_run_ends(tmp_path: Path) -> None:
+    run, stop = run_of(set(), tmp_path, []), Stop(grace_s=20.0)
+
+    async def stop_step() -> bool:
+        return False  # all ranks have decided to make the update
+
+    run.trainer.stop_step = stop_step
+    step = run.trainer.step
+
+    async def signalled(batch: Any) -> Any:
+        report = await step(batch)
+        if report.version == 2:
+            stop.begin("SIGTERM", 15)
+            await asyncio.sleep(0.05)
+        return report
+
+    run.trainer.step = signalled
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(train_to_end(run, LIVE_ACTORS, stop), 30.0)
+    assert run.version == run.policy_version == 2
+    assert choose_checkpoint(tmp_path).version == 2
+
+
+async def test_a_run_ends_after_max_hours_with_policy_and_checkpoint_at_the_next_cut(tmp_path: Path) -> None:
+    notes: list[str] = []
+    run, stop = run_of(set(), tmp_path, notes), Stop(grace_s=20.0)
+    fail_at(run, 2, lambda: stop.begin("max_hours=0.1"))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(train_to_end(run, LIVE_ACTORS, stop), 30.0)
+    assert any("max_hours=0.1: the run ends after this step" in note for note in notes)
+    check_saved(run, tmp_path)

@@ -187,7 +187,7 @@ def test_the_driver_joins_continues_and_writes_where_all_nodes_see_it(tmp_path: 
     script = printed("slurm", *EIGHT, f"+launch.shared_dir={tmp_path}", "env.args={a: '$x y'}")
     (line,) = [line for line in script.splitlines() if line.startswith("  start penstock train")]
     typed = shlex.split(line)[3:]
-    own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto"]
+    own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto", "stop_grace_s=570"]
     assert typed == [*EIGHT, "env.args={a: '$x y'}", *own]
     assert f"export PATH={Path(sys.executable).parent}:" in script
     elsewhere = printed("slurm", *EIGHT, "run_dir=/big/runs/a")

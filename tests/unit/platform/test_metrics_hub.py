@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.hub import MetricsHub, catalog, undeclared
+from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.summary import LedgerCounts, RunSummary
 from tests.metrics_page import render_markdown
 

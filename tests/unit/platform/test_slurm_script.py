@@ -170,6 +170,7 @@ def test_a_run_starts_when_all_nodes_are_there_and_ray_ends_with_it(job: type[Jo
     assert started.end()[0] == 0
     address, _, *command = (started.state / "train").read_text().splitlines()
     own = [f"run_dir={started.state}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto"]
+    own.append("stop_grace_s=570")  # 30 s before the job is killed
     assert command == ["train", *EIGHT, *own]
     nodes = started.nodes()
     assert nodes.keys() == {"localhost", "g0n1"}
