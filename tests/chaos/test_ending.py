@@ -13,15 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import read_summary, run_cli
 from tests.in_process import train_in_process
+from tests.small_run import small_run_overrides
 from tests.tiers import IS_FULL
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-LIMIT_S = 15.0
+LIMIT_S = 30.0
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:
@@ -68,17 +71,16 @@ def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_eva
 
 
 def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: signal.Signals) -> None:
-    """Send a signal as a terminal (Ctrl-C reaches the whole process group) or a scheduler would; everything ends."""
+    """Send a signal to the whole process group, as a terminal, `timeout` or a scheduler does; everything ends."""
     try:
         wait_for_line(process, marker, 120)
         time.sleep(later_s)
         started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(started) > 3, "Ray and workers are below the driver"
         signalled_s = time.monotonic()
-        if signum is signal.SIGINT:
-            os.killpg(process.pid, signum)
-        process.send_signal(signum)  # after Ctrl-C once more, as a program does that passes it on
-        _, stderr = process.communicate(timeout=60)
+        os.killpg(process.pid, signum)
+        process.send_signal(signum)  # once more, as a program does that passes it on
+        stdout, stderr = process.communicate(timeout=60)
         psutil.wait_procs(started, timeout=max(0.0, LIMIT_S - (time.monotonic() - signalled_s)))
         left = alive(started)
         took_s = time.monotonic() - signalled_s
@@ -90,7 +92,55 @@ def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: 
     assert took_s < LIMIT_S
     assert process.returncode == 128 + signum
     assert "Traceback" not in stderr, stderr
-    assert len(stderr.splitlines()) <= 4, stderr
+    assert len([line for line in stderr.splitlines() if not line.startswith("  checking")]) <= 4, stderr
+    assert stdout.splitlines()[-1].startswith(("penstock resume ", "penstock train ")), stdout
+
+
+SLOW_LOSS = """
+import time
+from penstock.trainer.algorithms.tokens import unclipped
+calls = []
+def loss(tokens, config):
+    calls.append(1)
+    time.sleep(40 if len(calls) > {fast} else 0)
+    return unclipped(-tokens.advantages * tokens.target)
+def reward(trajectory, **_):
+    return float(sum(map(ord, trajectory.response)) % 7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "num_fast", "overrides"),
+    [
+        pytest.param(signal.SIGTERM, 2, ["trainer.num_ranks=2", "trainer.zero_stage=3", "cluster.pools.cpu.count=3"]),
+        pytest.param(signal.SIGHUP, 0, ["trainer.backend=torch"], marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 3, ["trainer.num_ranks=1", "trainer.lora.rank=4"], marks=pytest.mark.full),
+    ],
+    ids=["zero_3_on_two_ranks", "in_the_first_step", "adapters"],
+)
+def test_a_signal_in_a_step_of_40_s_saves_the_published_policy_and_nothing_is_lost(
+    signum: signal.Signals, num_fast: int, overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_LOSS.format(fast=num_fast))
+    small = small_run_overrides(tmp_path, "slow", character_tokenizer())
+    own = ["algorithm/loss=custom", "algorithm.loss.function=slow:loss", "reward.fn=slow:reward", "total_steps=9"]
+    process = start_train(tmp_path, *small, "trainer.backend=deepspeed", *own, *overrides)
+    end_at(process, f"{num_fast}/9 " if num_fast else "eval at v0", 6.0, signum)
+    run_dir = tmp_path / "runs" / "slow"
+    summary = read_summary(run_dir)
+    assert (summary["status"], summary["ended_by"]) == ("interrupted", signum.name)
+    assert summary["policy_version"] == summary["steps"] == num_fast
+    assert (run_dir / "report.html").stat().st_size > 1_000_000
+    done = run_cli("export", str(run_dir), "--to", "exported", "--step", str(num_fast), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved, kept = (load_file(one / "model.safetensors") for one in (run_dir / "policy", tmp_path / "exported"))
+    assert saved.keys() == kept.keys()
+    assert all(bool((saved[name] == kept[name]).all()) for name in saved), "the policy is that of the checkpoint"
+    (tmp_path / "slow.py").write_text(SLOW_LOSS.format(fast=1000))
+    resumed = run_cli("resume", str(run_dir), f"total_steps={num_fast + 2}", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    ledger = read_summary(run_dir)["ledger"]
+    assert ledger["trained"] == num_fast + 2, "one group a step, none twice"
 
 
 @pytest.mark.full
