@@ -155,33 +155,52 @@ def add_run(command: Command, summary: str) -> None:
 
 
 @contextmanager
-def checking() -> Iterator[None]:
-    """Within it, the console says what is waited for; a signal ends the command with the line that starts it again."""
-    from penstock.platform.metrics.progress import Progress, ProgressLine
+def unwinding() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP raise `SystemExit`, so that what was started is ended, as with Ctrl-C."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(EXIT_SIGNAL + signum)
 
-    ended_by = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ended_by:
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
         signal.signal(number, end)
-    console = plain_console(stderr=True)
     try:
-        with ProgressLine(console).showing(lambda: Progress("checking the configuration, the tasks and the machine")):
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Within it, the console says what is waited for; a signal ends the command with the line that starts it again."""
+    from penstock.platform.metrics.progress import Progress, ProgressLine
+
+    console = plain_console(stderr=True)
+    doing = Progress("checking the configuration, the tasks and the machine")
+    try:
+        with unwinding(), ProgressLine(console).showing(lambda: doing):
             yield
     except (KeyboardInterrupt, SystemExit):
         console.print("ended before anything was started; the same command starts it again:")
-        console.print(shlex.join(["penstock", *sys.argv[1:]]), markup=False)
+        console.print(own_command(), markup=False)
         raise
-    finally:
-        for number in ended_by:
-            signal.signal(number, signal.SIG_DFL)
+
+
+def own_command() -> str:
+    """The command that was typed."""
+    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 def start(command: Command, config: RunConfig) -> int:
     """Run to the end."""
     module, _, function = RUNS[command][0].partition(":")
-    return with_trace(Path(config.run_dir) / "error.txt", lambda: getattr(import_module(module), function)(config))
+    code = with_trace(Path(config.run_dir) / "error.txt", lambda: getattr(import_module(module), function)(config))
+    if code > EXIT_SIGNAL and command != "train":  # a run of `train` says itself what goes on with it
+        console = plain_console(stderr=True)
+        console.print(f"ended by {signal.Signals(code - EXIT_SIGNAL).name}; the same command starts it again:")
+        console.print(own_command(), markup=False)
+    return code
 
 
 def with_trace(trace: Path, run: Callable[[], int]) -> int:
@@ -291,14 +310,15 @@ def sweep(
 
     from penstock.platform.cli.sweep import run_sweep
 
-    return run_sweep(
-        overrides or [],
-        folder=folder,
-        cell_timeout_s=cell_timeout_s,
-        dry_run=dry_run,
-        config_dir=config_dir,
-        console=Console(soft_wrap=True),
-    )
+    with unwinding():
+        return run_sweep(
+            overrides or [],
+            folder=folder,
+            cell_timeout_s=cell_timeout_s,
+            dry_run=dry_run,
+            config_dir=config_dir,
+            console=Console(soft_wrap=True),
+        )
 
 
 @app.command(no_args_is_help=True)

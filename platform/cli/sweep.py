@@ -380,7 +380,10 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> No
     """Run `penstock train` with its output in `log`. An interrupt stops it together with its child processes."""
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a signal to the process group ends it by way of this process, once
         )
         try:
             code = process.wait(timeout_s)

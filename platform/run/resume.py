@@ -119,7 +119,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             "sampled with that. A batch cannot mix truncated and whole distributions. Resume with "
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
-    if checkpoint.version >= config.total_steps:
+    if checkpoint.version >= config.total_steps and not was_interrupted(run_dir):
         problems.append(
             f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
             f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
@@ -144,6 +144,12 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return launch.train_in(config, run_dir, checkpoint)
+
+
+def was_interrupted(run_dir: Path) -> bool:
+    """Whether a signal has ended the run. After its last step only the last evaluation is left."""
+    path = run_dir / SUMMARY_FILE
+    return path.exists() and json.loads(path.read_text())["status"] == "interrupted"
 
 
 def has_ended(config: RunConfig, checkpoint: Checkpoint) -> bool:
