@@ -25,6 +25,7 @@ divided by t.
                          (64 MiB with weights.staging=bucket, none with weights.transport=gather);
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
     engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
+    several updates      P·b of main memory, / R if Z = 3: the policy before the first update of a batch
     critic               as a second policy; only one of them has activations at a time
     published            P·b in shared memory, twice unless weights.transport=gather, for each layout of engines; or
                          P·b / tp on each device of an engine, also while it sleeps (weights.transport=cuda_ipc)
@@ -121,8 +122,9 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     optimizer = sum(one.optimizer for one in models) / GIB
     # A rank's copy of its share of the trained state, while a checkpoint is written.
     takes_any = config.checkpoint.every_steps or config.checkpoint.every_minutes
+    before_updates = weights if config.algorithm.updates_per_batch > 1 else 0.0
     copied: dict[Part, float] = {
-        "checkpoint": trained_state_gib(config) / config.trainer.num_ranks if takes_any else 0.0
+        "checkpoint": before_updates + (trained_state_gib(config) / config.trainer.num_ranks if takes_any else 0.0)
     }
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer, **copied})

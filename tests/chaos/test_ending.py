@@ -105,7 +105,7 @@ def loss(tokens, config):
     time.sleep(40 if len(calls) > {fast} else 0)
     return unclipped(-tokens.advantages * tokens.target)
 def reward(trajectory, **_):
-    return float(sum(map(ord, trajectory.response)) % 7)
+    return sum(place * ord(letter) for place, letter in enumerate(trajectory.response, 1)) % 1009 / 1009
 """
 
 
@@ -124,6 +124,7 @@ def test_a_signal_in_a_step_of_40_s_saves_the_published_policy_and_nothing_is_lo
     (tmp_path / "slow.py").write_text(SLOW_LOSS.format(fast=num_fast))
     small = small_run_overrides(tmp_path, "slow", character_tokenizer())
     own = ["algorithm/loss=custom", "algorithm.loss.function=slow:loss", "reward.fn=slow:reward", "total_steps=9"]
+    own.append("dataflow.batch_groups=2")
     process = start_train(tmp_path, *small, "trainer.backend=deepspeed", *own, *overrides)
     end_at(process, f"{num_fast}/9 " if num_fast else "eval at v0", 6.0, signum)
     run_dir = tmp_path / "runs" / "slow"
@@ -140,7 +141,7 @@ def test_a_signal_in_a_step_of_40_s_saves_the_published_policy_and_nothing_is_lo
     resumed = run_cli("resume", str(run_dir), f"total_steps={num_fast + 2}", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     ledger = read_summary(run_dir)["ledger"]
-    assert ledger["trained"] == num_fast + 2, "one group a step, none twice"
+    assert ledger["trained"] == 2 * (num_fast + 2), "two groups a step, none twice"
 
 
 @pytest.mark.full
