@@ -11,8 +11,10 @@ Shape legend: R rows, L row length, T = R · L tokens, S sequences, H heads (of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -135,6 +137,7 @@ def _by_kernel(
 ) -> Tensor:
     """`[T, H, D]`, one kernel for all sequences."""
     ends, longest = boundaries.cumulative, max(boundaries.lengths)
+    shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _must_be_told_of_shared_heads(varlen_attn) else {}
     out = varlen_attn(
         query,
         key,
@@ -145,10 +148,16 @@ def _by_kernel(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # to the left without the token itself, to the right
-        enable_gqa=query.shape[1] != key.shape[1],
+        **shares_heads,
     )
     assert isinstance(out, Tensor)  # a pair only if it is asked for
     return out
+
+
+@cache
+def _must_be_told_of_shared_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether torch's function takes `enable_gqa`. That of torch 2.11 does not, and shares heads without it."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _by_sequence(

@@ -131,6 +131,21 @@ def test_the_kernel_is_told_what_a_mask_gives(index: int, num_kv_heads: int, mon
     assert calls == [(12, 12)]
 
 
+def test_the_kernel_of_torch_2_11_is_not_told_of_shared_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no `enable_gqa`, and shares key/value heads without it."""
+
+    def kernel_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        places = cu_seq_q, cu_seq_k, max_q, max_k
+        return varlen.varlen_attn(
+            query, key, value, *places, scale=scale, window_size=window_size, enable_gqa=True
+        )  # fmt: skip
+
+    monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
+    monkeypatch.setattr(varlen_attention, "varlen_attn", kernel_of_2_11)
+    with arithmetic_kernel():
+        check_against_mask(inputs(num_kv_heads=2), 1)
+
+
 class Recorder(TorchDispatchMode):
     """Names and positional arguments of the operators that run."""
 
