@@ -280,7 +280,7 @@ async def start_engines(
 
 def engine_actor(spec: EngineSpec, need: Resources) -> ActorHandle:
     """A process for one engine; its model is loaded by `start`."""
-    options = need.options(vllm_environment(spec.device, spec.threads) | copy_environment())
+    options = need.options(vllm_environment(spec.device, spec.threads, spec.model.dtype) | copy_environment())
     return ray.remote(EngineActor).options(max_concurrency=ENGINE_CONCURRENCY, **options).remote(spec)
 
 
