@@ -62,15 +62,21 @@ STEPS = (
         "kernels",
         "kernels and a reward model give what torch gives",
         (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_reward_model.py"),
-        120,
+        100,
     ),
-    Step("varlen", "varlen attention gives what sdpa gives", (*PYTEST, "tests/gpu/test_varlen_attention.py"), 60),
+    Step("varlen", "varlen attention gives what sdpa gives", (*PYTEST, "tests/gpu/test_varlen_attention.py"), 40),
     Step("model", "a 0.5B model with random weights", ("benchmarks/gpu_probes.py", "model", "{out}/model"), 60),
     Step(
         "parity",
         "engine and trainer agree in bfloat16",
         ("benchmarks/gpu_probes.py", "parity", "{out}/model"),
         120,
+    ),
+    Step(
+        "in_flight",
+        "answers go on over new versions, which come through CUDA IPC",
+        ("benchmarks/gpu_probes.py", "in_flight", "{out}/model"),
+        100,
     ),
     Step(
         "colocated",
@@ -99,12 +105,18 @@ STEPS = (
         "sleep",
         "memory of an engine that sleeps and wakes",
         ("benchmarks/gpu_probes.py", "sleep", "{out}/model"),
-        120,
+        90,
     ),
-    Step("ipc", "weights through CUDA IPC", (*PYTEST, "tests/gpu/test_device_memory.py"), 60),
-    Step("nccl", "weights through NCCL", (*PYTEST, "tests/gpu/test_transfer_group.py"), 60, num_gpus=2),
+    Step(
+        "trainer",
+        "tokens/s and MFU of one rank, sequences of 4,096 and 16,384 tokens",
+        ("benchmarks/gpu_probes.py", "trainer", "{out}/model"),
+        90,
+    ),
+    Step("ipc", "weights through CUDA IPC", (*PYTEST, "tests/gpu/test_device_memory.py"), 40),
+    Step("nccl", "weights through NCCL", (*PYTEST, "tests/gpu/test_transfer_group.py"), 40, num_gpus=2),
     # Last, because it says how fast kernels are that were found to be right above.
-    Step("speed", "kernels against torch and liger", ("benchmarks/kernel_costs.py", "gpu", "--results", "{out}"), 330),
+    Step("speed", "kernels against torch and liger", ("benchmarks/kernel_costs.py", "gpu", "--results", "{out}"), 250),
 )
 
 

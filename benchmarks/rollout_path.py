@@ -2,6 +2,7 @@
 
     python benchmarks/rollout_path.py              (15 minutes on two cores; writes results/rollout_path.md and .json)
     python benchmarks/rollout_path.py --policies demo --in-flight 256 --rounds 5                          (3 minutes)
+    python benchmarks/rollout_path.py --gpu FOLDER --in-flight 256 --rounds 3    (a policy in bfloat16 on a GPU; prints)
 
 Penstock: task queue, flow, ledger with its log, trajectories with logprobs and versions, pool and router, client,
 engine actor, and the payloads of all groups in the object store. vLLM alone: one process calls `AsyncLLM.generate` for
@@ -65,6 +66,7 @@ from penstock.trainer.models.tiny_policy import create_policy
 GROUP_SIZE = 8
 TURNOVER = {"demo": 5, "50m": 3}
 """Requests of a round, in multiples of the requests in flight."""
+GPU_TURNOVER = 4
 SHAPES = {
     "demo": [],
     "50m": [
@@ -102,6 +104,15 @@ class Round:
     @property
     def cpu_s_per_1000(self) -> float:
         return 1000 * self.cpu_s / self.num_tokens
+
+
+def gpu_config(policy: Path, folder: Path, in_flight: int) -> RunConfig:
+    """The demo's tasks with a policy of a folder in bfloat16, an engine on a GPU, and answers of up to 256 tokens."""
+    own = [f"model.path={policy}", f"run_dir={folder / 'run'}", "model.dtype=bfloat16", "model.max_context_tokens=512"]
+    pools = ["+cluster.pools.gpu={device: gpu, count: 1, memory_gib: 70}", "cluster.pools.cpu.memory_gib=40"]
+    engine = ["rollout.engine.kv_cache_gib=16", f"rollout.engine.max_num_seqs={in_flight}"]
+    sampling = "rollout.sampling.max_new_tokens=256"
+    return compose_config(["experiment=arithmetic", *own, *pools, "cluster.rollout_pool=gpu", *engine, sampling])
 
 
 def run_config(policy: str, folder: Path, in_flight: int) -> RunConfig:
@@ -241,8 +252,10 @@ async def compare(config: RunConfig, num_requests: int, rounds: int, folder: Pat
     """`rounds` rounds of each side in turns, and one before that is left out."""
     found: dict[str, list[Round]] = {PENSTOCK: [], VLLM: []}
     source = load_task_source(config.env, config.seed).train()
-    os.environ.update(vllm_environment("cpu", config.cluster.threads_per_process))  # inherited by both sides
-    alone = Alone(replace(engine_spec(config, 0), engine_id=EngineId("alone")))
+    spec = engine_spec(config, 0)
+    # Inherited by both sides.
+    os.environ.update(vllm_environment(spec.device, config.cluster.threads_per_process, spec.model.dtype))
+    alone = Alone(replace(spec, engine_id=EngineId("alone")))
     try:
         await alone.ready()
         async with serving(config, "sample") as policy:
@@ -310,12 +323,22 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--in-flight", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
+    parser.add_argument(
+        "--gpu", type=Path, metavar="FOLDER", help="of a policy to serve on a GPU instead; writes no files"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what runs is ended
     set_gc_thresholds()  # as every run does
     results: dict[str, dict[str, list[Round]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        for in_flight in arguments.in_flight if arguments.gpu else ():
+            config = gpu_config(arguments.gpu, folder, in_flight)
+            title = f"{config.model.shape.num_parameters / 1e6:.1f} M, {in_flight}"
+            results[title] = asyncio.run(compare(config, GPU_TURNOVER * in_flight, arguments.rounds, folder))
+        if arguments.gpu:
+            print(report(results, f"python benchmarks/rollout_path.py --gpu {arguments.gpu}"))
+            return
         for policy, in_flight in itertools.product(arguments.policies, arguments.in_flight):
             config = run_config(policy, folder, in_flight)
             if not (folder / policy).exists():

@@ -137,7 +137,9 @@ def _by_kernel(
 ) -> Tensor:
     """`[T, H, D]`, one kernel for all sequences."""
     ends, longest = boundaries.cumulative, max(boundaries.lengths)
-    shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _must_be_told_of_shared_heads(varlen_attn) else {}
+    shares_heads: dict[str, Any] = {}
+    if _must_be_told_of_shared_heads(varlen_attn):
+        shares_heads["enable_gqa"] = query.shape[1] != key.shape[1]
     out = varlen_attn(
         query,
         key,

@@ -14,13 +14,13 @@ SIZE = 32
 
 
 @triton.jit
-def multiply(left, right, out, SIZE: tl.constexpr):
-    rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    places = rows * SIZE + columns
+def multiply(left, right, out, size: tl.constexpr):
+    rows, columns = tl.arange(0, size)[:, None], tl.arange(0, size)[None, :]
+    places = rows * size + columns
     tl.store(out + places, tl.dot(tl.load(left + places), tl.load(right + places)))
 
 
 if __name__ == "__main__":
-    signature = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "SIZE": "constexpr"}
-    source = ASTSource(multiply, signature, {"SIZE": SIZE})
+    signature = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "size": "constexpr"}
+    source = ASTSource(multiply, signature, {"size": SIZE})
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
