@@ -16,6 +16,7 @@ _SETTINGS = {
     "bootstrap": "algorithm.advantage.bootstrap=true",
     "reward_shaping": "algorithm.{name}",
     "token_weighting": "algorithm.{name}",
+    "auxiliary_loss": "algorithm.{name}",
     "overlong_penalty": "algorithm.overlong.mode=penalty",
     "value": "the loss of a critic",
 }

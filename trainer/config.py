@@ -158,8 +158,9 @@ class AlgorithmConfig(BaseModel):
         aggregation: How the terms of tokens are averaged.
         teacher_coefficient: Advantage per nat by which the teacher's logprob of a token exceeds the policy's, added to
             that of the rewards; 0: no teacher.
-        nll_coefficient: Weight of −logprob of the answers that pass (`dataflow.pass_reward`; of a loss of pairs, of the
-            better answer), added to the loss.
+        nll_coefficient: Weight of the mean −logprob of all tokens of the answers that pass (`dataflow.pass_reward`), in
+            nat, added to the loss (VAPO's paper: 0.1). Of a loss of pairs: of the mean over the pairs of
+            the mean −logprob of the better answer's tokens (RPO's paper: 1).
         overlong: What happens to answers that were cut off.
         staleness_decay: Factor of a token's term per version of staleness; 1 is off.
         entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all.
@@ -187,6 +188,11 @@ class AlgorithmConfig(BaseModel):
     def updates_per_batch(self) -> int:
         """Optimizer steps of one batch."""
         return self.mini_batches * self.epochs
+
+    @property
+    def imitates_passing(self) -> bool:
+        """Whether the loss has a mean over the answers of the whole batch that pass."""
+        return self.nll_coefficient > 0 and not self.compares_pairs
 
     @property
     def compares_pairs(self) -> bool:
@@ -284,12 +290,12 @@ class SftConfig(BaseModel):
     Attributes:
         batch_size: Examples per optimizer step.
         max_steps: Upper limit of optimizer steps.
-        eval_every_steps: Held-out accuracy is measured this often.
+        eval_every_steps: The share of held-out gold answers is measured this often.
         eval_tasks: Held-out tasks per measurement.
         stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
             probability of the whole answer); None trains for `max_steps`.
-        max_greedy_accuracy: The best step whose greedy accuracy is at most this is kept, so that reinforcement learning
-            can still improve on it. 1 is no condition.
+        max_greedy_accuracy: The best step whose greedy decoding gives at most this share of held-out gold answers is
+            kept, so that reinforcement learning can still improve on it. 1 is no condition.
         reuse: Do nothing where the run directory holds a finished run of the same configuration.
     """
 

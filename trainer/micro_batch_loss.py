@@ -66,8 +66,8 @@ def composed_loss(
 
 def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
     """−logprob of given answers."""
-    nowhere = torch.zeros_like(target, dtype=torch.bool)
-    terms = LossTerms(-target, nowhere, nowhere, nowhere, left=torch.ones_like(target).detach())
+    nowhere, ones = torch.zeros_like(target, dtype=torch.bool), torch.ones_like(target).detach()
+    terms = LossTerms(-target, nowhere, nowhere, nowhere, ones, ones, ones)
     return _weighted(terms, target, entropies, micro_batch, update)
 
 

@@ -156,15 +156,19 @@ class PolicyTrainer:
             version: As in `step`.
 
         Raises:
-            TrainingError: If a batch is several updates, or there is a critic: both need the whole batch.
+            TrainingError: If something needs the whole batch: several updates, a critic, or the mean over the answers
+                that pass.
         """
-        if self.critic is not None or self._algorithm.updates_per_batch > 1:
-            updates = f"a batch is {self._algorithm.updates_per_batch} updates (algorithm.mini_batches x epochs)"
-            why = (
-                updates if self.critic is None else f"algorithm.advantage={self._algorithm.advantage.name} has a critic"
-            )
+        algorithm, why = self._algorithm, ""
+        if self.critic is not None:
+            why = f"algorithm.advantage={algorithm.advantage.name} has a critic and takes"
+        elif algorithm.updates_per_batch > 1:
+            why = f"a batch is {algorithm.updates_per_batch} updates (algorithm.mini_batches x epochs) and takes"
+        elif algorithm.imitates_passing:
+            why = f"algorithm.nll_coefficient={algorithm.nll_coefficient:g} averages over the answers that pass in"
+        if why:
             raise TrainingError(
-                f"trainer: a part of a batch was sent, but {why} and takes whole batches. Use "
+                f"trainer: a part of a batch was sent, but {why} whole batches. Use "
                 "dataflow.stream_micro_batches=false."
             )
         start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Whether the trainer can train a checkpoint, asked of transformers without memory for weights."""
+"""Whether the trainer can train or score with a checkpoint, asked of transformers without memory for weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,8 +13,15 @@ _PACKED = {"full_attention", "sliding_attention"}
 """Layers for which rows of several sequences are masked (trainer/models/policy_model.py)."""
 
 
-def unsupported(folder: Path, attention: str) -> list[str]:
-    """Why the trainer cannot train this model; empty if it can.
+ModelRole = Literal["policy", "frozen", "value", "reward"]
+"""`policy`: trained. `frozen`: a reference or teacher, which scores tokens. `value`: a critic, or a reward model that is
+trained; it may begin with a new head. `reward`: a finished reward model, which scores answers."""
+_HEAD = "score"
+"""The linear layer of sequence classifiers that gives the scores."""
+
+
+def unsupported(folder: Path, attention: str, role: ModelRole = "policy") -> list[str]:
+    """Why this model cannot have its role; empty if it can.
 
     The model is loaded on the meta device by transformers itself, so missing tensors and wrong shapes are those that it
     would find in a run.
@@ -22,43 +29,61 @@ def unsupported(folder: Path, attention: str) -> list[str]:
     Args:
         folder: Hugging Face directory.
         attention: `model.attention`.
+        role: What the run does with it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     hf_config = transformers_config(folder / CONFIG_FILE)
-    if problem := _of_config(hf_config):
+    if role == "frozen" and getattr(hf_config, "quantization_config", None) is not None:
+        return []  # whether its library loads it is known only where it will run
+    if role != "reward" and (problem := _of_config(hf_config)):
         return [problem]
+    gives_logprobs = role in ("policy", "frozen")
+    auto, kind = AutoModelForSequenceClassification, "sequence classifier"
+    if gives_logprobs:
+        auto, kind = AutoModelForCausalLM, "language model"
+    # With sdpa in any case: varlen computes the same, and no model is asked whether a function of ours suits it. A
+    # finished reward model is loaded with the attention and the labels that it has.
+    attention_of = {} if role == "reward" else {"attn_implementation": "sdpa"}
+    labels = {"num_labels": 1} if role == "value" else {}
     try:
-        # With sdpa in any case: varlen computes the same, and no model is asked whether a function of ours suits it.
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+            auto.from_config(hf_config, **attention_of)
     except Exception as error:  # noqa: BLE001 - each model refuses in its own way, which is the answer
-        return [f"transformers cannot build a language model of it with plain attention (sdpa): {_line(error)}"]
+        return [f"transformers cannot build a {kind} of it with plain attention (sdpa): {_line(error)}"]
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="sdpa", device_map="meta", output_loading_info=True, local_files_only=True
+        model, loading = auto.from_pretrained(
+            folder,
+            device_map="meta",
+            output_loading_info=True,
+            local_files_only=True,
+            **attention_of,
+            **labels,
         )
     except Exception as error:  # noqa: BLE001
         return [f"transformers cannot load its weights: {_line(error)}"]
     problems = []
-    if missing := sorted(loading["missing_keys"]):
+    missing = sorted(set(loading["missing_keys"]) - ({f"{_HEAD}.weight"} if role == "value" else set()))
+    if missing:
         problems.append(
             f"{len(missing)} tensors of {type(model).__name__} are not in the checkpoint, e.g. {missing[0]}; they "
             f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. "
-            "Use a complete checkpoint of a language model"
+            f"Use a complete checkpoint of a {kind}"
         )
-    return [*problems, *_of_model(model, attention)]
+    if role != "reward" and (of_body := _of_body(model, attention)):
+        return [*problems, *of_body]
+    return [*problems, *(_of_logprobs(model) if gives_logprobs else _of_scores(model))]
 
 
 def _of_config(hf_config: Any) -> str | None:
     text = hf_config.get_text_config(decoder=True)
     if getattr(hf_config, "quantization_config", None) is not None:
         return (
-            "its weights are quantised (quantization_config), and training needs floating-point weights. Use the "
-            "original model"
+            "its weights are quantised (quantization_config), and the trainer's code needs floating-point weights. Use "
+            "the original model"
         )
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED)
     if kinds:
@@ -74,7 +99,7 @@ def _of_config(hf_config: Any) -> str | None:
     return None
 
 
-def _of_model(model: Any, attention: str) -> list[str]:
+def _of_body(model: Any, attention: str) -> list[str]:
     import inspect
 
     body = model.base_model
@@ -88,6 +113,22 @@ def _of_model(model: Any, attention: str) -> list[str]:
             f"{type(model).__name__} passes no arguments on to its attention function, which model.attention=varlen "
             "must tell where sequences begin. Use model.attention=sdpa"
         ]
+    return []
+
+
+def _of_scores(model: Any) -> list[str]:
+    head = getattr(model, _HEAD, None)
+    if not isinstance(head, torch.nn.Linear):
+        return [f"{type(model).__name__} has no linear layer `{_HEAD}` that gives its scores. Use another architecture"]
+    if head.out_features != 1:
+        return [
+            f"it has {head.out_features} labels (num_labels), but a score is one number. Use a sequence classifier "
+            "with one label"
+        ]
+    return []
+
+
+def _of_logprobs(model: Any) -> list[str]:
     if model.get_output_embeddings() is None:
         return [f"{type(model).__name__} has no output embeddings from which logprobs are computed"]
     if changed := _changes_logits(model):

@@ -15,7 +15,7 @@ from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import ClippedConfig, DualClipConfig, PairsConfig
-from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, entries_of_batch, weights_in
+from penstock.trainer.algorithms.rules import SEQUENCE_SUMS, algorithm_violations, entries_of_batch, weights_in
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
 
@@ -127,6 +127,12 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.{entry.kind}={entry.name}: it compares all tokens of "
             "the batch, which are not available when the first part is trained. Use one of the two."
+        )
+    if flow.stream_micro_batches and algorithm.imitates_passing:
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.nll_coefficient={algorithm.nll_coefficient:g}: it is a "
+            "mean over the answers of the batch that pass, and how many these are is not known when the first part is "
+            "trained. Use one of the two."
         )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
@@ -253,7 +259,7 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             f"are trained as if they were on-policy, which biases the gradient. Use algorithm/correction={advice}.",
             "algorithm.proximal",
         )
-    if algorithm.advantage.type == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
+    if algorithm.advantage.type == "dr_grpo" and algorithm.aggregation not in SEQUENCE_SUMS:
         yield warning(
             f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: dr_grpo omits the "
             "deviation to be unbiased, and this aggregation adds a length bias. Use aggregation=constant_length."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 
@@ -51,18 +51,21 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
         theirs = config.partner.model.path
         yield from check_policy(config.partner_view, command, "partner.model.path", theirs)
         yield from check_tokenizer(config, "partner.model.path", theirs)
-    auxiliary = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
-    if config.algorithm.needs_critic:
-        auxiliary.append(("critic.path", config.critic.path))
-    for key, path in auxiliary if command == "train" else ():
-        if path is not None:
-            yield from check_auxiliary(config, key, path)
+    if command == "train":
+        for role in FROZEN_ROLES:
+            if config.num_frozen(role) and (path := config.frozen(role).path) is not None:
+                yield from check_auxiliary(config, f"{role}.path", path, "frozen")
+        if config.algorithm.needs_critic and config.critic.path is not None:
+            yield from check_auxiliary(config, "critic.path", config.critic.path, "value")
     if command not in WITHOUT_ENGINES:
         rewards = [("reward", config.reward.fn, config.reward.args)]
         rewards += [(f"reward.parts.{name}", part.fn, part.args) for name, part in config.reward.parts.items()]
         for section, function, arguments in rewards:
             if function == _REWARD_MODEL and isinstance(of_reward := arguments.get("path"), str):
-                yield from _check_files(f"{section}.args.path", of_reward)
+                problems = list(_check_files(f"{section}.args.path", of_reward))
+                if not problems and (folder := model_folder(of_reward)) is not None:
+                    problems += _ask_about(config, f"{section}.args.path={of_reward}", folder, "reward")
+                yield from problems
 
 
 def awaits_warm_start(config: RunConfig) -> bool:
@@ -81,14 +84,19 @@ def check_policy(config: RunConfig, command: Command, key: str, path: str) -> It
     if key == "model.path":
         yield from check_lora_targets(config, folder)
     problems += _check_context(config, key, folder)
+    problems += _check_rope(config, key, folder)
     problems += _check_vocabulary(config, key, folder)
-    if not problems and command != "rm":  # a reward model is another class of the same body
+    if not problems and command == "rm":
+        problems += _ask_about(config, f"{key}={path} as a reward model", folder, "value")
+    elif not problems:
         problems += _check_support(config, command, key, folder)
+    if not problems and command == "train" and config.algorithm.needs_critic and config.critic.path is None:
+        problems += _ask_about(config, f"{key}={path} as a critic (critic.path=null)", folder, "value")
     yield from problems
 
 
-def check_auxiliary(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
-    """Check a model that reads the policy's tokens: its files, vocabulary and tokenizer."""
+def check_auxiliary(config: RunConfig, key: str, path: str, role: Literal["frozen", "value"]) -> Iterator[Finding]:
+    """Check a model that reads the policy's tokens: its files, vocabulary, tokenizer, and support by the trainer."""
     problems = list(_check_files(key, path))
     folder = model_folder(path)
     if problems or folder is None:
@@ -104,6 +112,8 @@ def check_auxiliary(config: RunConfig, key: str, path: str) -> Iterator[Finding]
             "model.path",
         )
     yield from check_tokenizer(config, key, path)
+    yield from _check_rope(config, key, folder)
+    yield from _ask_about(config, f"{key}={path}", folder, role)
 
 
 def _check_files(key: str, path: str) -> Iterator[Finding]:
@@ -159,6 +169,46 @@ def _check_context(config: RunConfig, key: str, folder: Path) -> Iterator[Findin
         )
 
 
+def original_positions(hf_config: Any, rope_type: str) -> int | None:
+    """Positions from which on rotary embeddings of this type are others; None if the model has none of this type.
+
+    Args:
+        hf_config: Of transformers; layers of several kinds each have their own `rope_parameters`.
+        rope_type: `longrope` or `dynamic`.
+    """
+    text = hf_config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None)
+    found = []
+    for one in (rope, *rope.values()) if isinstance(rope, dict) else ():
+        if isinstance(one, dict) and one.get("rope_type") == rope_type:
+            places = (one.get("original_max_position_embeddings"),
+                      getattr(text, "original_max_position_embeddings", None),
+                      getattr(text, "max_position_embeddings", None))  # fmt: skip
+            found += [place for place in places if isinstance(place, int)][:1]
+    return min(found, default=None)
+
+
+def _check_rope(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
+    """Check that the rotary embeddings are the same for every length: a row of the trainer holds several sequences."""
+    hf_config, context = transformers_config(folder / CONFIG_FILE), config.model.max_context_tokens
+    setting = f"{'partner.' if key.startswith('partner.') else ''}model.max_context_tokens"
+    if (original := original_positions(hf_config, "longrope")) is not None and context > original:
+        yield error(
+            f"{setting}={context} is above original_max_position_embeddings={original} of the checkpoint ({key}, "
+            f"{folder / CONFIG_FILE}), which has LongRoPE: beyond it transformers takes other factors (long_factor), by "
+            "the longest sequence of a forward pass, and vLLM by the context that it is started with. So trainer and "
+            f"engines would compute different logprobs. Use {setting}={original} or less.",
+            key,
+        )
+    if (original := original_positions(hf_config, "dynamic")) is not None and context > original:
+        yield warning(
+            f"{setting}={context} is above {original}, from which on the checkpoint's dynamic rotary embeddings depend "
+            f"on the length of a sequence ({key}, {folder / CONFIG_FILE}): logprobs of longer sequences, and of those in "
+            f"one row with them, differ from the engines'. Use {setting}={original} or less.",
+            key,
+        )
+
+
 def _check_vocabulary(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
     """Check that every id of the tokenizer has an embedding."""
     try:
@@ -178,21 +228,27 @@ def _check_vocabulary(config: RunConfig, key: str, folder: Path) -> Iterator[Fin
 
 def _check_support(config: RunConfig, command: Command, key: str, folder: Path) -> Iterator[Finding]:
     """Ask transformers whether the trainer can train the model, and vLLM whether the engines can serve it."""
-    asked: set[Question] = set()
-    for view in config.rollout_views:
-        question = _support_question(view, command, folder)
-        if question in asked or (question.attention is None and question.engine_dtype is None):
-            continue
-        asked.add(question)
-        try:
-            problems: Sequence[str] = ask(question)
-        except RuntimeError as failure:
-            yield warning(
-                f"{key}={config.model.path}: whether it is supported could not be checked: {failure}.", "rollout"
-            )
-            return
-        for problem in problems:
-            yield error(f"{key}={config.model.path}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
+    questions = dict.fromkeys(_support_question(view, command, folder) for view in config.rollout_views)
+    for question in questions:
+        if question.attention is not None or question.engine_dtype is not None:
+            yield from _answers(f"{key}={config.model.path}", question)
+
+
+def _ask_about(
+    config: RunConfig, what: str, folder: Path, role: Literal["frozen", "value", "reward"]
+) -> Iterator[Finding]:
+    """Ask transformers whether a model that no engine serves can have its role; `what` names it in the answers."""
+    yield from _answers(what, _support_question(config, "rm", folder)._replace(role=role))
+
+
+def _answers(what: str, question: Question) -> Iterator[Finding]:
+    try:
+        problems: Sequence[str] = ask(question)
+    except RuntimeError as failure:
+        yield warning(f"{what}: whether it is supported could not be checked: {failure}.", "rollout")
+        return
+    for problem in problems:
+        yield error(f"{what}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
 
 
 def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:

@@ -31,13 +31,14 @@ class Question(NamedTuple):
 
     Attributes:
         folder: Hugging Face directory.
-        attention: `model.attention` if it is trained; None: it is only served.
+        attention: `model.attention` if the trainer's code computes with it; None: it is only served.
         engine_dtype: `model.dtype` if vLLM serves it; None: it does not.
         tp_size: Tensor-parallel ranks of an engine.
         context: `model.max_context_tokens`.
         is_traced: Whether the layout in the engine must be known.
         device: Of the engines.
         device_is_here: Whether this machine has such a device.
+        role: What the run does with it, other than serving it.
     """
 
     folder: str
@@ -48,10 +49,11 @@ class Question(NamedTuple):
     is_traced: bool
     device: Literal["cpu", "cuda"]
     device_is_here: bool
+    role: Literal["policy", "frozen", "value", "reward"] = "policy"
 
 
 def ask(question: Question) -> list[str]:
-    """Why the checkpoint cannot be trained or served; empty if it can.
+    """Why the checkpoint cannot be trained, scored with or served; empty if it can.
 
     Raises:
         RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
@@ -128,7 +130,7 @@ def main() -> None:
     if question.attention is not None:
         from penstock.trainer import support as trainer_support
 
-        problems += trainer_support.unsupported(folder, question.attention)
+        problems += trainer_support.unsupported(folder, question.attention, question.role)
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 

@@ -3,8 +3,8 @@
 Each variant (a loss, an estimator, a correction) has only settings that it reads. The remaining cases are settings that
 depend on other settings. A table lists for each such setting the conditions under which it is read. If a setting
 differs from its default and one of its conditions fails, the warning names the first failing condition. Combinations
-that are refused as errors are not reported again. Custom losses and advantages are not checked, because it is unknown
-what they read.
+that are refused as errors are not reported again. A custom loss or advantage has no settings of ours, and may read
+whatever such a function is given, so conditions of what it reads hold; all others are checked as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import CorrectionConfig, Named
+from penstock.trainer.algorithms.config import CorrectionConfig, Custom, Named
 from penstock.trainer.algorithms.rules import (
     LOSSES_OF_RATIO,
     ONE_TERM_PER_SEQUENCE,
@@ -77,6 +77,7 @@ _LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
 _PROXIMAL_IS_READ = Condition(
     lambda config: (
         config.algorithm.loss.type in (*LOSSES_OF_RATIO, "clip_cov")
+        or find("loss", config.algorithm.loss.name).is_own
         or not set(config.algorithm.correction.chain) <= {"opsm"}
     ),
     ("loss", "correction"),
@@ -217,8 +218,6 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
 def check_without_effect(config: RunConfig) -> Iterator[Finding]:
     """Warn of each setting that differs from its default and is not read."""
     algorithm = config.algorithm
-    if find("loss", algorithm.loss.name).is_own or find("advantage", algorithm.advantage.name).is_own:
-        return
     refusals = [error(violation) for violation in algorithm_violations(algorithm)]
     for key, conditions in CONDITIONS.items():
         parent, _, name = key.rpartition(".")
@@ -228,7 +227,7 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
         value = getattr(section, name)
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         # For a variant only its choice is compared; its settings have their own entries.
-        is_default = value.name == default.name if isinstance(value, Named) else value == default
+        is_default = value.name == default.name if isinstance(value, Named | Custom) else value == default
         failed = next((condition for condition in conditions if not condition.holds(config)), None)
         if is_default or failed is None or any(refusal.touches([key]) for refusal in refusals):
             continue
@@ -241,6 +240,6 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Named):
+    if isinstance(value, Named | Custom):
         return value.name
     return str(value) if isinstance(value, str | CorrectionConfig) else json.dumps(value)

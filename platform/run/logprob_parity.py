@@ -117,8 +117,9 @@ class LogprobParityCheck:
         if not usual <= self._tolerance:  # negated, so that a NaN fails the check as well
             raise WeightSyncError(
                 f"{said} Their weights have equal checksums, so their implementations differ and every importance "
-                "ratio would be biased. Compare model.attention, model.dtype and the engine's kernels with the "
-                "trainer's; weights.probe_every=0 disables the check."
+                "ratio would be biased. Compare config.json of the model with what both make of it (rope_parameters, "
+                "above all a type that depends on the length, sliding_window), and model.attention, model.dtype and "
+                "the engine's kernels with the trainer's."
             )
         if differences[worst] > self._tolerance:
             logger.warning("%s Single tokens may differ by more in bfloat16; watch weights/max_logprob_diff.", said)

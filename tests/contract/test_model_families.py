@@ -217,6 +217,48 @@ def test_what_the_trainer_would_get_wrong_is_refused_with_the_cause(kind: str, w
     assert words in refused_by_the_trainer(kind, tmp_path)
 
 
+def test_a_model_is_judged_by_the_role_that_a_run_gives_it(tmp_path: Path) -> None:
+    """A policy can begin a critic or a reward model; only a finished sequence classifier of one label scores answers."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from penstock.trainer.support import unsupported
+
+    def classifier(name: str, model_type: str = "qwen3", labels: int = 1) -> Path:
+        config = AutoConfig.for_model(model_type, **SIZES, num_labels=labels)
+        return save(AutoModelForSequenceClassification.from_config(config), tmp_path / name)
+
+    policy, judge, pair = make_model("qwen3", tmp_path / "policy", 0), classifier("judge"), classifier("pair", labels=2)
+    capped = classifier("capped", "gemma2")
+    found = {
+        (folder.name, role): " ".join(unsupported(folder, "sdpa", role))
+        for folder in (policy, judge, pair, capped)
+        for role in ("policy", "frozen", "value", "reward")
+    }
+    fine = {("policy", "policy"), ("policy", "frozen"), ("policy", "value"), ("judge", "value"), ("judge", "reward")}
+    fine |= {("capped", "reward")}
+    assert {case for case, said in found.items() if not said} == fine
+    assert (
+        "1 tensors of Qwen3ForSequenceClassification are not in the checkpoint, e.g. score.weight"
+        in found["policy", "reward"]
+    )
+    assert "tensors of Qwen3ForCausalLM are not in the checkpoint" in found["judge", "frozen"]
+    assert "it has 2 labels (num_labels)" in found["pair", "reward"]
+    assert "transformers cannot load its weights" in found["pair", "value"]
+    assert all("attn_logit_softcapping" in found["capped", role] for role in ("policy", "frozen", "value"))
+    assert found["capped", "reward"] == "", "a finished reward model has the attention of its own class"
+
+
+def test_a_model_without_a_sequence_classifier_cannot_begin_a_critic_or_a_reward_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from penstock.trainer.support import unsupported
+
+    folder = save(AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5", **SIZES)), tmp_path)
+    assert unsupported(folder, "sdpa") == []
+    (said,) = unsupported(folder, "sdpa", "value")
+    assert said.startswith("transformers cannot build a sequence classifier of it")
+
+
 def refused_by_vllm(folder: Path, **changed: Any) -> list[str]:
     from penstock.rollout.engines.vllm.support import unsupported
 

@@ -182,7 +182,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("token_weighting", "staleness_decay", "term · decay^staleness", "–", "aggregation:staleness_factors"),
     Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
               "2506.01939", "aggregation:is_low_entropy", "sequence"),
-    Algorithm("auxiliary_loss", "nll_coefficient", "+ coefficient · (−c) on answers that pass; of pairs, on the better",
+    Algorithm("auxiliary_loss", "nll_coefficient",
+              "+ coefficient · mean over tokens of passing answers of (−c); of pairs: mean over pairs of mean_t(−c⁺)",
               "2404.19733", "losses:negative_logprob", needs_advantages=False),
 )  # fmt: skip
 _BY_NAME = {(algorithm.kind, algorithm.name): algorithm for algorithm in ALGORITHMS}

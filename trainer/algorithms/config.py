@@ -133,7 +133,8 @@ class KlCovConfig(Named):
         type: Always `kl_cov`.
         share: Share of the tokens of a batch, those of largest covariance, at least one token (its paper, section
             4.3: 0.0002 for 32 B parameters, 0.002 for 7 B).
-        coefficient: β of their divergence from the proximal policy (likewise: 1).
+        coefficient: β of their divergence ρ − log ρ − 1 from the proximal policy. The paper's number, 1, is of |log ρ|,
+            whose slope is 1 at any distance; ours has the slope ρ − 1, which reaches 1 only at ρ = 2.
     """
 
     type: Literal["kl_cov"] = "kl_cov"
@@ -425,7 +426,8 @@ class CorrectionConfig(Variant):
         m2po: Mask of tokens by the second moment of the log weights of the batch.
         renormalize: Divide the gradient of a batch by the share that its corrections left: `kept` by that of the tokens
             that are not masked, `weights` by the mean weight, where masked tokens count 0, so that weights have mean 1
-            over the batch; `none` is no division. Not with a divergence in the loss.
+            over the batch; `none` is no division. Where `aggregation` sums over the tokens of a sequence, the weights
+            and masks of whole sequences are averaged over sequences. Not with a divergence in the loss.
     """
 
     decoupled: DecoupledConfig | None = None

@@ -33,10 +33,13 @@ class Correction(NamedTuple):
     Attributes:
         weights: `[T]` ≥ 0.
         is_masked: `[T] bool`, rejected.
+        of_sequences: `[T]` ≥ 0, the part of the factor that all tokens of a sequence share: the weight of the sequence,
+            and 0 where it is rejected as a whole.
     """
 
     weights: Tensor
     is_masked: Tensor
+    of_sequences: Tensor
 
     @property
     def factors(self) -> Tensor:
@@ -54,10 +57,14 @@ def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens) -> Correcti
 
     With an empty chain all weights are 1, which suits on-policy tokens and losses that use b themselves.
     """
-    total = _mask_only(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
+    total = _weights_of_tokens(torch.ones_like(tokens.behavior))
     for correction in chain:
-        weights, is_masked = correction(tokens)
-        total = Correction(total.weights * weights, total.is_masked | is_masked)
+        one = correction(tokens)
+        total = Correction(
+            total.weights * one.weights,
+            total.is_masked | one.is_masked,
+            total.of_sequences * one.of_sequences,
+        )
     return total
 
 
@@ -67,35 +74,36 @@ def decoupled(tokens: LossTokens, config: DecoupledConfig) -> Correction:
     The loss clips around the proximal policy; the weight corrects the step from the behavior to the proximal policy.
     """
     weights = _weights(tokens)
-    return Correction(weights, weights > config.max_weight)
+    return _weights_of_tokens(weights, weights > config.max_weight)
 
 
 def tis_token(tokens: LossTokens, config: TruncatedConfig) -> Correction:
     """Weight clamp(w, lo, C). Truncated importance sampling: Ionides, 2008; for engines, Yao et al., 2025."""
-    return _weights_only(_weights(tokens).clamp(config.min_weight, config.max_weight))
+    return _weights_of_tokens(_weights(tokens).clamp(config.min_weight, config.max_weight))
 
 
 def tis_seq(tokens: LossTokens, config: TruncatedConfig) -> Correction:
     """Weight clamp(exp(Σ_t (p − b)), lo, C) of the sequence: no bias within the bounds, and large variance."""
     ratio = clamped_exp(tokens.segment_sum(_log_weights(tokens)))
-    return _weights_only(tokens.spread(ratio.clamp(config.min_weight, config.max_weight)))
+    weights = tokens.spread(ratio.clamp(config.min_weight, config.max_weight))
+    return Correction(weights, torch.zeros_like(weights, dtype=torch.bool), of_sequences=weights)
 
 
 def mis_token(tokens: LossTokens, config: MisTokenConfig) -> Correction:
     """Weight w if lo ≤ w ≤ hi, else masked. IcePop, arXiv 2510.18855."""
     weights = _weights(tokens)
-    return Correction(weights, (weights < config.min_weight) | (weights > config.max_weight))
+    return _weights_of_tokens(weights, (weights < config.min_weight) | (weights > config.max_weight))
 
 
 def mis_seq_geo(tokens: LossTokens, config: MisSeqGeoConfig) -> Correction:
     """A sequence is kept iff lo ≤ exp(mean_t (p − b)) ≤ hi, bounds for any length of answer. Liu et al., 2025."""
     ratio = clamped_exp(tokens.segment_mean(_log_weights(tokens)))
-    return _mask_only(tokens, tokens.spread((ratio < config.min_weight) | (ratio > config.max_weight)))
+    return _mask_of_sequences(tokens.spread((ratio < config.min_weight) | (ratio > config.max_weight)), tokens)
 
 
 def opsm(tokens: LossTokens, config: OpsmConfig) -> Correction:
     """A sequence is masked iff A < 0 and mean_t (b − c) > δ. Off-policy sequence mask, DeepSeek-V3.2, 2512.02556."""
-    return _mask_only(tokens, _is_distant_and_negative(tokens, config.delta))
+    return _mask_of_sequences(_is_distant_and_negative(tokens, config.delta), tokens)
 
 
 def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
@@ -103,13 +111,14 @@ def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
 
     KL(b‖c) is estimated by mean_t (b − c) over the sequence: its tokens were sampled by the behavior policy.
     """
-    return Correction(_weights(tokens).clamp(max=config.max_weight), _is_distant_and_negative(tokens, config.max_kl))
+    mask = _mask_of_sequences(_is_distant_and_negative(tokens, config.max_kl), tokens)
+    return mask._replace(weights=_weights(tokens).clamp(max=config.max_weight))
 
 
 def veto(tokens: LossTokens, config: VetoConfig) -> Correction:
     """A sequence is masked iff any of its tokens has w < min_weight: the policy would not have sampled it."""
     is_impossible = (_weights(tokens) < config.min_weight).to(tokens.behavior.dtype)
-    return _mask_only(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
+    return _mask_of_sequences(tokens.spread(tokens.segment_sum(is_impossible) > 0), tokens)
 
 
 def m2po(tokens: LossTokens, config: M2poConfig) -> Correction:
@@ -118,7 +127,7 @@ def m2po(tokens: LossTokens, config: M2poConfig) -> Correction:
     `selection.m2po` has chosen them, from the whole batch.
     """
     del config
-    return _mask_only(tokens, tokens.selection("m2po"))
+    return _weights_of_tokens(torch.ones_like(tokens.behavior), tokens.selection("m2po"))
 
 
 def _log_weights(tokens: LossTokens) -> Tensor:
@@ -135,9 +144,11 @@ def _is_distant_and_negative(tokens: LossTokens, limit: float) -> Tensor:
     return tokens.spread(drift > limit) & (tokens.spread(tokens.segment_mean(tokens.advantages)) < 0)
 
 
-def _weights_only(weights: Tensor) -> Correction:
-    return Correction(weights, torch.zeros_like(weights, dtype=torch.bool))
+def _weights_of_tokens(weights: Tensor, is_masked: Tensor | None = None) -> Correction:
+    none = torch.zeros_like(weights, dtype=torch.bool)
+    return Correction(weights, none if is_masked is None else is_masked, torch.ones_like(weights))
 
 
-def _mask_only(tokens: LossTokens, is_masked: Tensor) -> Correction:
-    return Correction(torch.ones_like(tokens.behavior), is_masked)
+def _mask_of_sequences(is_masked: Tensor, tokens: LossTokens) -> Correction:
+    ones = torch.ones_like(tokens.behavior)
+    return Correction(ones, is_masked, ones.masked_fill(is_masked, 0.0))

@@ -157,7 +157,8 @@ def kl_cov(tokens: LossTokens, config: KlCovConfig) -> PolicyLoss:
     """`−A ρ`, and `+ β (ρ − log ρ − 1)` at the tokens of `selection.kl_cov`. arXiv 2505.22617.
 
     The added term estimates KL(π_p‖π) from tokens of π_p. The authors' code adds β |c − p|, whose slope is ±β also
-    where c and p differ by rounding only; so the gradient would depend on how a batch is packed.
+    where c and p differ by rounding only; so the gradient would depend on how a batch is packed. Ours has the slope
+    β (ρ − 1), so the published β = 1, of |c − p|, holds a token less firmly here while ρ is below 2.
     """
     ratio = clamped_exp(tokens.target - tokens.proximal)
     divergence = config.coefficient * k3(tokens.proximal, tokens.target)
@@ -250,13 +251,16 @@ def sft(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
 
 
 def negative_logprob(tokens: LossTokens) -> Tensor:
-    """`[T]`: `−c` at the tokens of answers that are worth imitating, else 0. RPO, arXiv 2404.19733; VAPO, 2504.05118.
+    """`[T]`: `−c φ`, of answers that are worth imitating. RPO, arXiv 2404.19733; VAPO, arXiv 2504.05118.
 
-    These are the answers that pass (`dataflow.pass_reward`); of a loss of pairs, the better answer of each pair. A
-    margin or an advantage only says that an answer is better than others, and both answers of a pair may lose
+    With the token weights, φ (`nll_factors`) makes it one of two means over the batch. Of a loss of pairs, over the
+    pairs, of the mean −c of the better answer's tokens: an answer counts once for each pair that it wins (RPO). Else
+    over all tokens of the answers that pass (`dataflow.pass_reward`), however few they are (VAPO).
+
+    A margin or an advantage only says that an answer is better than others, and both answers of a pair may lose
     probability.
     """
-    return -tokens.target.masked_fill(~tokens.selection("nll"), 0.0)
+    return -tokens.target * (0.0 if tokens.nll_factors is None else tokens.nll_factors)
 
 
 def distill(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:

@@ -27,6 +27,8 @@ from penstock.trainer.batches.collate import MicroBatch
 OF_ANOTHER_POLICY = -1
 """In place of a staleness: the token was sampled by another policy of the run."""
 STALENESS_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
+OF_SEQUENCES = ("left_of_sequences", "units", "left_units")
+"""Sums of a step: the token weights times what is left of their sequences; the unit shares; these times the same."""
 _BUCKET_ENDS = (OF_ANOTHER_POLICY, 0, 1, 3)
 """Largest staleness, versions, of each bucket but the last."""
 
@@ -42,10 +44,14 @@ class TokenMetrics:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(MAXIMA) + len(STALENESS_BUCKETS), dtype=torch.float64, device=device)
         self._by_staleness = torch.zeros(len(STALENESS_BUCKETS), len(BY_STALENESS), dtype=torch.float64, device=device)
+        self._of_sequences = torch.zeros(len(OF_SEQUENCES), dtype=torch.float64, device=device)
         self.bucket_ends = torch.tensor(_BUCKET_ENDS, device=device)
 
     def add_sums(self, sums: Tensor, maxima: Tensor, by_staleness: Tensor) -> None:
-        """Add one micro-batch that a kernel has measured; the columns are those of `kernels.policy_loss`."""
+        """Add one micro-batch that a kernel has measured; the columns are those of `kernels.policy_loss`.
+
+        The kernel has no correction of whole sequences, which leaves `OF_SEQUENCES` at 0.
+        """
         self._sums += sums
         self._maxima = torch.maximum(self._maxima, maxima)
         self._by_staleness += by_staleness
@@ -98,6 +104,8 @@ class TokenMetrics:
             (token_weights * terms.left).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
+        left, units = terms.left_of_sequences.double(), token_weights * terms.unit_shares.double()
+        self._of_sequences += torch.stack([(token_weights * left).sum(), units.sum(), (units * left).sum()])
         if len(weights):
             buckets, k3_of = torch.bucketize(staleness, self.bucket_ends), weights - log_ratio - 1.0
             ones, squares = torch.ones_like(weights), weights.square()
@@ -116,10 +124,11 @@ class TokenMetrics:
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
     ) -> TokenSums:
         """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
-        mine = torch.cat([self._sums, self._by_staleness.flatten()]).cpu().numpy()
-        total = all_reduce(mine, "sum")
-        by_staleness = total[len(SUMS) :].reshape(len(STALENESS_BUCKETS), len(BY_STALENESS))
-        return TokenSums(total[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_staleness)
+        mine = torch.cat([self._sums, self._of_sequences, self._by_staleness.flatten()]).cpu().numpy()
+        ends = np.cumsum([len(SUMS), len(OF_SEQUENCES)])
+        sums, of_sequences, by_staleness = np.split(all_reduce(mine, "sum"), ends)
+        maxima = all_reduce(self._maxima.cpu().numpy(), "max")
+        return TokenSums(sums, maxima, by_staleness.reshape(len(STALENESS_BUCKETS), len(BY_STALENESS)), of_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +138,15 @@ class TokenSums:
     sums: NDArray[np.float64]
     maxima: NDArray[np.float64]
     by_staleness: NDArray[np.float64]
+    of_sequences: NDArray[np.float64]
 
     def __add__(self, other: TokenSums) -> TokenSums:
-        maxima = np.maximum(self.maxima, other.maxima)
-        return TokenSums(self.sums + other.sums, maxima, self.by_staleness + other.by_staleness)
+        return TokenSums(
+            self.sums + other.sums,
+            np.maximum(self.maxima, other.maxima),
+            self.by_staleness + other.by_staleness,
+            self.of_sequences + other.of_sequences,
+        )
 
     @property
     def loss(self) -> float:
@@ -141,9 +155,20 @@ class TokenSums:
 
     @property
     def kept_share(self) -> float:
-        """Share of the token weights that the corrections left (`LossTerms.left`); 1 if there are none."""
-        total = float(self.sums[SUMS.index("token_weight")])
-        return float(self.sums[SUMS.index("kept_token_weight")]) / total if total > 0 else 1.0
+        """Share of the batch that the corrections left (`LossTerms.left`); 1 if there are no tokens.
+
+            (Σ a f_i v_it / Σ a f_i) · (Σ a u f_i / Σ a u)
+
+        a is the token weight of the aggregation, f_i what is left of sequence i, v_it of its token t, u its unit share.
+        Where the aggregation is a mean over tokens, u is 1, and this is the mean of f v over tokens. Where it sums over
+        the tokens of a sequence, the sequence is what counts once: the second factor is the mean of f over sequences,
+        and only the first one, of corrections of single tokens, is over tokens.
+        """
+        total, kept = (float(self.sums[SUMS.index(name)]) for name in ("token_weight", "kept_token_weight"))
+        left_of_sequences, units, left_units = self.of_sequences.tolist()
+        if not kept or not units:
+            return kept / total if total else 1.0
+        return (kept / left_of_sequences) * (left_units / units)
 
     def metrics(self) -> dict[str, float]:
         """By name: means over tokens, largest values, and by staleness."""

@@ -1,7 +1,7 @@
 """The whole loss of one micro-batch: policy loss, corrections, masks, divergence, entropy bonus, in this order.
 
     term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r) − η H) · decay^staleness · [high entropy]
-            + coefficient · (−c) · [passes]
+            + coefficient · φ · (−c)
 
 A is that of the rewards plus `teacher_coefficient` · (log π_teacher − sg(c)).
 
@@ -14,6 +14,9 @@ H is the entropy of the policy's distribution at a token, with its exact gradien
 `rollout.sampling.top_k`, over the tokens that could be sampled. It does not depend on the token that was sampled, so
 corrections give it no weight and no mask.
 
+φ makes the last term a mean of its own: over the pairs of the batch, or over the tokens of answers that pass
+(`negative_logprob`).
+
 Shape legend: T loss tokens.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
@@ -32,6 +36,7 @@ from penstock.trainer.algorithms.controllers import entropy_bonus
 from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.losses import negative_logprob
 from penstock.trainer.algorithms.proximal import ProximalInputs
+from penstock.trainer.algorithms.rules import SEQUENCE_SUMS
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
@@ -47,6 +52,9 @@ class LossTerms(NamedTuple):
         is_clipped_high: An upper bound did.
         left: What the corrections left of each token, by which `correction.renormalize` divides: 1 or the weight, and 0
             where masked.
+        left_of_sequences: The part of it that all tokens of a sequence share.
+        unit_shares: What a token is of one unit of the aggregation's mean: 1 / n_i if it sums over the tokens of a
+            sequence, else 1.
     """
 
     terms: Tensor
@@ -54,6 +62,8 @@ class LossTerms(NamedTuple):
     is_clipped_low: Tensor
     is_clipped_high: Tensor
     left: Tensor
+    left_of_sequences: Tensor
+    unit_shares: Tensor
 
 
 class Objective:
@@ -107,6 +117,7 @@ class Objective:
             pairs=micro_batch.pairs,
             teacher=teacher,
             selected=micro_batch.selected,
+            nll_factors=micro_batch.nll_factors,
         )
         loss = self._loss(tokens, config.loss)
         # A loss of the user's own may return anything.
@@ -136,9 +147,21 @@ class Objective:
             terms = terms.masked_fill(has_low_entropy, 0.0)
         if config.nll_coefficient:
             terms = terms + config.nll_coefficient * negative_logprob(tokens)
-        kept = (~correction.is_masked).to(correction.weights.dtype)
-        left = correction.factors if config.correction.renormalize == "weights" else kept
-        return LossTerms(terms, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high, left)
+        left, left_of_sequences = correction.factors, correction.of_sequences
+        if config.correction.renormalize != "weights":
+            # A weight is never 0: log-ratios are clamped.
+            left, left_of_sequences = ((factor > 0).to(factor.dtype) for factor in (left, left_of_sequences))
+        ones = torch.ones_like(left)
+        unit_shares = ones / tokens.spread(tokens.segment_sum(ones)) if config.aggregation in SEQUENCE_SUMS else ones
+        return LossTerms(
+            terms,
+            correction.is_masked,
+            loss.is_clipped_low,
+            loss.is_clipped_high,
+            left,
+            left_of_sequences,
+            unit_shares,
+        )
 
     def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:
         """`[T]` p, without gradient."""

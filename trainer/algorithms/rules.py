@@ -12,7 +12,9 @@ from penstock.trainer.algorithms.catalog import Algorithm, find
 from penstock.trainer.algorithms.config import ClipCovConfig
 from penstock.trainer.config import AlgorithmConfig
 
-SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
+SEQUENCE_SUMS = ("seq_mean_token_sum", "constant_length")
+"""Means over sequences of what is summed over the tokens of each."""
+SEQUENCE_MEANS = ("seq_mean_token_mean", *SEQUENCE_SUMS)
 LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "cispo", "sapo")
 ONE_TERM_PER_SEQUENCE = ("gspo", "gmpo")
 _READ_ADVANTAGES = ("opsm", "f_tis")

@@ -2,7 +2,8 @@
 
 Every rank has the whole batch here, before the first gradient, so the selection is the same however the batch is split
 into ranks, mini-batches, micro-batches and rows (I9). The logprobs of the policy are those at the start of the batch, p
-of `proximal=recompute`. Limits are numbers; tokens beyond them are selected, so the order of the batch does not matter.
+of `proximal=recompute`. Tokens are selected by their numbers, so the order of the batch does not matter; of tokens that
+are equal in all of them, `kl_cov` selects the last ones.
 
 Shape legend: T loss tokens of the batch, n_i of one sequence.
 """
@@ -73,18 +74,17 @@ def clip_cov(tokens: BatchTokens, config: ClipCovConfig) -> NDArray[np.bool_]:
 
 
 def kl_cov(tokens: BatchTokens, config: KlCovConfig) -> NDArray[np.bool_]:
-    """`[T]`: at most a share of T, the tokens of largest covariance. KL-Cov, arXiv 2505.22617.
+    """`[T]`: a share of T, at least one: the tokens of largest covariance. KL-Cov, arXiv 2505.22617.
 
-    Of tokens that are equal at the border, none is selected.
+    Of equal covariances those of the larger advantage are selected, then of the larger behavior logprob.
     """
-    covariances = tokens.covariances
-    num_held = _num_of(config.share, covariances)
-    if num_held >= len(covariances):
-        return np.ones(len(covariances), dtype=bool)
-    return covariances > np.sort(covariances)[-num_held - 1]
+    ascending = np.lexsort((tokens.behavior, tokens.advantages, tokens.covariances))
+    held = np.zeros(len(ascending), dtype=bool)
+    held[ascending[-_num_of(config.share, ascending) :]] = True
+    return held
 
 
-def _num_of(share: float, values: NDArray[np.float64]) -> int:
+def _num_of(share: float, values: NDArray[Any]) -> int:
     return max(1, int(share * len(values)))
 
 

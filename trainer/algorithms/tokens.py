@@ -34,7 +34,8 @@ class LossTokens:
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
         returns: `[T]` targets of V.
-        selected: Name of a loss or correction of the whole batch, or `nll` -> `[T] bool`, its tokens (selection.py).
+        selected: Name of a loss or correction of the whole batch -> `[T] bool`, its tokens (selection.py).
+        nll_factors: `[T]` of `negative_logprob`; None: 0.
     """
 
     target: Tensor
@@ -50,6 +51,7 @@ class LossTokens:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     selected: Mapping[str, Tensor] = field(default_factory=dict)
+    nll_factors: Tensor | None = None
 
     def selection(self, name: str) -> Tensor:
         """`[T] bool`: the tokens that were selected under this name; none in an empty micro-batch."""

@@ -67,6 +67,7 @@ class MicroBatch:
         returns: Targets of the critic.
         teacher_logprobs: None if there is no teacher.
         selected: Name -> `bool`, as in `TrainingSequence`.
+        nll_factors: As in `TrainingSequence`; None: 0.
     """
 
     inputs: ModelInputs
@@ -86,6 +87,7 @@ class MicroBatch:
     returns: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     selected: Mapping[str, Tensor] = field(default_factory=dict)
+    nll_factors: Tensor | None = None
 
 
 _PER_TOKEN = (
@@ -97,6 +99,7 @@ _PER_TOKEN = (
     "segments",
     "proximal_logprobs",
     "teacher_logprobs",
+    "nll_factors",
 )
 """Columns of a micro-batch that sequence parallelism splits."""
 
@@ -116,7 +119,7 @@ def collate(
     if not plan.rows:
         return empty_micro_batch(device, needs_mask=needs_mask)
     assert needs_mask or not plan.shared, "answers after one prompt would see each other"
-    shape = (len(plan.rows), plan.row_length)
+    shape, has_mask = (len(plan.rows), plan.row_length), needs_mask and any(len(row) > 1 for row in plan.rows)
     input_ids = np.zeros(shape, dtype=np.int64)
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
     position_ids = np.tile(np.arange(plan.row_length, dtype=np.int64), (shape[0], 1))
@@ -140,6 +143,10 @@ def collate(
             places = np.where(before < shared, block_start + before, start - shared + before)
             target_index.append(row * plan.row_length + places)
             start = stop
+        if has_mask:
+            # LongRoPE has other factors for the whole micro-batch if any position is beyond a limit, and a row of
+            # several sequences is longer than the context.
+            position_ids[row, start:] = 0
     counts = [len(sequences[index].targets) for index in order]
     chosen = [sequences[index] for index in order]
     # Both members of a pair are in this micro-batch, because they are one unit of the plan.
@@ -150,7 +157,7 @@ def collate(
         return torch.from_numpy(array).to(device)
 
     mask = None
-    if needs_mask and any(len(row) > 1 for row in plan.rows):
+    if has_mask:
         # Causal, within each sequence and to the prompt that is shown to its block. Padding is a segment of its own, so
         # every query attends to something and softmax stays finite.
         segments, blocks, shown = (tensor(ids) for ids in (segment_ids, block_ids, shown_to))
@@ -196,6 +203,7 @@ def collate(
             name: per_token([one.selected.get(name) for one in chosen], np.bool_)
             for name in sorted({name for one in chosen for name in one.selected})
         },
+        nll_factors=tensor(np.repeat(np.array([one.nll_factor for one in chosen], np.float32), counts)),
     )
 
 

@@ -49,6 +49,9 @@ class TrainingSequence:
         targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
         behavior_logprobs: `[len(targets)] float32`.
         token_weight: Aggregation weight of each loss token.
+        is_imitated: Whether its −logprob is in the loss of `nll_coefficient`. Not used by losses of pairs.
+        nll_factor: What the −logprob of each of its loss tokens is multiplied by, beside `nll_coefficient` and the
+            token weight: its average is not that of the policy loss.
         advantages: `[len(targets)]`; None: zeros.
         staleness: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
@@ -62,8 +65,8 @@ class TrainingSequence:
         returns: `[len(targets)]`, targets of the critic.
         alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
             were sampled from the whole vocabulary.
-        selected: Name of a loss or correction of the whole batch, or `nll` -> `[len(targets)] bool`, which of the loss
-            tokens it selects (algorithms/selection.py).
+        selected: Name of a loss or correction of the whole batch -> `[len(targets)] bool`, which of the loss tokens it
+            selects (algorithms/selection.py).
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
             are not recorded.
     """
@@ -86,6 +89,8 @@ class TrainingSequence:
     alternatives: NDArray[np.integer] | None = None
     selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     recorded_as: tuple[TrajectoryId, int, int] | None = None
+    is_imitated: bool = False
+    nll_factor: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:

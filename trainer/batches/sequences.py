@@ -313,7 +313,7 @@ def policy_sequences(
         normaliser: Normaliser of the aggregation if these groups are not the whole batch; None: theirs.
         policy_id: The policy that is trained. Tokens of another policy have the staleness `OF_ANOTHER_POLICY`.
         record_every: One group in so many is recorded; 0: none.
-        pass_reward: Reward from which an answer passes and has an `nll` term.
+        pass_reward: Reward from which an answer passes and is imitated (`nll_coefficient`).
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
@@ -333,7 +333,6 @@ def policy_sequences(
     for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
-        is_imitated = index in preferred if algorithm.compares_pairs else member.reward >= pass_reward
         is_ours = member.trajectory.policy_id == policy_id
         staleness = (
             version - versions_per_token(member.trajectory.spans) if is_ours else np.full(len(keep), OF_ANOTHER_POLICY)
@@ -355,8 +354,8 @@ def policy_sequences(
                 returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
                 proximal_logprobs=None if member.proximal_logprobs is None else member.proximal_logprobs[keep],
-                selected={"nll": keep[keep]} if is_imitated and algorithm.nll_coefficient else {},
                 recorded_as=member.recorded_as,
+                is_imitated=member.reward >= pass_reward,
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)
@@ -404,14 +403,13 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
     Also True if a logprob is not finite, so that the step is skipped as a bad step.
     """
     loss = find("loss", algorithm.loss.name)
-    always_learns = algorithm.kl_in_loss or algorithm.entropy.coefficient
-    always_learns = always_learns or algorithm.teacher_coefficient or algorithm.nll_coefficient
+    always_learns = algorithm.kl_in_loss or algorithm.entropy.coefficient or algorithm.teacher_coefficient
     if always_learns or loss.is_own or not loss.needs_advantages:
         return True
     if algorithm.compares_pairs:
         return any(one.preferred_to for one in sequences)
     for one in sequences:
-        if one.advantages is not None and np.any(one.advantages):
+        if one.nll_factor or (one.advantages is not None and np.any(one.advantages)):
             return True
         if np.any(one.selected.get("kl_cov", False)):  # it adds a divergence at these tokens, with any advantage
             return True
@@ -450,11 +448,23 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
 def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
-    """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it."""
+    """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it.
+
+    Also set what makes the weights those of the mean that `nll_coefficient` is of (`negative_logprob`).
+    """
     mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
     total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
     weights = aggregation.token_weights(_lengths(sequences), mode, max_new_tokens, total)
-    return [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
+    weighed = [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
+    if not algorithm.nll_coefficient:
+        return weighed
+    if algorithm.compares_pairs:
+        return [replace(one, nll_factor=float(len(one.preferred_to))) for one in weighed]
+    num_tokens = sum(len(one.targets) for one in weighed if one.is_imitated)
+    return [
+        replace(one, nll_factor=1.0 / (num_tokens * one.token_weight)) if one.is_imitated and len(one.targets) else one
+        for one in weighed
+    ]
 
 
 def _lengths(sequences: Sequence[TrainingSequence]) -> aggregation.Lengths:
@@ -550,11 +560,6 @@ def preference_sequences(
                     preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
                     unit=index,
                     prompt_length=len(pair.prompt),
-                    selected=(
-                        {"nll": np.ones(len(targets), dtype=bool)}
-                        if answer is pair.chosen and algorithm.nll_coefficient
-                        else {}
-                    ),
                     group=index,
                 )
             )

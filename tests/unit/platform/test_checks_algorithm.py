@@ -69,6 +69,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
     ("overrides", "words"),
     [
         (["algorithm=reinforce_pp", "dataflow.stream_micro_batches=true"], "whitens over all tokens"),
+        (["algorithm.nll_coefficient=0.1", "dataflow.stream_micro_batches=true"], "the answers of the batch that pass"),
         (["algorithm=gspo", "dataflow.on_expiry=trim"], "algorithm.loss=gspo"),
         (["algorithm=topr", "dataflow.on_expiry=trim"], "its newer part only"),
         (["algorithm=online_dpo", "dataflow.on_expiry=trim"], "algorithm.loss=online_dpo"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -264,6 +265,55 @@ def test_a_context_longer_than_the_models_positions_is_refused_with_both_numbers
     load_config("train", overrides)  # how far it reaches is for vLLM to say
 
 
+def longrope(original: int, **fields: object) -> dict[str, object]:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "rope_theta": 1e4}
+    return {"rope_type": "longrope", "original_max_position_embeddings": original} | factors | fields
+
+
+PHI = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_parameters": longrope(100)},
+        {"original_max_position_embeddings": 100, "rope_scaling": longrope(100, type="longrope")},
+        {"original_max_position_embeddings": 100,
+         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}},
+    ],
+    ids=["new", "old", "as in Phi-3.5"],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_longrope_beyond_its_original_context_is_refused_with_the_largest_that_works(
+    overrides, tmp_path, fields, engine
+):
+    write_model(tmp_path / "policy", **(PHI | fields))
+    typed = [*overrides, f"rollout/engine={engine}"]
+    found = problem(typed)
+    assert "model.max_context_tokens=128 is above original_max_position_embeddings=100 of the checkpoint" in found
+    assert "LongRoPE" in found
+    assert found.endswith("Use model.max_context_tokens=100 or less.")
+    load_config("train", [*typed, "model.max_context_tokens=100", "rollout.sampling.max_new_tokens=40"], dry_run=True)
+
+
+def test_longrope_of_a_teacher_is_refused_too(overrides, tmp_path):
+    other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
+    write_model(other, **PHI, original_max_position_embeddings=64, rope_parameters=longrope(64))
+    found = problem([*overrides, "algorithm=distill", f"teacher.path={other}"])
+    assert "model.max_context_tokens=128 is above original_max_position_embeddings=64" in found
+    assert f"(teacher.path, {other}" in found
+
+
+def test_dynamic_rotary_embeddings_beyond_their_positions_are_a_warning(overrides, tmp_path):
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    write_model(tmp_path / "policy", max_position_embeddings=100, rope_parameters=dynamic)
+    (warned,) = load_config("train", overrides).warnings
+    assert "model.max_context_tokens=128 is above 100, from which on the checkpoint's dynamic rotary" in warned
+    assert warned.endswith("Use model.max_context_tokens=100 or less.")
+    write_model(tmp_path / "policy", max_position_embeddings=128, rope_parameters=dynamic)
+    assert load_config("train", overrides).warnings == []
+
+
 def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused_with_both_numbers(overrides, tmp_path):
     tokenizer = {"model": {"vocab": {"a": 0, "b": 31}}, "added_tokens": [{"content": "<end>", "id": 32}]}
     (tmp_path / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -293,6 +343,42 @@ def test_what_trainer_and_engine_refuse_is_refused_before_anything_starts(overri
     assert found.startswith("model.path=")
     assert "vLLM on cpu: head_dim=16" in found
     assert (asked[0].attention, asked[0].engine_dtype, asked[0].context) == ("sdpa", "float32", 128)
+
+
+@pytest.mark.parametrize(
+    ("typed", "roles"),
+    [
+        (["algorithm=ppo", "critic.path={other}"], ["policy", "value"]),
+        (["algorithm=ppo"], ["policy", "value"]),
+        (["algorithm=distill", "teacher.path={other}"], ["policy", "frozen"]),
+        (["algorithm=online_dpo", "reference.path={other}"], ["policy", "frozen"]),
+        (["reward=reward_model", "reward.args.path={other}"], ["policy", "reward"]),
+    ],
+)
+def test_every_model_of_a_run_is_asked_about_in_its_role(overrides, tmp_path, monkeypatch, typed, roles):
+    other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
+    asked = []
+
+    def ask(question: model_files.Question) -> list[str]:
+        asked.append(question)
+        return [] if question.role == "policy" else ["no such class."]
+
+    monkeypatch.setattr(model_files, "ask", ask)
+    kept = [one for one in overrides if not one.startswith("reward.")]
+    found = problem([*kept, *(one.format(other=other) for one in typed)])
+    assert [one.role for one in asked] == roles
+    assert [one.engine_dtype for one in asked] == ["float32", None], "no engine serves it"
+    key = "model.path" if typed == ["algorithm=ppo"] else typed[-1].partition("=")[0]
+    assert asked[1].folder == str(tmp_path / "policy" if key == "model.path" else other)
+    assert re.search(rf"{re.escape(key)}=\S+( as a critic .*)?: no such class\.$", found, re.MULTILINE)
+
+
+def test_the_model_of_rm_is_asked_about_as_a_sequence_classifier(overrides, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(model_files, "ask", lambda question: asked.append(question) or ["no such class"])
+    with pytest.raises(ConfigError, match="as a reward model: no such class"):
+        load_config("rm", ["experiment=arithmetic_preference", f"model.path={tmp_path / 'policy'}"], dry_run=True)
+    assert [(one.role, one.engine_dtype) for one in asked] == [("value", None)]
 
 
 def test_without_an_answer_there_is_a_warning(overrides, monkeypatch):

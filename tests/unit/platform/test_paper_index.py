@@ -43,6 +43,13 @@ def test_settings_are_what_a_configuration_takes(kind):
     assert compose_config([*synchronous, "algorithm.overlong.mode=penalty"]).algorithm.overlong.mode == "penalty"
 
 
+def test_every_setting_of_the_table_is_a_key_or_a_choice_of_one():
+    reference = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    for entry in (one for one in ALGORITHMS if one.name != "value"):
+        key = setting(entry).partition("=")[0]
+        assert (ROOT / "conf" / key).is_dir() or f"| `{key}` |" in reference, key
+
+
 def test_every_preset_is_in_the_guide():
     guide = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     for preset in (ROOT / "conf" / "algorithm").glob("*.yaml"):

@@ -92,6 +92,14 @@ def test_a_preset_is_printed_with_formulas_settings_sources_and_differences(name
     )
 
 
+@pytest.mark.parametrize(("name", "steps"), [("rloo", "two"), ("dapo", "16"), ("cispo", "16"), ("sapo", "4")])
+def test_a_preset_of_one_step_per_batch_says_how_many_its_paper_takes(name: str, steps: str) -> None:
+    assert compose_config(["experiment=arithmetic", f"algorithm={name}"]).algorithm.updates_per_batch == 1
+    (text,) = [one for one in preset_of(name).differences if one.startswith("one optimizer step per batch; the paper")]
+    assert steps in text
+    assert "mini_batches" in text
+
+
 def needed(name: str) -> list[str]:
     return ["teacher.path=somewhere"] if name == "distill" else []
 

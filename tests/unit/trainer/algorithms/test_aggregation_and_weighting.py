@@ -53,8 +53,9 @@ def measure(
         staleness=staleness,
         token_weights=weights,
     )
+    ones, left = torch.ones_like(start), (~masked).double()
     metrics.add(
-        torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high, (~masked).double())
+        torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high, left, ones, ones)
     )
 
 

@@ -31,7 +31,7 @@ def test_the_bonus_has_the_gradient_of_the_entropy_of_the_whole_vocabulary() -> 
     scores = linear_logprobs(given, torch.tensor(weight), torch.tensor(targets), temperature=temperature)
     without, bonus = (
         Objective(algorithm_config(**MASKS_ALL, entropy_coefficient=coefficient))(
-            scores.logprobs, scores.entropies, micro_batch(d, np.zeros(16, np.int64), {})
+            scores.logprobs, scores.entropies, micro_batch(d, np.zeros(16, np.int64))
         ).terms
         for coefficient in (0.0, eta)
     )

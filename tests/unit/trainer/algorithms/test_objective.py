@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from penstock.dataflow.errors import ConfigError, ShapeError
+from penstock.trainer.algorithms.aggregation import Lengths, token_weights
+from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
@@ -19,7 +23,7 @@ from .micro_batches import LENGTHS, data
 from .oracle import Real
 
 
-def micro_batch(d: oracle.Data, staleness: np.ndarray, selected: dict[str, np.ndarray]) -> MicroBatch:
+def micro_batch(d: oracle.Data, staleness: np.ndarray, nll_factors: np.ndarray | None = None) -> MicroBatch:
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array.astype(np.float64))
 
@@ -39,13 +43,13 @@ def micro_batch(d: oracle.Data, staleness: np.ndarray, selected: dict[str, np.nd
         num_tokens=len(d.c),
         proximal_logprobs=tensor(d.p),
         teacher_logprobs=tensor(d.extra["teacher"]) if d.extra else None,
-        selected={name: torch.tensor(mask) for name, mask in selected.items()},
+        nll_factors=None if nll_factors is None else tensor(nll_factors),
     )
 
 
-def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray, selected=None):
+def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray, nll_factors=None):
     target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
-    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness, selected or {}))
+    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness, nll_factors))
     found.terms.sum().backward()
     return found, target.grad.numpy()
 
@@ -171,16 +175,16 @@ def test_the_teacher_is_an_advantage_of_every_token(loss: str) -> None:
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_the_logprobs_of_passing_answers_are_added_whatever_masks_and_factors_do() -> None:
+def test_the_logprobs_of_imitated_answers_are_added_whatever_masks_and_factors_do() -> None:
     d = data(LENGTHS["ragged"], 5)
     keys = {"correction": "mis_token", "staleness_decay": 0.5, "entropy_top_share": 0.4}
     args = (np.arange(16) % 3, np.linspace(0, 1, 16))
-    passes = d.segments == 3
+    factors = 2.5 * (d.segments == 3)
     plain, without = composed(d, algorithm_config(**keys), *args)
-    found, gradient = composed(d, algorithm_config(**keys, nll_coefficient=0.3), *args, selected={"nll": passes})
+    found, gradient = composed(d, algorithm_config(**keys, nll_coefficient=0.3), *args, nll_factors=factors)
     c = d.c.astype(np.float64)
-    np.testing.assert_allclose((found.terms - plain.terms).detach(), -0.3 * c * passes, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(gradient - without, -0.3 * passes, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose((found.terms - plain.terms).detach(), -0.3 * c * factors, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(gradient - without, -0.3 * factors, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("renormalize", "left"), [("none", "kept"), ("kept", "kept"), ("weights", "factors")])
@@ -193,6 +197,72 @@ def test_what_is_left_of_a_token_is_one_or_its_weight(renormalize: str, left: st
     assert 0 < (w > 1.2).sum() < 16
     expected = {"kept": w <= 1.2, "factors": np.where(w > 1.2, 0.0, w)}[left]
     np.testing.assert_allclose(found.left, expected, rtol=1e-12)
+
+
+def share_left(config: AlgorithmConfig, log_weights: list[list[float]], micro_batches: list[list[int]]) -> float:
+    """By what the gradient is divided, of sequences with these p − b, in these micro-batches."""
+    lengths = Lengths(np.array([len(one) for one in log_weights]), np.arange(len(log_weights)))
+    weights = token_weights(lengths, config.aggregation, max_new_tokens=16)
+    metrics = TokenMetrics(torch.device("cpu"))
+    for chosen in micro_batches:
+        d = data([len(log_weights[index]) for index in chosen], 3)
+        b = d.c - np.concatenate([log_weights[index] for index in chosen])
+        d = oracle.Data(d.c, d.c, b, d.r, d.advantage, d.segments, d.num_segments)
+        per_token = torch.tensor(np.repeat(weights[chosen], lengths.num_loss_tokens[chosen]))
+        tokens = replace(micro_batch(d, np.zeros(len(d.c), np.int64)), token_weights=per_token)
+        target = torch.tensor(d.c.astype(np.float64))
+        terms = Objective(config)(target, target, tokens)
+        metrics.add(terms.terms.sum(), target, target, target, tokens, terms)
+    return metrics.reduce(lambda values, _: values).kept_share
+
+
+HALF, TWO = [-math.log(2) / 8] * 8, [math.log(2)]
+"""p − b of an answer of eight tokens whose weight is 0.5, and of one of one token whose weight is 2."""
+LONG, SHORT, SINGLE = [0.5] * 8, [0.3, -0.3], [0.05]
+"""Geometric means of the weights: e^0.5, 1 and e^0.05; a band of 0.9 to 1.1 rejects the first."""
+OF_KEPT = (math.exp(0.3) + math.exp(-0.3) + math.exp(0.05)) / 3
+PER_TOKEN = (8 * 2 ** (-1 / 8) + 2) / 9
+
+
+@pytest.mark.parametrize(
+    ("chain", "aggregation", "renormalize", "log_weights", "expected"),
+    [
+        ("tis_seq", "seq_mean_token_sum", "weights", [HALF, TWO], 1.25),  # (0.5 + 2) / 2
+        ("tis_seq", "constant_length", "weights", [HALF, TWO], 1.25),
+        ("tis_seq", "seq_mean_token_mean", "weights", [HALF, TWO], 1.25),
+        ("tis_seq", "seq_mean_token_sum", "weights", [HALF, TWO, []], 1.25),  # an empty answer has no weight
+        ("tis_seq", "constant_length", "kept", [HALF, TWO], 1.0),
+        # A weight of tokens is averaged as the aggregation averages their terms.
+        ("tis_token", "token_mean", "weights", [HALF, TWO], PER_TOKEN),
+        ("tis_token", "seq_mean_token_sum", "weights", [HALF, TWO], PER_TOKEN),
+        ("tis_token", "constant_length", "weights", [HALF, TWO], PER_TOKEN),
+        ("tis_token", "seq_mean_token_mean", "weights", [HALF, TWO], (2 ** (-1 / 8) + 2) / 2),
+        ("tis_token", "prompt_mean", "weights", [HALF, TWO], (2 ** (-1 / 8) + 2) / 2),  # each is a group of its own
+        # Rejected sequences are no longer among the sequences, or the tokens, of which the mean is.
+        ("mis_seq_geo", "seq_mean_token_sum", "kept", [LONG, SHORT, SINGLE], 2 / 3),
+        ("mis_seq_geo", "constant_length", "weights", [LONG, SHORT, SINGLE], 2 / 3),
+        ("mis_seq_geo", "seq_mean_token_mean", "kept", [LONG, SHORT, SINGLE], 2 / 3),
+        ("mis_seq_geo", "token_mean", "kept", [LONG, SHORT, SINGLE], 3 / 11),
+        # Both: sequences first, then the tokens of those that are left.
+        (["tis_token", "mis_seq_geo"], "seq_mean_token_sum", "kept", [LONG, SHORT, SINGLE], 2 / 3),
+        (["tis_token", "mis_seq_geo"], "seq_mean_token_sum", "weights", [LONG, SHORT, SINGLE], 2 / 3 * OF_KEPT),
+        (["tis_token", "mis_seq_geo"], "token_mean", "weights", [LONG, SHORT, SINGLE], 3 / 11 * OF_KEPT),
+        (["tis_seq", "mis_seq_geo"], "constant_length", "weights", [LONG, SHORT, SINGLE], (1 + math.exp(0.05)) / 3),
+        (["decoupled"], "seq_mean_token_sum", "kept", [LONG, SHORT, SINGLE], 2 / 11),  # 8 and 1 tokens are above 1.2
+        ("veto", "seq_mean_token_sum", "kept", [LONG, SHORT], 1.0),
+        ("veto", "seq_mean_token_sum", "kept", [[*LONG, -9.3], SHORT], 0.5),  # e^−9.3 is below 1e-4
+        ("mis_seq_geo", "seq_mean_token_sum", "kept", [LONG], 0.0),
+    ],
+)
+def test_renormalising_divides_by_the_mean_over_what_the_correction_weighs(
+    chain: str | list[str], aggregation: str, renormalize: str, log_weights: list[list[float]], expected: float
+) -> None:
+    """A weight of a whole sequence is averaged over sequences, however many tokens they have."""
+    settings = {"tis_cap": 4.0, "geo_low": 0.9, "geo_high": 1.1, "correction_cap": 1.2}
+    config = algorithm_config(correction=chain, aggregation=aggregation, renormalize=renormalize, **settings)
+    everything = list(range(len(log_weights)))
+    for micro_batches in ([everything], [[one] for one in reversed(everything) if log_weights[one]]):
+        assert share_left(config, log_weights, micro_batches) == pytest.approx(expected, rel=1e-12)
 
 
 class TestOwnLoss:

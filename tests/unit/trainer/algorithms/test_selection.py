@@ -102,10 +102,26 @@ def test_kl_cov_takes_the_largest_covariances(seed: int) -> None:
     assert set(np.flatnonzero(kl_cov(tokens, SETTINGS["kl_cov"]))) == set(largest)
 
 
-def test_kl_cov_takes_nothing_of_a_batch_without_a_difference() -> None:
-    tokens = batch_tokens(50)
-    assert not kl_cov(tokens._replace(advantages=np.ones(50)), SETTINGS["kl_cov"]).any()
-    assert kl_cov(batch_tokens(1), SETTINGS["kl_cov"]).tolist() == [True]
+@pytest.mark.parametrize(("share", "expected"), [(0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_kl_cov_takes_its_share_and_at_least_one_token_where_covariances_are_equal(share: float, expected: int) -> None:
+    """Of (A − 0)(p + 2) = 1 for all four, those of the larger advantage, in any order of the batch."""
+    advantages, proximal = np.array([1.0, 2.0, -1.0, -2.0]), np.array([-1.0, -1.5, -3.0, -2.5])
+    tokens = BatchTokens(proximal, np.zeros(4), advantages, 0)
+    assert tokens.covariances.tolist() == [1.0] * 4
+    found = kl_cov(tokens, KlCovConfig(share=share))
+    assert sorted(advantages[found], reverse=True) == [2.0, 1.0, -1.0, -2.0][:expected]
+    order = np.array([2, 0, 3, 1])
+    np.testing.assert_array_equal(kl_cov(reordered(tokens, order), KlCovConfig(share=share)), found[order])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 50])
+def test_kl_cov_takes_at_least_one_of_equal_tokens(num_tokens: int) -> None:
+    """Equal answers of a group have the same numbers; without a difference in the batch every covariance is 0."""
+    equal = np.ones(num_tokens)
+    for others in (0, 3):  # tokens of a lower covariance
+        advantages, proximal = np.append(equal, -equal[:1].repeat(others)), np.append(equal, np.arange(others) - 3.0)
+        tokens = BatchTokens(proximal, proximal, advantages, 0)
+        assert kl_cov(tokens, KlCovConfig(share=0.001)).sum() == 1
 
 
 def sequences(lengths: list[int]) -> list[TrainingSequence]:

@@ -243,11 +243,40 @@ def test_a_preset_whose_loss_has_no_effect_is_a_warning_with_key_value_and_advic
     )
 
 
-def test_a_users_own_function_may_read_anything() -> None:
-    settings = {"clip_high": 0.5, "std_epsilon": 0.1, "advantage_std": "none"}
-    assert set(without_effect(settings)) == {"algorithm.loss.clip_high", "algorithm.advantage.epsilon"}
-    assert without_effect(settings | {"loss": f"{OWN}:squared"}) == {}
-    assert without_effect(settings | {"advantage": f"{OWN}:half_of_the_reward"}) == {}
+OWN_LOSS, OWN_ADVANTAGE = {"loss": f"{OWN}:squared"}, {"advantage": f"{OWN}:half_of_the_reward"}
+
+
+def test_what_a_users_own_loss_or_advantage_replaces_is_not_named_and_all_else_is() -> None:
+    settings = {"clip_high": 0.5, "std_epsilon": 0.1, "advantage_std": "none", "kl_target": 0.5}
+    of_loss, of_advantage, of_both = "algorithm.loss.clip_high", "algorithm.advantage.epsilon", "algorithm.kl.target"
+    assert set(without_effect(settings)) == {of_loss, of_advantage, of_both}
+    assert set(without_effect(settings | OWN_LOSS)) == {of_advantage, of_both}
+    assert set(without_effect(settings | OWN_ADVANTAGE)) == {of_loss, of_both}
+    assert set(without_effect(settings | OWN_LOSS | OWN_ADVANTAGE)) == {of_both}
+
+
+INDEPENDENT = [
+    case
+    for case in CASES
+    if case.because in ("weight 0 is not computed", "the coefficient is fixed", "only the penalty has a ramp",
+                        "rejects no token", "there is no critic", "it equals proximal=target",
+                        "the correction weighs the divergence", "with dataflow.max_staleness=0")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [OWN_LOSS, OWN_ADVANTAGE, OWN_LOSS | OWN_ADVANTAGE], ids=["loss", "advantage", "both"])
+@pytest.mark.parametrize("case", INDEPENDENT, ids=lambda case: f"{case.key}={case.value}-{case.rest}")
+def test_a_setting_that_a_custom_part_does_not_read_is_named_beside_it(case: Case, own: dict[str, Any]) -> None:
+    config = SYNCHRONOUS if case.key == "staleness_decay" else CONFIG
+    assert case.because in without_effect(case.settings | own, config)[path_of(case.key)]
+
+
+def test_a_custom_loss_may_read_the_proximal_policy_and_an_advantage_of_an_own_function_may_be_unread() -> None:
+    recompute = {"proximal": "recompute", "correction": "none", "epochs": 2}
+    assert set(without_effect(recompute | {"loss": "reinforce"})) == {"algorithm.proximal"}
+    assert without_effect(recompute | OWN_LOSS) == {}
+    (message,) = without_effect(SFT | OWN_ADVANTAGE).values()
+    assert message.startswith(f"algorithm.advantage={OWN}:half_of_the_reward has no effect with algorithm.loss=sft: ")
 
 
 def test_what_is_refused_is_not_named_again() -> None:

@@ -27,6 +27,7 @@ from tests.tiers import some_of
 from tests.unit.trainer.torch_trainer import logprobs_of, scored, trainer_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[4] / "conf" / "algorithm").glob("*.yaml"))
+SUMS = ["seq_mean_token_sum", "constant_length"]
 SEQUENCE = {"aggregation": "seq_mean_token_mean", "correction": "none"}
 VARIANTS = {
     "gspo_token": {"loss": "gspo_token", "proximal": "behavior"} | SEQUENCE,
@@ -54,7 +55,7 @@ VARIANTS = {
     "pass_at_k": {"advantage": "pass_at_k"},
     "teacher": {"teacher_coefficient": 0.5},
     "nll": {"nll_coefficient": 0.3},
-    "rpo": {"loss": "online_dpo", "correction": "none", "nll_coefficient": 0.3, "label_smoothing": 0.1},
+    "rpo": {"loss": "online_dpo", "correction": "none", "nll_coefficient": 0.3, "label_smoothing": 0.1, "pairs": "all"},
     "overlong_mask": {"overlong": "mask"},
     "overlong_drop": {"overlong": "drop"},
     "overlong_penalty": {"overlong": "penalty", "overlong_ramp_share": 2 / 3},
@@ -133,8 +134,8 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
         trainers = [trainer_of(policy, 60, **settings) for _ in range(world_size)]
         splits[f"{world_size} ranks"] = sum_over_ranks(trainers, aged, references)
     algorithm = algorithm_of(name)
-    takes_parts = not algorithm.advantage.name.startswith(("reinforce_pp", "gae")) and not entries_of_batch(algorithm)
-    if takes_parts:
+    needs_whole = algorithm.advantage.name.startswith(("reinforce_pp", "gae")) or algorithm.imitates_passing
+    if not needs_whole and not entries_of_batch(algorithm):
         parts = [(aged[:1], references[:1]), (aged[1:], references[1:])]
         splits["in parts"] = gradient(trainer_of(policy, 60, **settings), parts)
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
@@ -179,6 +180,52 @@ def test_the_pair_loss_of_a_batch_is_the_mean_over_its_pairs(policy, aged, refer
             losses.append(np.log1p(np.exp(-0.1 * delta)))
     assert len(losses) == 2
     assert report.metrics["loss/policy"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def nll_of(policy: str, payloads: list[GroupPayload]) -> dict[str, np.ndarray]:
+    """Name of a trajectory -> −logprob of its sampled tokens, by unpacked forwards in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    return {one.trajectory_id: -logprobs_of(model, one) for group in payloads for one in group.trajectories}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean", *SUMS])
+def test_the_anchor_is_the_mean_over_the_tokens_of_answers_that_pass(aggregation: str, policy, aged) -> None:
+    """VAPO's normaliser, whatever the aggregation of the policy loss; of each mini-batch by itself."""
+    nll = nll_of(policy, aged)
+    passing = [["0/0"], ["1/0", "1/1", "1/2"], ["2/2"]]
+    of_all = np.concatenate([nll[name] for names in passing for name in names]).mean()
+    of_each = np.mean([np.concatenate([nll[name] for name in names]).mean() for names in passing])
+    assert abs(of_all - of_each) > 0.001
+    settings = {"aggregation": aggregation, "proximal": "recompute", "lr": 1e-12}
+    for mini_batches, expected in ((1, of_all), (3, of_each)):
+        losses = [
+            trainer_of(policy, 60, mini_batches=mini_batches, nll_coefficient=weight, **settings)
+            .step(aged, 5)
+            .metrics["loss/policy"]
+            for weight in (0.0, 10.0)
+        ]
+        assert losses[1] - losses[0] == pytest.approx(10 * expected, rel=1e-5)
+
+
+def test_the_anchor_of_pairs_is_the_mean_over_pairs_of_the_better_answers_mean(policy, aged, references) -> None:
+    """RPO: an answer that wins two pairs counts twice. Groups have the rewards 1 0 0, 1 1 1 and 0 0.5 1: five pairs."""
+    nll = {name: tokens.mean() for name, tokens in nll_of(policy, aged).items()}
+    losses = [
+        trainer_of(policy, 60, **VARIANTS["rpo"] | {"nll_coefficient": weight})
+        .step(scored(aged, references), 5)
+        .metrics["loss/policy"]
+        for weight in (0.0, 10.0)
+    ]
+    assert losses[1] - losses[0] == pytest.approx(10 * (2 * nll["0/0"] + 2 * nll["2/2"] + nll["2/1"]) / 5, rel=1e-5)
+
+
+def test_the_anchor_on_answers_that_pass_needs_the_whole_batch(policy, aged) -> None:
+    with pytest.raises(
+        TrainingError, match=r"nll_coefficient=0\.3 averages over the answers that pass in whole batches"
+    ):
+        trainer_of(policy, **VARIANTS["nll"]).accumulate(aged[:1], 5)
 
 
 def test_a_batch_without_pairs_is_a_step_without_gradient(policy, aged, references) -> None:
@@ -287,8 +334,15 @@ def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
     assert close(parts, after)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_weights_of_mean_1_over_the_batch_are_the_weights_by_their_mean(aggregation: str, policy, aged) -> None:
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        ("tis_token", "token_mean"),
+        *(("tis_seq", mode) for mode in ("seq_mean_token_mean", *SUMS)),
+        *(("tis_token", mode) for mode in SUMS),
+    ],
+)
+def test_weights_of_mean_1_over_the_batch_are_the_weights_by_their_mean(name: str, aggregation, policy, aged) -> None:
     """Of all tokens, or with `tis_seq` of the sequences; the mean is that of numpy over unpacked forwards."""
     from transformers import AutoModelForCausalLM
 
@@ -297,10 +351,7 @@ def test_weights_of_mean_1_over_the_batch_are_the_weights_by_their_mean(aggregat
     drifts = [logprobs_of(model, one) - one.behavior_logprobs[one.loss_mask].astype(np.float64) for one in members]
     per_token = np.clip(np.exp(np.concatenate(drifts)), 0.6, 1.3)
     per_sequence = np.clip(np.exp([one.sum() for one in drifts]), 0.6, 1.3)
-    name, mean = {
-        "token_mean": ("tis_token", per_token.mean()),
-        "seq_mean_token_mean": ("tis_seq", per_sequence.mean()),
-    }[aggregation]
+    mean = per_token.mean() if name == "tis_token" else per_sequence.mean()
     settings = {"correction": name, "tis_low": 0.6, "tis_cap": 1.3, "aggregation": aggregation}
     plain = gradient(trainer_of(policy, 60, **settings), [(aged, [])])
     parts = [(aged[:2], []), (aged[2:], [])]
