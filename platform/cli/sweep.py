@@ -44,6 +44,7 @@ OF_THE_SWEEP = ("name", "run_dir", "overwrite")
 """Keys that the sweep sets for each trial."""
 SEED = "seed"
 STALENESS_METRIC = "staleness/mean_versions"
+KL_METRIC, KL_STEPS = "loss/reference_kl", 10
 _PROGRAM = "from penstock.platform.cli.main import main; main()"
 _GRACE_S = 30.0
 _LOG_TAIL_BYTES = 2000
@@ -103,6 +104,10 @@ class Result:
         gain: Increase of the accuracy over the run.
         mean_staleness: Mean staleness of the trained tokens, versions.
         max_staleness: Largest staleness of any trained token, versions.
+        reward: Mean reward of the trained answers over the last steps, as `reward_last` of the run's summary.
+        reference_kl: Mean divergence from the reference over the last `KL_STEPS` steps, nat per token; None without a
+            reference.
+        wall_s: Wall time of the run, seconds.
     """
 
     status: Literal["completed", "failed"]
@@ -111,6 +116,9 @@ class Result:
     gain: float | None = None
     mean_staleness: float | None = None
     max_staleness: int | None = None
+    reward: float | None = None
+    reference_kl: float | None = None
+    wall_s: float | None = None
 
 
 Results = Mapping[Trial, Result]
@@ -266,9 +274,8 @@ def find_completed(config: RunConfig) -> Result | None:
     summary = json.loads(summary_file.read_text())
     if summary["status"] != "completed":
         return None
-    staleness = [
-        record.metrics[STALENESS_METRIC] for record in read_metrics(run_dir) if STALENESS_METRIC in record.metrics
-    ]
+    metrics = [record.metrics for record in read_metrics(run_dir)]
+    staleness, kl = ([one[name] for one in metrics if name in one] for name in (STALENESS_METRIC, KL_METRIC))
     before, after = summary["eval_before"], summary["eval_after"]
     return Result(
         "completed",
@@ -277,6 +284,9 @@ def find_completed(config: RunConfig) -> Result | None:
         gain=None if before is None or after is None else after - before,
         mean_staleness=mean(staleness) if staleness else None,
         max_staleness=summary["max_staleness_seen"],
+        reward=summary["reward_last"],
+        reference_kl=mean(kl[-KL_STEPS:]) if kl else None,
+        wall_s=summary["wall_s"],
     )
 
 

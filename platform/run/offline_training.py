@@ -105,7 +105,10 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         {
             "policy": f"{path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
             "batch": f"{sft.batch_size} worked examples",
-            "stop": "never early" if sft.stop_at_accuracy is None else f"at sampled accuracy {sft.stop_at_accuracy}",
+            "stop": "never early"
+            if sft.stop_at_accuracy is None
+            else f"when one sample gives {sft.stop_at_accuracy:g} of the held-out gold answers",
+            "accuracy": "share of gold answers given token by token (teacher forcing); a reward may accept others, too",
             "run": str(run_dir),
         },
     )
@@ -129,7 +132,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
                 greedy, sampled = await trainer.teacher_forced(held_out)
                 hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
                 elapsed = format_duration(time.monotonic() - started)
-                scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+                scores = f"held-out gold answers {sampled:.3f} sampled, {greedy:.3f} greedy"
                 console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
                 if rule.is_best(step, sampled, greedy):
                     await trainer.save(policy)
@@ -139,7 +142,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
             await trainer.save(policy)
             kept = "the last step: none was within sft.max_greedy_accuracy"
         else:
-            kept = f"step {rule.best_step}: {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
+            kept = f"step {rule.best_step}: gold answers {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
         console.note(f"policy written to {policy} ({kept})")
     return EXIT_OK
 
@@ -246,7 +249,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                     metrics = metrics | {"preference/accuracy": accuracy}
                     elapsed = format_duration(time.monotonic() - started)
                     loss = f"loss {metrics['preference/loss']:.4f}"
-                    console.note(f"step {step:4d}  {loss}  held-out accuracy {accuracy:.3f}  {elapsed}")
+                    console.note(f"step {step:4d}  {loss}  held-out pairs ranked right {accuracy:.3f}  {elapsed}")
                 hub.log(step, metrics)
         await trainer.save(folder)
     return EXIT_OK

@@ -8,12 +8,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import typer
 
+from penstock.platform.cli import main
 from penstock.platform.config.compose import compose_all
+from penstock.trainer.algorithms.config import OverlongConfig
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -82,6 +87,139 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
 def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
     targets = [target for target in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+FOLDERS = (
+    "actors", "benchmarks", "conf", "dataflow", "envs", "examples", "kernels", "platform", "rollout", "tests",
+    "trainer", "weights",
+)  # fmt: skip
+"""Folders that a document names by their path. Other projects have a docs/ and a src/ as well."""
+GONE = {
+    "platform/__init__.py",  # would hide the standard library's module
+    "actors/direct.py", "dataflow/columns.py", "actors/column_stage.py",  # removed by the decision that names them
+    "layout/vllm.py", "decoder.py", "roles.py", "dtensor.py", "types.py", "queue.py", "select.py",  # likewise
+}  # fmt: skip
+"""What decision records (docs/adr/) name because it does not exist any more, or must not."""
+OF_OTHERS = {"async_grpo_trainer.py", "train_source.py"}
+"""Files of other projects, named without their folder."""
+
+
+@cache
+def repository() -> tuple[frozenset[str], frozenset[str]]:
+    """All files and folders by their path, and the names of all tests."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    folders = {f"{parent.as_posix()}/" for name in files for parent in Path(name).parents if parent.name}
+    sources = [(ROOT / name).read_text(encoding="utf-8") for name in files if re.fullmatch(r"tests/.*\.py", name)]
+    tests = {name for source in sources for name in re.findall(r"^ *(?:async )?def (test_\w+)", source, re.MULTILINE)}
+    return frozenset([*files, *folders]), frozenset(tests)
+
+
+def missing_names(text: str, *, is_decision: bool = False) -> list[str]:
+    """Files, folders and tests in backticks that do not exist; what a reader is told to write (`my_`, a block) may.
+
+    A path may be given from any folder on, so `batches/packing.py` and `packing.py` are in trainer/batches; `*` and
+    words in capitals stand for anything.
+    """
+    paths, tests = repository()
+    blocks = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for word in (word for span in re.findall(r"`([^`]+)`", prose) for word in re.split(r"::|[\s,;()]+", span)):
+        folder, _, name = word.rstrip("/").rpartition("/")
+        is_ours = word.startswith(tuple(f"{one}/" for one in FOLDERS))
+        if re.fullmatch(r"test_\w+", word):
+            is_missing = word not in tests
+        elif re.fullmatch(r"[\w./*-]+\.(py|yaml|yml|md|sh|cpp|json|toml)|[\w./-]+/", word) and (
+            is_ours or (word.endswith(".py") and not folder)
+        ):
+            pattern = re.sub(r"[A-Z]{3,}", "*", word) if is_ours else word
+            is_missing = not any(fnmatch(path, pattern) or path.endswith(f"/{word}") for path in paths)
+        else:
+            continue
+        is_readers = name.startswith("my_") or name in blocks or name in OF_OTHERS
+        if is_missing and not is_readers and not (is_decision and word in GONE):
+            found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_and_test_that_a_document_names_exists(path: Path) -> None:
+    assert missing_names(path.read_text(encoding="utf-8"), is_decision=path.parent.name == "adr") == []
+
+
+def test_planted_names_of_files_and_tests_that_do_not_exist_are_found() -> None:
+    text = (
+        "`platform/config/checks_trainer.py`, `platform/config/checks*.py`, `trainer/optimisers/`, "
+        "`test_that_is_gone`, `gone.py`, `tests/unit/test_gone.py::test_neither`, `conf/algorithm/NAME/gone.yaml`, "
+        "`types.py`\n"
+        "`platform/checks/`, `trainer/step_s`, `conf/algorithm/NAME.yaml`, `my_reward.py`, `packing.py`, "
+        "`test_planted_names_of_files_and_tests_that_do_not_exist_are_found`, `verl/trainer/main.py`, `env.py`, "
+        "`own.py`\n"
+        "```bash\ncat own.py other/gone2.py\n```\n"
+    )
+    assert missing_names(text) == [
+        "platform/config/checks_trainer.py", "platform/config/checks*.py", "trainer/optimisers/", "test_that_is_gone",
+        "gone.py", "tests/unit/test_gone.py", "test_neither", "conf/algorithm/NAME/gone.yaml", "types.py",
+    ]  # fmt: skip
+    assert missing_names("`types.py`", is_decision=True) == []
+
+
+FOREIGN_OPTIONS = {
+    "--address", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus", "--head", "--host",
+    "--import-mode", "--model", "--node-ip-address", "--push_to_hub", "--qos", "--requeue", "--resume",
+    "--reward_funcs", "--security-opt", "--served-model-name", "--shm-size", "--signal", "--use_peft",
+}  # fmt: skip
+"""Of docker, git, kubectl, pytest, ray, sbatch, vllm and other trainers."""
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+@cache
+def options_of(command: Any) -> frozenset[str]:
+    """Options of a command and of all its subcommands."""
+    own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+    below = getattr(command, "commands", {}).values()
+    return frozenset(own.union(*(options_of(one) for one in below)))
+
+
+@cache
+def options_of_programs() -> frozenset[str]:
+    """Options of the scripts that documents tell a reader to run."""
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    return frozenset(OPTION.findall("\n".join(path.read_text(encoding="utf-8") for path in scripts)))
+
+
+def unknown_options(text: str) -> list[str]:
+    """Options in a document that no program of it has, and those of `penstock` commands that the command has not."""
+    app: Any = typer.main.get_command(main.app)
+    known = options_of(app) | options_of_programs() | FOREIGN_OPTIONS
+    found = [option for option in OPTION.findall(text) if option not in known]
+    for words in (words for words in commands(text) if Path(words[0]).name == "penstock"):
+        command, rest = app, words[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command, rest = command.commands[rest[0]], rest[1:]
+        typed = [word.partition("=")[0] for word in rest if OPTION.match(word)]
+        found += [f"{' '.join(words[:2])} {option}" for option in typed if option not in options_of(command)]
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_option_in_a_document_exists(path: Path) -> None:
+    assert unknown_options(path.read_text(encoding="utf-8")) == []
+
+
+def test_planted_options_that_do_not_exist_are_found() -> None:
+    text = "`--trial-timeout-s` or `--cell-timeout-s`\n```bash\npenstock sweep seeds=0:3 --dry-run --watch\n```\n"
+    assert unknown_options(text) == ["--trial-timeout-s", "penstock sweep --watch"]
+
+
+def test_what_the_guide_says_of_answers_that_were_cut_off_are_the_choices_of_the_key() -> None:
+    guide = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (paragraph,) = re.findall(r"\(`overlong\.mode`\)\.(.*?)\n\n", guide, re.DOTALL)
+    assert set(re.findall(r"`([a-z]+)`", paragraph)) == set(get_args(OverlongConfig.model_fields["mode"].annotation))
 
 
 CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep", "launch", "plan")

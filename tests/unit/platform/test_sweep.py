@@ -142,6 +142,7 @@ def finish(config: RunConfig, accuracy: float | None = 0.8, status: str = "compl
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     summary = {"status": status, "eval_before": 0.5, "eval_after": accuracy, "max_staleness_seen": 1}
+    summary |= {"reward_last": 0.6, "wall_s": 81.5}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     tracker = JsonlTracker(run_dir)
     for staleness in (0.0, 1.0):
@@ -242,6 +243,20 @@ def test_a_completed_run_of_another_configuration_does_not_count(tmp_path: Path)
     assert find_completed(config.model_copy(update={"total_steps": config.total_steps + 1})) is None
 
 
+def test_a_record_has_the_reward_the_divergence_from_the_reference_and_the_wall_time(tmp_path: Path) -> None:
+    first, second = two_trials(tmp_path)[1].values()
+    finish(first)
+    finish(second)
+    tracker = JsonlTracker(Path(second.run_dir))
+    for step in range(3, 15):  # twelve steps: 0.03, 0.04, ..., 0.14
+        tracker.log(step, {"loss/reference_kl": step / 100})
+    tracker.close()
+    found = [find_completed(config) for config in (first, second)]
+    assert [(one.reward, one.wall_s) for one in found] == [(0.6, 81.5)] * 2
+    assert found[0].reference_kl is None, "without a reference"
+    assert found[1].reference_kl == pytest.approx(sum(range(5, 15)) / 1000), "of the last ten steps"
+
+
 def test_a_run_without_an_evaluation_completes_too(tmp_path: Path) -> None:
     config = next(iter(two_trials(tmp_path)[1].values()))
     finish(config, accuracy=None)
@@ -257,7 +272,9 @@ def two_seeds() -> tuple[Grid, dict[Any, Result]]:
     for trial in grid.trials[:-1]:
         values = dict(trial.values)
         accuracy = 0.9 - 0.01 * int(values["dataflow.max_staleness"]) + 0.02 * int(values["seed"])
-        results[trial] = Result("completed", f"runs/sweep/{trial.name}", round(accuracy, 3), 0.3, 1.5, 2)
+        results[trial] = Result(
+            "completed", f"runs/sweep/{trial.name}", round(accuracy, 3), 0.3, 1.5, 2, 0.7, 0.02, 9.5
+        )
     results[grid.trials[0]] = Result("failed", f"runs/sweep/{grid.trials[0].name}")
     return grid, results
 
@@ -286,6 +303,7 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
         "algorithm": "grpo", "dataflow.max_staleness": "4", "seed": "0", "status": "completed",
         "run_dir": "runs/sweep/algorithm-grpo--max_staleness-4--seed-0",
         "accuracy": 0.86, "gain": 0.3, "mean_staleness": 1.5, "max_staleness": 2,
+        "reward": 0.7, "reference_kl": 0.02, "wall_s": 9.5,
     }  # fmt: skip
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == len(records) == 7
     assert "greedy held-out accuracy" in (tmp_path / "sweep.html").read_text()

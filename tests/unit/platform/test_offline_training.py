@@ -1,0 +1,68 @@
+"""What `penstock sft`, `rm` and `dpo` print about the model that they train, with a trainer of given figures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.platform.checks.load import compose_config
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.run import offline_training
+from penstock.trainer.passes import TeacherForced
+
+
+class Figures:
+    """A trainer and a hub whose figures are known."""
+
+    async def supervised_step(self, _examples: list[Any]) -> dict[str, float]:
+        return {"sft/loss": 1.25}
+
+    async def teacher_forced(self, _held_out: list[Any]) -> TeacherForced:
+        return TeacherForced(greedy_accuracy=0.5, sampled_accuracy=0.2)
+
+    async def preference_step(self, *_: Any) -> dict[str, float]:
+        return {"preference/loss": 0.5}
+
+    async def preference_margins(self, held_out: list[Any]) -> np.ndarray:
+        return np.arange(len(held_out)) - 0.5
+
+    async def save(self, _folder: str) -> None:
+        pass
+
+    def log(self, *_: Any) -> None:
+        pass
+
+
+def printed(experiment: str, command: Command, monkeypatch: pytest.MonkeyPatch, capsys, *overrides: str) -> str:
+    @asynccontextmanager
+    async def known(*_: Any) -> AsyncIterator[tuple[Figures, Figures]]:
+        yield Figures(), Figures()
+
+    monkeypatch.setattr(offline_training, "offline_training", known)
+    config: RunConfig = compose_config([f"experiment={experiment}", *overrides], command=command)
+    assert getattr(offline_training, f"run_{command}")(config) == 0
+    return capsys.readouterr().out
+
+
+def test_sft_says_that_its_accuracies_are_those_of_gold_answers(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = printed("arithmetic_sft", "sft", monkeypatch, capsys, "sft.max_steps=2")
+    assert "stop      when one sample gives 0.15 of the held-out gold answers" in shown
+    assert "accuracy  share of gold answers given token by token (teacher forcing)" in shown
+    assert "step    2  loss 1.2500  held-out gold answers 0.200 sampled, 0.500 greedy" in shown
+    assert "(step 2: gold answers 0.200 sampled, 0.500 greedy)" in shown
+
+
+def test_a_reward_model_says_that_its_accuracy_is_that_of_pairs(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["preference.num_steps=1", "preference.eval_pairs=4", "preference.batch_size=2"]
+    monkeypatch.setattr(offline_training, "load_codec", lambda _path: offline_training.NEW_TOKENIZERS["characters"]())
+    monkeypatch.setattr(offline_training, "encode_pairs", lambda *_: [None] * 4)
+    shown = printed("arithmetic_preference", "rm", monkeypatch, capsys, *typed)
+    assert "step    1  loss 0.5000  held-out pairs ranked right 0.750" in shown
