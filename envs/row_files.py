@@ -2,11 +2,12 @@
 
 No table is held in memory. Of a text file, the byte and the line where each row begins are kept, 16 bytes per row;
 Parquet files and datasets are memory-mapped by `datasets`. So every row can be reached in any order, and a training
-stream shuffles all rows, however many there are.
+stream shuffles all rows, however many there are. Endings may be capitals.
 
 | source | read by | where a row is, in messages |
 |---|---|---|
 | `.jsonl`, `.csv`, `.tsv`; `.json` (a list, or one object per line) | this module | file and line, from 1 |
+| the same, packed: `.jsonl.gz` and so on | this module, unpacked into a temporary file | file and line, from 1 |
 | `.parquet` | `datasets`, converted to Arrow in its cache | file and row, from 0 |
 | folder of `save_to_disk` or of data files, name on the hub | `datasets` | folder or name, split, and row, from 0 |
 """
@@ -14,10 +15,14 @@ stream shuffles all rows, however many there are.
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import os
 import re
+import shutil
+import tempfile
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -25,7 +30,7 @@ from contextlib import contextmanager
 from glob import glob, has_magic
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import nearest_hint
@@ -34,9 +39,11 @@ Row = Mapping[str, Any]
 
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT_FORMATS, ".parquet")
+PACKED = ".gz"
+"""May follow the ending of a text format."""
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of splits that are never trained on unless the user says what is held out instead."""
-_OTHER_FORMATS = (".txt", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".xlsx", ".pkl", ".npy", ".yaml")
+_OTHER_FORMATS = (".txt", ".arrow", PACKED, ".zst", ".bz2", ".xz", ".zip", ".tar", ".xlsx", ".pkl", ".npy", ".yaml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -101,7 +108,7 @@ def open_rows(
                     f"{key}={place}: {name}={value} was asked for, but files have no {name}s: all rows would be used. "
                     f"Leave it out; held_out names the rows for evaluation: held_out={value}.jsonl, or a share, 0.1."
                 )
-        parts += [_parquet(file, key) if file.suffix == ".parquet" else _text(file, key) for file in files]
+        parts += [_parquet(file, key) if _format(file) == ".parquet" else _text(file, key) for file in files]
     if not any(map(len, parts)):
         raise ConfigError(f"{key}={path} has no rows.")
     return parts[0] if len(parts) == 1 else Concatenation(parts)
@@ -122,10 +129,16 @@ class TextRows:
         self._path = path
         self._key = key
         self._starts, self._lines = array("Q"), array("Q")
-        self._delimiter = _DELIMITERS.get(path.suffix)
+        self._delimiter = _DELIMITERS.get(_format(path))
         self._header: list[str] = []
+        self._unpacked: IO[bytes] | None = None
+        if path.suffix.lower() == PACKED:
+            with self._opened() as file:
+                self._state = _state(file.fileno())
+                self._unpacked = _unpacked(file, f"{key}={path}")
         with self._opened() as file:
-            self._state = _state(file.fileno())
+            if self._unpacked is None:
+                self._state = _state(file.fileno())
             mark = file.read(len(_UTF8_MARK)) == _UTF8_MARK
             file.seek(len(_UTF8_MARK) if mark else 0)
             if self._delimiter is None:
@@ -139,7 +152,7 @@ class TextRows:
 
     def __getitem__(self, index: int) -> Row:
         with self._opened() as file:
-            if _state(file.fileno()) != self._state:
+            if self._unpacked is None and _state(file.fileno()) != self._state:
                 raise ConfigError(f"{self._key}={self._path} has changed while it was in use: start the run again.")
             return self._read(file, index)
 
@@ -156,8 +169,9 @@ class TextRows:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
+        path = self._path if self._unpacked is None else Path(self._unpacked.name)
         try:
-            with self._path.open("rb") as file:
+            with path.open("rb") as file:
                 yield file
         except OSError as error:
             raise ConfigError(f"{self._key}={self._path} cannot be read: {error.strerror}.") from error
@@ -182,7 +196,7 @@ class TextRows:
         reader = csv.reader(lines(), delimiter=delimiter, strict=True)
         number = 1
         try:
-            self._header = next(reader, [])
+            self._header = [name.strip() for name in next(reader, [])]
             begin, number = position, reader.line_num + 1
             for values in reader:
                 if values:
@@ -229,22 +243,29 @@ class TextRows:
 
 
 class TableRows:
-    """Rows of a list or of a memory-mapped dataset."""
+    """Rows of a list or of a memory-mapped dataset.
+
+    A table has one schema for all rows: a key below a column that any row has exists in every row, as null. Such nulls
+    are left out, however deep, so that a row has the keys that it had before it was saved; columns stay.
+    """
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
         self._rows = rows
         self._name = name
+        self._is_dataset = hasattr(rows, "iter")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return _checked(self._rows[index], self, index)
+        row = _checked(self._rows[index], self, index)
+        return _without_nulls(row) if self._is_dataset else row
 
     def __iter__(self) -> Iterator[Row]:
-        if hasattr(self._rows, "iter"):  # a dataset: rows one by one take five times as long
-            for batch in self._rows.iter(batch_size=1000):
-                yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        if self._is_dataset:  # rows one by one take five times as long
+            for batch in cast("Any", self._rows).iter(batch_size=1000):
+                for values in zip(*batch.values(), strict=True):
+                    yield _without_nulls(dict(zip(batch, values, strict=True)))
         else:
             yield from (_checked(row, self, index) for index, row in enumerate(self._rows))
 
@@ -299,6 +320,39 @@ def _checked(row: Any, table: RowTable, index: int) -> Row:
     return row
 
 
+def _without_nulls(row: Row) -> Row:
+    """The row without nulls below its columns; items of lists stay."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: bare(part) for key, part in value.items() if part is not None}
+        return [bare(part) for part in value] if isinstance(value, list) else value
+
+    return {column: bare(value) for column, value in row.items()}
+
+
+def _format(file: Path) -> str:
+    """The ending that says how a file is read, in small letters; of a packed file the one before `.gz`."""
+    name = file.name.lower()
+    return Path(name.removesuffix(PACKED)).suffix if name.endswith(PACKED) else file.suffix.lower()
+
+
+def _is_known(file: Path) -> bool:
+    return _format(file) in (TEXT_FORMATS if file.suffix.lower() == PACKED else FORMATS)
+
+
+def _unpacked(packed: IO[bytes], where: str) -> IO[bytes]:
+    """The content of a packed file as a temporary one, which is deleted with the object."""
+    unpacked = tempfile.NamedTemporaryFile(prefix="penstock-rows-")  # noqa: SIM115 - it is open as long as its rows are
+    try:
+        with gzip.open(packed) as content:
+            shutil.copyfileobj(content, unpacked)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{where} cannot be unpacked: {error}.") from error
+    unpacked.flush()
+    return cast("IO[bytes]", unpacked)
+
+
 def _files_at(place: str, key: str) -> list[Path] | None:
     """The files at a place; None if it is a folder or the name of a dataset.
 
@@ -320,8 +374,11 @@ def _files_at(place: str, key: str) -> list[Path] | None:
         if not files:
             raise ConfigError(f"{key}={place}: no file matches (looked in {Path.cwd()}).")
     for file in files:
-        if file.suffix not in FORMATS:
-            raise ConfigError(f"{key}={file}: a file of rows is one of {', '.join(FORMATS)}. Convert or unpack it.")
+        if not _is_known(file):
+            raise ConfigError(
+                f"{key}={file}: a file of rows is one of {', '.join(FORMATS)}; all but the last may be packed, as "
+                f"{TEXT_FORMATS[0]}{PACKED}. Convert or unpack it."
+            )
         if not file.is_file():
             raise ConfigError(f"{key}={file} is not a regular file.")
         if file.stat().st_size == 0:
@@ -335,26 +392,45 @@ def _is_local(place: str) -> bool:
     return (
         has_magic(place)
         or _HUB_NAME.fullmatch(place) is None
-        or place.endswith((*FORMATS, *_OTHER_FORMATS))
+        or place.lower().endswith((*FORMATS, *_OTHER_FORMATS))
         or ("/" in place and Path(first).is_dir())
     )
 
 
 def _text(file: Path, key: str) -> RowTable:
-    if file.suffix == ".json":
+    if _format(file) == ".json":
         try:
-            with file.open("rb") as opened:
-                head = opened.read(4096).removeprefix(_UTF8_MARK)
-                is_list = head.lstrip().startswith(b"[")
-                opened.seek(0)
-                rows = json.loads(opened.read().decode("utf-8-sig")) if is_list else None
-        except OSError as error:
-            raise ConfigError(f"{key}={file} cannot be read: {error.strerror}.") from error
+            with (gzip.open if file.suffix.lower() == PACKED else open)(file, "rb") as opened:
+                content = opened.read().decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return TextRows(file, key)  # which names the line
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"{key}={file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        is_list, is_object = (content.lstrip().startswith(mark) for mark in "[{")
+        try:
+            parsed = json.loads(content) if is_list or is_object else None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{key}={file} is not JSON: {error}") from error
-        if rows is not None:
-            return TableRows(rows, str(file))
+            if is_list:
+                raise ConfigError(f"{key}={file} is not JSON: {error}") from error
+            return TextRows(file, key)  # an object in each line
+        if is_list:
+            return TableRows(parsed, str(file))
+        if "\n" in content.strip():
+            raise ConfigError(f"{key}={file} {_one_object(parsed)}")
     return TextRows(file, key)
+
+
+def _one_object(found: Mapping[str, Any]) -> str:
+    """What is wrong with a file that is one JSON object over several lines, and what to do."""
+    inner = {name: value for name, value in found.items() if isinstance(value, list) and value}
+    rows = [name for name, value in inner.items() if isinstance(value[0], dict)]
+    what = f"is one JSON object with the keys {list(found)[:8]}; expected a list of rows, or one row per line."
+    if rows:
+        each = ", ".join(f"{name}.json with the {len(inner[name])} rows of {name!r}" for name in rows[:4])
+        return f"{what} Save each list as a file: {each}."
+    if inner and len(inner) == len(found):
+        return f"{what} Its values are columns: write an object for each row (pandas: orient='records', lines=True)."
+    return what
 
 
 def _parquet(file: Path, key: str) -> RowTable:
@@ -415,7 +491,7 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
 
 def _has_row_files(folder: Path) -> bool:
     """Whether there is one in the folder or in one of its folders, where `datasets` looks; deeper takes too long."""
-    return any(file.suffix in FORMATS for pattern in ("*", "*/*") for file in folder.glob(pattern))
+    return any(_is_known(file) for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def _saved_table(table: Any, place: str, key: str, split: str | None, default_split: str | None) -> RowTable:

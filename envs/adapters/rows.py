@@ -20,8 +20,25 @@ from typing import Any, ClassVar, NamedTuple
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
+from penstock.envs.adapters.chat_messages import (
+    Message,
+    MessageError,
+    checked_message,
+    is_unicode,
+    messages_in,
+    with_system,
+)
 from penstock.envs.import_path import load_object, nearest_hint
-from penstock.envs.row_files import EVALUATION_SPLITS, FORMATS, Row, RowTable, TableRows, has_splits, open_rows
+from penstock.envs.row_files import (
+    EVALUATION_SPLITS,
+    FORMATS,
+    PACKED,
+    Row,
+    RowTable,
+    TableRows,
+    has_splits,
+    open_rows,
+)
 from penstock.envs.tasks.generated_tasks import HELD_OUT_SHARE, endless, is_held_out_key, row_key
 
 Location = str | Sequence[str] | Mapping[str, Any]
@@ -46,8 +63,8 @@ class RowTasks:
 
     Args:
         seed: Order of the training stream.
-        path: A `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, a pattern such as `data/*.jsonl`, a folder of
-            `save_to_disk`, or the name of a Hugging Face dataset; or a list of them.
+        path: A `.jsonl`, `.json`, `.csv` or `.tsv` file, also with `.gz`, or a `.parquet` file, a pattern such as
+            `data/*.jsonl`, a folder of `save_to_disk`, or the name of a Hugging Face dataset; or a list of them.
         rows: Import path of a function without arguments that returns a list of dicts or a `datasets.Dataset`, instead
             of `path`.
         subset: Configuration of a Hugging Face dataset, if it has several.
@@ -55,16 +72,17 @@ class RowTasks:
         held_out: Rows that are evaluated on and not trained on: a share of the rows, chosen by a hash of the prompt; a
             split of `path`; a path; a section `{path: …, subset: …, split: …}` or `{rows: …}`; or, for several
             evaluation sets, `{NAME: split, path or section}`. None is a tenth. Training skips held-out prompts.
-        prompt_field: Column of the prompt: text, or chat messages.
+        prompt_field: Column of the prompt: text, or chat messages, which a column of text holds as JSON.
         id_field: Column of the task id; None numbers the rows.
         columns: Field of the task -> its column. Other columns keep their names.
         required_fields: Fields that must not be missing in any row, e.g. those that the reward takes.
-        system: Text of a system message before a prompt that is text; the prompt then becomes a user message.
+        system: Text of a system message before every prompt that has none; a prompt that is text then becomes a user
+            message.
         chat: Turn a prompt that is text into a user message.
 
     Raises:
         ValueError: If not exactly one of `path` and `rows` is given.
-        ConfigError: If another argument is invalid.
+        ConfigError: If another argument is invalid, or without effect.
     """
 
     _known: ClassVar[dict[Hashable, array[int]]] = {}
@@ -206,8 +224,10 @@ class RowTasks:
         keys = array("Q")
         known: dict[str, int] = {}
         part = _Part(table, keys, prefix)
+        is_system_used = False
         for index, row in enumerate(table):
             task = self._as_task(part, index, row)
+            is_system_used |= not isinstance(task.prompt, str) and task.prompt[0]["content"] == self._system
             keys.append(int.from_bytes(row_key({"prompt": task.prompt}), "big"))
             if self._id_field and (other := known.setdefault(task.task_id, index)) != index:
                 raise ConfigError(
@@ -215,6 +235,11 @@ class RowTasks:
                     f"id, {row[self._id_field]!r}: tasks could not be told apart. Use another column, or null to "
                     "number them."
                 )
+        if self._system is not None and not is_system_used:
+            raise ConfigError(
+                f"env.args.system={self._system!r:.80}: all {len(keys)} prompts of {self._where} have a system message "
+                "of their own, so it would reach none of them. Remove one of the two."
+            )
         if state is not None:
             self._known[state, prefix, form] = keys
         return keys
@@ -255,23 +280,27 @@ class RowTasks:
             )
         return row[column]
 
-    def _prompt(self, value: Any, table: RowTable, index: int) -> str | list[dict[str, str]]:
+    def _prompt(self, value: Any, table: RowTable, index: int) -> str | list[Message]:
         """The prompt of a row.
 
         Raises:
             ConfigError: If it is neither text nor chat messages.
         """
-        if isinstance(value, str) and value.strip() and _is_unicode(value):
+        where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}"
+        try:
+            messages = messages_in(value) if isinstance(value, str) else value
+            if isinstance(messages, list) and messages:
+                chat = [checked_message(number, message) for number, message in enumerate(messages)]
+                return chat if self._system is None else with_system(chat, self._system)
+        except MessageError as problem:
+            raise ConfigError(f"{where}: {problem}.") from None
+        if isinstance(value, str) and value.strip() and is_unicode(value):
             if not self._is_chat:
                 return value
-            system = [] if self._system is None else [{"role": "system", "content": self._system}]
-            return [*system, {"role": "user", "content": value}]
-        if isinstance(value, list) and value and all(map(_is_message, value)):
-            # Columns of a table exist in every message, empty ones as null.
-            return [{key: part for key, part in message.items() if part is not None} for message in value]
+            return with_system([{"role": "user", "content": value}], self._system)
         raise ConfigError(
-            f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}; expected "
-            "valid text that is not empty, or a list of chat messages, each with the texts role and content."
+            f"{where}; expected valid text that is not empty, or a list of chat messages, each with the texts role and "
+            "content."
         )
 
 
@@ -309,7 +338,7 @@ def _named_sets(held_out: Location | Mapping[str, Location]) -> dict[str, Locati
 def _is_split_name(location: str) -> bool:
     return (
         _SPLIT.fullmatch(location) is not None
-        and not location.endswith(FORMATS)
+        and not location.lower().endswith((*FORMATS, PACKED))
         and not Path(location).expanduser().exists()
     )
 
@@ -325,17 +354,3 @@ def _rows_of(path: str, key: str) -> RowTable:
     if not len(table):
         raise ConfigError(f"{key}={path} gave no rows.")
     return table
-
-
-def _is_message(message: object) -> bool:
-    found = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
-    return all(isinstance(text, str) and _is_unicode(text) for text in found)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

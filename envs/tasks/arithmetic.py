@@ -21,6 +21,7 @@ from typing import Literal
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
+from penstock.envs.rewards.answers import AnswerValue, equals_answer
 
 Operator = Literal["+", "-"]
 
@@ -208,8 +209,11 @@ def _task(problem: Problem, split: str, index: int) -> Task:
 
 
 @pure
-def exact_match(trajectory: Trajectory, answer: str, **_: object) -> float:
-    """1 if the response ended by itself and the text after its last `;` is `answer`, else 0."""
-    if trajectory.finish_reason != "stop":
-        return 0.0
-    return float(trajectory.response.rpartition(";")[2] == answer)
+def exact_match(trajectory: Trajectory, answer: AnswerValue, **_: object) -> float:
+    """1 if the response ended by itself and the text after its last `;` is `answer` (envs/rewards/answers.py), else 0.
+
+    Raises:
+        ValueError: If no response could equal the answer.
+    """
+    is_right = equals_answer(trajectory.response.rpartition(";")[2], answer)
+    return float(is_right and trajectory.finish_reason == "stop")

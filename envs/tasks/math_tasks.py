@@ -13,6 +13,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.import_path import nearest_hint
+from penstock.envs.rewards.answers import AnswerValue, checked_answer
 from penstock.envs.row_files import Row, open_rows
 from penstock.envs.tasks.generated_tasks import endless
 
@@ -121,14 +122,18 @@ def _question(task: Task) -> str:
 
 
 @pure
-def math_verify_reward(trajectory: Trajectory, answer: str, **_: object) -> float:
+def math_verify_reward(trajectory: Trajectory, answer: AnswerValue, **_: object) -> float:
     """1 if math-verify finds the response's final (boxed) answer equal to `answer`, else 0.
 
     math-verify's own time-outs use alarm signals of the main thread and are switched off: the reward worker kills a
     call that hangs. A truncated response has no final answer.
+
+    Raises:
+        ValueError: If no response could equal the answer (envs/rewards/answers.py).
     """
     import math_verify
 
+    answer = checked_answer(answer)
     if trajectory.finish_reason != "stop":
         return 0.0
     gold = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)

@@ -7,8 +7,9 @@
     Toolbox([add]).schemas()[0]["function"]["parameters"]["required"] == ["a", "b"]
 
 Calls have the format of Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`, any
-number of them in a turn. Mistakes of the model (invalid JSON, an unknown tool, invalid arguments), and exceptions and
-time-outs of a tool, are reported to the model and counted. They never end the episode.
+number of them in a turn. Mistakes of the model (invalid JSON, an unknown tool, invalid arguments, half of a surrogate
+pair, which is no text), and exceptions and time-outs of a tool, are reported to the model and counted. They never end
+the episode.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ def _parse(body: str) -> ToolCall:
     form = 'write <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     try:
         call = json.loads(body)
+        # JSON may escape half of a surrogate pair (\\ud83d), which no tokenizer and no file takes.
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        return ToolCall("", {}, f"{half} is half of a surrogate pair, which is no character; {form}")
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"not JSON ({error}); {form}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -176,10 +182,13 @@ class Toolbox:
             near = get_close_matches(call.name, self._tools, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             return ToolResult("unknown_tool", f"error: no tool {call.name!r:.60}; there are {list(self._tools)}.{hint}")
+        outcome: Outcome = "ok"
         try:
-            return ToolResult("ok", (await self._tools[call.name].call(call.arguments))[:_MAX_RESULT_CHARACTERS])
+            text = await self._tools[call.name].call(call.arguments)
         except ToolError as error:
-            return ToolResult(error.outcome, f"error: {error}"[:_MAX_RESULT_CHARACTERS])
+            outcome, text = error.outcome, f"error: {error}"
+        # A tool may give what is no text, such as the name of a file that is not UTF-8; "?" stands for it.
+        return ToolResult(outcome, text[:_MAX_RESULT_CHARACTERS].encode(errors="replace").decode())
 
 
 def _checked(tool: DescribedTool) -> DescribedTool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import random
 import re
@@ -169,6 +170,123 @@ def test_chat_messages_are_prompts_and_empty_columns_of_a_message_are_left_out(k
     assert next(source.train()).prompt == [{"role": "system", "content": "Add."}, chat[1]]
 
 
+CALLS = [
+    {
+        "prompt": [
+            {"role": "user", "content": f"question {n}"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+            {"role": "tool", "content": "3", **extra},
+        ],
+        "answer": str(n),
+        "notes": {"of": {name: n}, "list": [None, {"only": n}]} if n % 2 else {},
+    }
+    for n, (name, arguments, extra) in enumerate(
+        [("add", {"a": 1, "b": {"c": 2}}, {"name": "add"}), ("search", {"query": "x", "in": [{"site": "y"}, {}]}, {})]
+        * 6
+    )
+]
+"""Rows whose nested keys differ, as those of tool calls do."""
+
+
+@pytest.mark.parametrize("kind", ["calls.parquet", "saved", "function"])
+def test_keys_that_only_other_rows_have_are_in_no_row_however_deep(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tasks(**where: Any) -> dict[str, Task]:
+        return {task.task_id: task for tasks in RowTasks(0, **where).stored().values() for task in tasks}
+
+    expected = tasks(path=write("own.jsonl", CALLS))
+    if kind == "function":
+        Path("own_calls.py").write_text(
+            "import datasets, json\n\ndef rows():\n    with open('own.jsonl') as file:\n"
+            "        return datasets.Dataset.from_list([json.loads(line) for line in file if line.strip()])\n"
+        )
+        monkeypatch.syspath_prepend(".")
+        found = tasks(rows="own_calls:rows")
+    else:
+        found = tasks(path=write(kind, CALLS))
+    assert found == expected
+    assert found["rows/1"].prompt[1]["tool_calls"] == CALLS[1]["prompt"][1]["tool_calls"]  # type: ignore[index,call-overload]
+    assert found["rows/0"].fields["notes"] == {}
+
+
+def test_a_null_that_a_row_of_text_has_below_a_message_or_in_a_field_stays() -> None:
+    call = {"function": {"name": "search", "arguments": {"query": None}}}
+    row = {"prompt": [{"role": "assistant", "content": None, "tool_calls": [call]}], "limits": {"time": None}}
+    write("own.jsonl", [{"prompt": "own"}])
+    task = next(RowTasks(0, write("rows.jsonl", [row]), held_out="own.jsonl").train())
+    assert task.prompt == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert task.fields == {"limits": {"time": None}}
+
+
+@pytest.mark.parametrize("kind", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_messages_in_the_form_of_openai_become_those_that_templates_take(kind: str) -> None:
+    arguments = {"city": "Zürich"}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": json.dumps(arguments)}}],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "1", "tool_calls": []},
+    ]
+    if kind == "rows.parquet":  # one type of content in a table
+        chat[2]["content"] = [{"type": "text", "text": "rain"}]
+    rows = [{"prompt": json.dumps(chat) if kind == "rows.csv" else chat}]
+    source = RowTasks(0, write(kind, rows), held_out=write("own.jsonl", [{"prompt": "own"}]), chat=True)
+    assert next(source.train()).prompt == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+    ]
+
+
+def test_text_that_only_looks_like_messages_stays_text() -> None:
+    texts = ['["role", "content"]', "[role] content", '[{"name": "role content"}]', "[1, 2]"]
+    rows = RowTasks(0, write("rows.jsonl", [{"prompt": text} for text in texts]), held_out=write("own.csv", ROWS))
+    assert {task.prompt for task in islice(rows.train(), 4)} == set(texts)
+
+
+def test_a_system_text_stands_before_every_prompt_that_has_none_or_is_refused() -> None:
+    user, own = {"role": "user", "content": "1+1"}, {"role": "system", "content": "Own."}
+    write("own.jsonl", [{"prompt": "own"}])
+    write("rows.jsonl", [{"prompt": [user]}, {"prompt": [own, user]}, {"prompt": "text"}])
+    source = RowTasks(0, "rows.jsonl", held_out="own.jsonl", system="Be brief.")
+    told = {"role": "system", "content": "Be brief."}
+    assert {task.task_id: task.prompt for task in islice(source.train(), 3)} == {
+        "rows/0": [told, user],
+        "rows/1": [own, user],
+        "rows/2": [told, {"role": "user", "content": "text"}],
+    }
+    assert source.held_out(1)[0].prompt == [told, {"role": "user", "content": "own"}]
+    write("rows.jsonl", [{"prompt": [own, user]}] * 3)
+    with pytest.raises(ConfigError, match=r"system='Be brief\.': all 3 prompts .* have a system message of their own"):
+        next(RowTasks(0, "rows.jsonl", held_out="own.jsonl", system="Be brief.").train())
+
+
+@pytest.mark.parametrize(
+    "name", ["a.JSONL", "LIST.JSON", "a.Csv", "a.jsonl.gz", "list.json.gz", "a.csv.GZ", "a.tsv.gz"]
+)
+def test_endings_may_be_capitals_and_text_formats_may_be_packed(name: str) -> None:
+    plain = write(f"plain-{name.lower().removesuffix('.gz')}", ROWS)
+    content = Path(plain).read_bytes()
+    Path(plain).unlink()
+    Path(name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    source = RowTasks(5, name)
+    assert trained(source) | prompts(source.held_out(100)) == {row["prompt"] for row in ROWS}
+    assert next(source.train()) == next(RowTasks(5, write("again.jsonl", ROWS)).train())
+
+
+def test_white_space_around_the_names_of_columns_is_left_out() -> None:
+    Path("rows.csv").write_text("prompt, answer \n1+1=, 2\n")
+    source = RowTasks(0, "rows.csv", held_out=write("own.jsonl", [{"prompt": "own"}]))
+    assert next(source.train()).fields == {"answer": " 2"}
+
+
 def test_rows_are_read_from_the_file_when_they_are_asked_for() -> None:
     source = RowTasks(0, write("rows.jsonl", ROWS))
     tasks = source.train()
@@ -224,6 +342,44 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "cut parquet": (lambda: cut(write("rows.parquet", ROWS)), "rows.parquet is no Parquet file"),
     "damaged parquet": (lambda: damage(write("rows.parquet", ROWS)), "rows.parquet cannot be read"),
     "damaged folder": (lambda: damage(write("saved", ROWS) + "/state.json") and "saved", "saved cannot be loaded"),
+    "wrapped": (
+        bad_bytes("rows.json", b'{"data": [\n{"prompt": "1"}]}'),
+        r"is one JSON object with the keys \['data'\].*Save each list as a file: data.json with the 1 rows",
+    ),
+    "splits in an object": (
+        bad_bytes("rows.json", b'{"train": [{"prompt": "1"}],\n"test": [{"prompt": "2"}]}'),
+        "train.json with the 1 rows of 'train', test.json",
+    ),
+    "columns": (
+        bad_bytes("rows.json", b'{\n"prompt": ["1"], "answer": ["1"]}'),
+        "Its values are columns: write an object",
+    ),
+    "no gzip": (bad_bytes("rows.jsonl.gz", GOOD), "rows.jsonl.gz cannot be unpacked: Not a gzipped file"),
+    "cut gzip": (bad_bytes("rows.csv.gz", gzip.compress(GOOD)[:-9]), "rows.csv.gz cannot be unpacked: "),
+    "packed parquet": (bad_bytes("rows.parquet.gz", b"x"), "may be packed, as .jsonl.gz"),
+    "second message": (
+        bad_bytes("rows.jsonl", b'{"prompt": [{"role": "user", "content": "%s"}, {"role": "tool"}]}' % (b"1" * 200)),
+        r"message 1 \(tool\) has no content and no tool_calls",
+    ),
+    "image": (
+        bad_bytes("rows.jsonl", b'{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}'),
+        r"message 0 \(user\) has a part of type 'image_url' in its content; only parts of text",
+    ),
+    "sharegpt": (
+        bad_bytes("rows.jsonl", b'{"prompt": [{"from": "human", "value": "1"}]}'),
+        "of ShareGPT: from is role",
+    ),
+    "arguments": (
+        bad_bytes(
+            "rows.jsonl",
+            b'{"prompt": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+        ),
+        "calls 'f' with arguments that are not JSON",
+    ),
+    "messages of Python": (
+        bad_bytes("rows.csv", b"prompt\n\"[{'role': 'user', 'content': '1'}]\"\n"),
+        "seems to be chat messages that were written as text",
+    ),
     "link": (lambda: Path("rows.jsonl").symlink_to("gone") or "rows.jsonl", "rows.jsonl: no such file"),
     "device": (lambda: "/dev/null", "a file of rows is one of"),
 }

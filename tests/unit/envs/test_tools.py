@@ -13,7 +13,7 @@ import pytest
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, parse_calls, with_tools
+from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, ToolResult, parse_calls, with_tools
 from penstock.envs.tools.tool_environment import ToolEnvironment
 from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply
 
@@ -112,6 +112,14 @@ def test_the_schema_comes_from_the_signature() -> None:
         ('<tool_call>{"name": "fails"}</tool_call>', "error", "KeyError: 'shelf'"),
         ('<tool_call>{"name": "sleeps"}</tool_call>', "timeout", "took longer than 0.2 s"),
         ("<tool_call>" + "[" * 5000, "bad_json", "not JSON"),
+        *(
+            (f"<tool_call>{call}</tool_call>", "bad_json", r"error: \ud83d is half of a surrogate pair")
+            for call in (
+                r'{"name": "search", "arguments": {"words": ["\ud83d"]}}',
+                r'{"name": "add", "arguments": {"\ud83d": 1}}',
+                r'{"name": "\ud83d", "arguments": {}}',
+            )
+        ),
     ],
 )
 async def test_every_call_has_an_outcome(text: str, outcome: str, said: str) -> None:
@@ -119,6 +127,20 @@ async def test_every_call_has_an_outcome(text: str, outcome: str, said: str) -> 
     result = await BOX.run(call)
     assert result.outcome == outcome
     assert said in result.text
+
+
+async def test_what_a_tool_gives_can_always_be_encoded() -> None:
+    def listing() -> str:
+        """List files."""
+        return b"caf\xe9".decode(errors="surrogateescape")
+
+    def refuses() -> None:
+        """Refuse."""
+        raise ValueError("\udce9")
+
+    box = Toolbox([listing, refuses])
+    assert await box.run(ToolCall("listing", {})) == ToolResult("ok", "caf?")
+    assert await box.run(ToolCall("refuses", {})) == ToolResult("error", "error: ValueError: ?")
 
 
 @pytest.mark.parametrize("tool", HOSTILE)

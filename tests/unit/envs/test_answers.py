@@ -1,0 +1,80 @@
+"""A response and the answer of a row are compared by value, or the answer is refused by its field and type."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.envs.tasks.arithmetic import exact_match
+from penstock.envs.tasks.math_tasks import math_verify_reward
+
+
+def answered(text: str) -> Any:
+    return SimpleNamespace(response=text, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1+2=;3", 3),
+        ("3", 3.0),
+        ("3", "3.0"),
+        ("3.0", 3),
+        ("-7", -7),
+        ("1e3", 1000),
+        ("0.10", 0.1),
+        ("3", " 3"),
+        (" 3\n", "3"),
+        ("3", np.int64(3)),
+        ("2.5", np.float32(2.5)),
+        ("9" * 4000, int("9" * 4000)),
+        ("True", True),
+        ("false", False),
+        ("[1, 2]", [1, 2.0]),
+        ("['a', 'b']", ["a", "b"]),
+        ('["a", ["b"]]', ("a", ["b"])),
+        ("[1, 2]", np.array([1, 2])),
+        ("[null, \"\"]", [None, ""]),
+    ],
+)  # fmt: skip
+def test_numbers_lists_and_padded_text_are_compared_by_value(text: str, answer: Any) -> None:
+    assert exact_match(answered(text), answer) == 1.0
+    assert exact_match(SimpleNamespace(response=text, finish_reason="length"), answer) == 0.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1", True),
+        ("True", 1),
+        ("0", False),
+        ("[true]", [1]),
+        ("4", 3),
+        ("3.0000001", 3),
+        ("007", "7"),
+        ("3 4", "34"),
+        ("", 3),
+        ("three", 3),
+        ("１", 1),
+        ("1" * 10 + "e99999", 3.0),
+        ("[2, 1]", [1, 2]),
+        ("[1", [1]),
+        ("[" * 5000, [1]),
+        ("a", ["a"]),
+    ],
+)
+def test_a_truth_value_is_no_number_and_text_without_a_decimal_point_is_text(text: str, answer: Any) -> None:
+    assert exact_match(answered(text), answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", [None, math.nan, math.inf, "", " \n", {"a": 1}, b"3", [math.nan], np.array([np.nan])]
+)
+@pytest.mark.parametrize("reward", [exact_match, math_verify_reward])
+def test_an_answer_that_no_response_equals_is_refused_with_field_and_type(reward: Any, answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"the field 'answer' of the task is .*\(type \w+\), which no response equals"):
+        reward(answered("3"), answer)
