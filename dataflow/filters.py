@@ -113,21 +113,35 @@ class FilterChain:
         """Return the reason to filter a group, or None to keep it.
 
         Raises:
-            PenstockError: If too many groups were filtered since the last batch. Names the most frequent reason.
+            PenstockError: As `count`.
             TrajectoryError: If the input of a filter is missing; the group fails.
         """
         reason = next((reason for judge in self.filters if (reason := judge(members)) is not None), None)
         if reason is not None:
-            self.since_batch[reason] += 1
-            if (total := self.since_batch.total()) > self.max_refills:
-                worst, count = self.since_batch.most_common(1)[0]
-                raise PenstockError(
-                    f"dataflow: {total} groups were filtered since the last batch closed, and the limit is "
-                    f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample, but nothing is "
-                    "trained. Use tasks of another difficulty, a larger group_size, or remove the filter from "
-                    "dataflow.filters."
-                )
+            self.count(reason)
         return reason
+
+    def count(self, reason: Reason) -> None:
+        """Count a filtered group.
+
+        Raises:
+            PenstockError: If too many groups were filtered since the last batch. Names the most frequent reason.
+        """
+        self.since_batch[reason] += 1
+        if (total := self.since_batch.total()) <= self.max_refills:
+            return
+        worst, num_worst = self.since_batch.most_common(1)[0]
+        cause, remedy = (
+            f"by the filter {worst}",
+            ("Use tasks of another difficulty, a larger group_size, or remove the filter from dataflow.filters."),
+        )
+        if worst is Reason.ABSTAINED:
+            cause = "because the reward had an opinion on fewer than dataflow.min_group_size of their answers"
+            remedy = "Return a number, not None (a function without `return` gives None), or leave such tasks out."
+        raise PenstockError(
+            f"dataflow: {total} groups were filtered since the last batch closed, and the limit is {self.max_refills}; "
+            f"{num_worst} of them {cause}. The engines sample, but nothing is trained. {remedy}"
+        )
 
     def batch_closed(self) -> None:
         self.since_batch.clear()

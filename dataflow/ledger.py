@@ -59,6 +59,7 @@ class Reason(StrEnum):
     OVERLONG = "overlong"
     PASS_RATE = "pass_rate"  # noqa: S105  of groups
     USER = "user"
+    ABSTAINED = "abstained"
     ENV = "env"
     REWARD = "reward"
     ENGINE = "engine"
@@ -72,7 +73,13 @@ REASONS = {
         Reason.ROLLBACK,
         Reason.RUN_END,
     },
-    GroupState.FILTERED: {Reason.ZERO_VARIANCE, Reason.OVERLONG, Reason.PASS_RATE, Reason.USER},
+    GroupState.FILTERED: {
+        Reason.ZERO_VARIANCE,
+        Reason.OVERLONG,
+        Reason.PASS_RATE,
+        Reason.USER,
+        Reason.ABSTAINED,
+    },
     GroupState.FAILED: {Reason.ENV, Reason.REWARD, Reason.ENGINE},
 }
 

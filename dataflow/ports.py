@@ -126,9 +126,9 @@ class Engine(Protocol):
 # Not frozen: one is created per trajectory, and constructing frozen instances takes three times as long.
 @dataclass(slots=True)
 class Score:
-    """The reward of one trajectory, and its named parts."""
+    """The reward of one trajectory, and its named parts; None is no opinion."""
 
-    reward: float
+    reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -137,7 +137,7 @@ class RewardWorker(Protocol):
         """Score one finished trajectory.
 
         Raises:
-            TrajectoryError: Of kind `reward`, if the reward raised, timed out or did not return a number.
+            TrajectoryError: Of kind `reward`, if the reward raised, timed out or returned neither a number nor None.
         """
         ...
 

@@ -27,7 +27,7 @@ from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, Spans, join_spans
 
-FORMAT = 2
+FORMAT = 3
 """Version of the form on disk. A reader knows its own and all older ones."""
 
 

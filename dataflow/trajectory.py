@@ -169,7 +169,8 @@ class Trajectory:
             answers alone.
         finish_reason: `length` marks a truncated answer, an episode that a limit ended before the environment did, and
             one whose last turn was truncated.
-        reward: Scalar used by the advantage; None until scored.
+        reward: Scalar used by the advantage; None until scored, and for good if the reward abstained.
+        has_abstained: The reward was called and had no opinion, so that the trajectory is not trained.
         reward_parts: Value of each named reward.
         episode: The turns; None for a single-turn trajectory.
         policy_id: The policy that sampled the trajectory; the spans hold versions of this policy.
@@ -200,6 +201,7 @@ class Trajectory:
     reasoning: str = ""
     messages: Sequence[Mapping[str, str]] = ()
     alternatives: Alternatives | None = None
+    has_abstained: bool = False
     num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,10 +218,15 @@ class Trajectory:
             )
         assert self.alternatives is None or len(self.alternatives.counts) == masked
 
-    def score(self, reward: float, parts: Mapping[str, float]) -> None:
-        """Set the reward. May be called once."""
-        assert self.reward is None, f"{self.trajectory_id} has a reward already"
-        self.reward, self.reward_parts = reward, parts
+    def score(self, reward: float | None, parts: Mapping[str, float]) -> None:
+        """Set the reward; None if it has no opinion. May be called once."""
+        assert not self.is_scored, f"{self.trajectory_id} has a reward already"
+        self.reward, self.reward_parts, self.has_abstained = reward, parts, reward is None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the reward was called, even if it had no opinion."""
+        return self.reward is not None or self.has_abstained
 
     @property
     def text(self) -> str:

@@ -13,9 +13,10 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.sandbox.config import SandboxConfig
 
 Device = Literal["cpu", "cuda"]
-RewardResult = float | Mapping[str, float]
+RewardResult = float | Mapping[str, float] | None
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
-"""`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum."""
+"""`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum. None
+is no opinion: the answer is neither trained nor part of its group's baseline."""
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

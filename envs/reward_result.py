@@ -1,4 +1,7 @@
-"""Turns the return value of a reward function into a reward with parts, or into an error that explains the problem."""
+"""Turns the return value of a reward function into a reward with parts, or into an error that explains the problem.
+
+None, or a dict whose `reward` or every entry is None, is no opinion: there is no reward, and nothing has failed.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,20 @@ _MAX_MESSAGE_CHARACTERS = 500
 
 
 class Reply(TypedDict, total=False):
-    """Either `reward` with its `parts`, or `error`, or `timed_out`; the hello has `is_async`, `is_pure` or `error`."""
+    """Either `reward` with its `parts`, or `abstains`, or `error`, or `timed_out`; the hello has `is_async`, `is_pure`
+    or `error`.
+    """
 
     reward: float
     parts: dict[str, float]
+    abstains: bool
     error: str
     timed_out: bool
     is_async: bool
     is_pure: bool
 
 
-def to_reply(returned: object, what: str = "the reward function returned") -> Reply:
+def to_reply(returned: object, what: str = "the reward function returned", *, may_abstain: bool = True) -> Reply:
     """Turn the return value of the user's function into a reward and its parts, or into an error that describes it.
 
     A dict names parts; the reward is its `reward` entry, or the sum.
@@ -35,7 +41,10 @@ def to_reply(returned: object, what: str = "the reward function returned") -> Re
     Args:
         returned: The return value of the user's code.
         what: Beginning of the error message.
+        may_abstain: Whether it may have no opinion; otherwise None is an error.
     """
+    if may_abstain and _is_no_opinion(returned):
+        return {"abstains": True}
     if not isinstance(returned, Mapping):
         number = _to_number(returned, f"{what} ")
         return {"error": number} if isinstance(number, str) else {"reward": number, "parts": {}}
@@ -69,7 +78,7 @@ def is_reply(reply: object) -> bool:
         return False
     if "reward" in reply:
         return are_finite([reply["reward"]]) and are_parts(reply.get("parts"))
-    return "timed_out" in reply or isinstance(reply.get("error"), str)
+    return "timed_out" in reply or reply.get("abstains") is True or isinstance(reply.get("error"), str)
 
 
 def are_parts(parts: object) -> bool:
@@ -96,6 +105,12 @@ def to_failure(error: BaseException) -> Reply:
         last = f"{type(error).__name__}: {message}"
         text = frames[-(MAX_DETAIL_CHARACTERS - len(last)) :] + last
     return {"error": text.rstrip() + permission_hint(error)}
+
+
+def _is_no_opinion(returned: object) -> bool:
+    if not isinstance(returned, Mapping):
+        return returned is None
+    return bool(returned) and (returned.get("reward", 0.0) is None or all(one is None for one in returned.values()))
 
 
 def _to_number(value: object, what: str) -> float | str:

@@ -8,6 +8,7 @@ first failure ends its row: after a hang, every further task would most likely t
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,12 @@ from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.workers.scoring import RewardRunner
 
 NUM_TASKS = 8
+NUM_READ_TASKS = 4096
+"""Training tasks of which one of each kind is scored."""
+MAX_KINDS = 16
 GARBAGE = ("", "???", "<tool_call>{not json</tool_call>", "0" * 500, "né ✓ \u202e", "I do not know.")
 FULL_REWARD = 1.0
+NO_OPINION = "the reward had no opinion (None) on any answer"
 Say = Callable[[str], None]
 """Shows a line of progress."""
 
@@ -104,7 +109,11 @@ async def check_environment(
     if not isinstance(source, EnvironmentSource):
         if reward is None:
             return [*findings, Finding("rewards", None, "single-turn tasks: name what scores an answer by --reward")]
-        return [*findings, *await _check_answers(reward, source, tasks, say)]
+        try:
+            kinds = kinds_of_tasks([*islice(source.train(), NUM_READ_TASKS), *source.held_out(NUM_READ_TASKS)])
+        except Exception as error:  # noqa: BLE001  user code: anything it raises is a finding
+            return [*findings, _bad("more tasks", f"raised {type(error).__name__}: {error}")]
+        return [*findings, *await _check_answers(reward, source, tasks, kinds, say)]
     if reward is not None:
         raise ConfigError(f"--reward {reward.fn}: {config.factory} has episodes with their own reward; leave it out.")
     host = EpisodeHost(config, 0)
@@ -139,8 +148,29 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
     return [*findings, Finding("held_out(1)", is_good, found)], tasks
 
 
-async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task], say: Say) -> list[Finding]:
-    """Score garbage and the gold answer of each task with the reward function, in a reward process."""
+def kinds_of_tasks(tasks: Sequence[Task]) -> list[Task]:
+    """The first task of each kind of row, at most `MAX_KINDS`: those whose fields have other types, or are missing.
+
+    A reward that takes one task of a kind most likely takes all of them, and one that takes numbers may fail at text.
+    """
+
+    def kind(value: object) -> str:
+        if isinstance(value, str) and not value.strip():
+            return "empty"
+        return "not finite" if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+
+    first: dict[frozenset[tuple[str, str]], Task] = {}
+    for task in tasks:
+        first.setdefault(frozenset((name, kind(value)) for name, value in task.fields.items()), task)
+    return list(first.values())[:MAX_KINDS]
+
+
+async def _check_answers(
+    reward: RewardConfig, source: TaskSource, tasks: Sequence[Task], kinds: Sequence[Task], say: Say
+) -> list[Finding]:
+    """Score garbage and the gold answer of each task with the reward function, in a reward process, and one answer to
+    a task of each kind.
+    """
     runner, name = RewardRunner(reward), "gold gets full reward"
     try:
         say(f"loading {reward.label}")
@@ -150,10 +180,17 @@ async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequen
         garbage = await scored.rewards("garbage", answers, len(GARBAGE))
         if isinstance(garbage, str):
             return [_bad("garbage gets no full reward", garbage)]
-        best = max(garbage)
-        is_low, (task, text) = best < FULL_REWARD, answers[garbage.index(best)]
-        which = "" if is_low else f": {text!r} for task {task.task_id}; a right answer gets {FULL_REWARD:g} or more"
-        findings = [Finding("garbage gets no full reward", is_low, f"at most {best:g}{which}")]
+        of_kinds = await scored.rewards("one answer", [(task, GARBAGE[-1]) for task in kinds if task not in tasks], 1)
+        if isinstance(of_kinds, str):
+            return [_bad("every kind of row is scored", of_kinds)]
+        best = max((one for one in garbage if one is not None), default=None)
+        if best is None:
+            findings = [Finding("garbage gets no full reward", None, NO_OPINION)]
+        else:
+            is_low, (task, text) = best < FULL_REWARD, answers[garbage.index(best)]
+            which = "" if is_low else f": {text!r} for task {task.task_id}; a right answer gets {FULL_REWARD:g} or more"
+            findings = [Finding("garbage gets no full reward", is_low, f"at most {best:g}{which}")]
+        findings.append(_good("every kind of row is scored", f"{len(kinds)} in {NUM_READ_TASKS} tasks at most"))
         gold_response = getattr(source, "gold_response", None)
         if gold_response is None:
             return [*findings, Finding(name, None, "it has no gold_response(task)")]
@@ -164,8 +201,11 @@ async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequen
         gold = await scored.rewards("gold answer", answers, 1)
         if isinstance(gold, str):
             return [*findings, _bad(name, gold)]
-        found = f"at least {min(gold):g} in {len(gold)} tasks"
-        return [*findings, Finding(name, min(gold) >= FULL_REWARD, found)]
+        given = [one for one in gold if one is not None]
+        if not given:
+            return [*findings, Finding(name, None, NO_OPINION)]
+        found = f"at least {min(given):g} in {len(given)} tasks"
+        return [*findings, Finding(name, min(given) >= FULL_REWARD, found)]
     finally:
         await runner.shutdown()
 
@@ -177,9 +217,9 @@ class _Scored:
     runner: RewardRunner
     say: Say
 
-    async def rewards(self, what: str, answers: Sequence[tuple[Task, str]], num_each: int) -> list[float] | str:
+    async def rewards(self, what: str, answers: Sequence[tuple[Task, str]], num_each: int) -> list[float | None] | str:
         """The rewards of all answers, `num_each` per task; or the first failure, with its task and its answer."""
-        rewards: list[float] = []
+        rewards: list[float | None] = []
         for task, text in answers:
             if len(rewards) % num_each == 0:
                 self.say(

@@ -96,9 +96,9 @@ class FakeEngine:
 
 @dataclass
 class FakeRewards:
-    """Scores by a function of the trajectory; raises what it returns if that is an error."""
+    """Scores by a function of the trajectory, None is no opinion; raises what it returns if that is an error."""
 
-    fn: Callable[[Trajectory], float | TrajectoryError] = lambda trajectory: float(len(trajectory.response) % 2)
+    fn: Callable[[Trajectory], float | TrajectoryError | None] = lambda trajectory: float(len(trajectory.response) % 2)
     calls: int = 0
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.dataflow.trajectory import Trajectory, is_thread_reward
 from penstock.envs.contract import RewardFunction
 from penstock.envs.reward_result import Reply, to_reply
-from penstock.envs.rewards.peer_styles import PeerReward, TrlReward
+from penstock.envs.rewards.peer_styles import PeerReward
 from penstock.envs.workers.reward_cache import LruCache, cache_key
 
 
@@ -35,7 +35,9 @@ class WeightedPart:
 class WeightedSum:
     """`Σ weight_i · clip_i(value_i)`.
 
-    If a part fails, the sum fails: without that part it would be a different reward.
+    If a part fails, the sum fails: without that part it would be a different reward. A part that returns None has no
+    opinion on the answer: it adds nothing and is not recorded. If that is true of all parts with a weight, the sum has
+    none either.
 
     Args:
         parts: Name -> reward.
@@ -57,14 +59,14 @@ class WeightedSum:
         self._caches: dict[str, LruCache[object]] = {name: LruCache(cache_entries) for name in parts}
 
     def __call__(
-        self, trajectory: Trajectory, **fields: Any
-    ) -> dict[str, float] | Coroutine[Any, Any, dict[str, float]]:
-        """The reward and its parts; awaitable if a part is asynchronous."""
+        self, trajectory: Trajectory, /, **fields: Any
+    ) -> dict[str, float] | Coroutine[Any, Any, dict[str, float] | None] | None:
+        """The reward and its parts, or None; awaitable if a part is asynchronous."""
         if self.is_async:
             return self._gather(trajectory, fields)
         return self._combine({name: self._returned(name, trajectory, fields) for name in self.parts})
 
-    async def _gather(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, float]:
+    async def _gather(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, float] | None:
         """Run the synchronous parts, then the asynchronous ones concurrently. The first failure cancels the others."""
         names = sorted(self.parts, key=lambda name: is_async_function(self.parts[name].function))
         returned = {name: self._returned(name, trajectory, fields) for name in names}
@@ -91,26 +93,28 @@ class WeightedSum:
             self._caches[name].put(key, returned)
         return returned
 
-    def _combine(self, returned: Mapping[str, object]) -> dict[str, float]:
-        """The reward and the value of each part, before clipping and weighting.
+    def _combine(self, returned: Mapping[str, object]) -> dict[str, float] | None:
+        """The reward and the value of each part, before clipping and weighting; None without an opinion.
 
         Raises:
-            ValueError: If a part did not return a number, with its name; or if no part applies to the task.
+            ValueError: If a part did not return a number, with its name.
         """
         recorded: dict[str, float] = {}
-        contributions, replies = [], {}
+        contributions: list[float] = []
+        replies: dict[str, Reply] = {}
         for name, part in self.parts.items():
-            if returned[name] is None and isinstance(part.function, TrlReward):
-                continue  # it does not apply to this task
             reply = to_reply(returned[name])
             if "error" in reply:
                 raise ValueError(f"reward.parts.{name}: {reply['error']}")
+            if "abstains" in reply:
+                continue
             contributions.append(part.contribution(reply["reward"]))
             replies[name] = reply
             recorded[name] = reply["reward"]
             recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
-        if not replies:
-            raise ValueError("none of reward.parts applies to this task: all returned None")
+        weighted = {name for name, part in self.parts.items() if part.weight} or self.parts.keys()
+        if weighted.isdisjoint(replies):
+            return None
         return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies)}
 
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:

@@ -88,8 +88,8 @@ class HttpReward:
         """
         return cls(HttpConfig.model_validate(args), context)
 
-    async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        """Request the reward of one trajectory.
+    async def __call__(self, trajectory: Trajectory, /, **fields: Any) -> dict[str, float] | None:
+        """Request the reward of one trajectory; None if the service answers null, which is no opinion.
 
         Raises:
             RewardServiceError: If there is no usable answer.
@@ -97,6 +97,8 @@ class HttpReward:
         reply = to_reply(await self._post_json(encode_trajectory(trajectory, fields)), "the service answered")
         if "error" in reply:
             raise RewardServiceError(reply["error"])
+        if "abstains" in reply:
+            return None
         return {**reply["parts"], "reward": reply["reward"]}
 
     async def _post_json(self, body: object) -> Any:

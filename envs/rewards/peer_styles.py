@@ -57,7 +57,7 @@ class PeerReward:
         self.__signature__ = Signature([trajectory, *columns, others])
         self.__module__, self.__qualname__ = function.__module__, getattr(function, "__qualname__", repr(function))
 
-    def __call__(self, trajectory: Trajectory, **fields: Any) -> Any:
+    def __call__(self, trajectory: Trajectory, /, **fields: Any) -> Any:
         """The reward and its parts; awaitable if the function is asynchronous."""
         arguments = self.arguments(trajectory, fields) | self.args
         returned = self.function(
@@ -82,7 +82,7 @@ class TrlReward(PeerReward):
 
     If the prompt is chat messages, so is the completion: `[{"role": "assistant", "content": ...}]`, with the
     observations of an episode between the turns as messages of the user. None means that the function does not apply to
-    the task: as one of several parts it then adds nothing and is not recorded; alone it fails the attempt.
+    the task, as for every reward: as one of several parts it adds nothing and is not recorded; alone it has no opinion.
     """
 
     style = "trl"

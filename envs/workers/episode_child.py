@@ -89,15 +89,17 @@ def _from_several(returned: Sequence[Observation], method: str) -> EpisodeReply:
 
 def _from_one(returned: Observation | Done, method: str) -> EpisodeReply:
     what = f"{method} returned {type(returned).__name__} with reward"
-    scored = to_reply(returned.reward, what)
-    counted = to_reply(dict(returned.counts) or 0.0, f"{method} returned {type(returned).__name__} with counts")
+    scored = to_reply(returned.reward, what, may_abstain=False)
+    told = f"{method} returned {type(returned).__name__} with counts"
+    counted = to_reply(dict(returned.counts) or 0.0, told, may_abstain=False)
     if "error" in scored or "error" in counted:
         return {"error": scored.get("error") or counted["error"]}
     if method == "reset" and scored["reward"]:
         return {"error": f"{what} {scored['reward']:g}; expected 0: no turn has been taken. Give it in the first step"}
     reply: EpisodeReply = {"reward": scored["reward"], "parts": scored["parts"], "counts": counted["parts"]}
     if isinstance(returned, Done):
-        of_threads = to_reply(dict(returned.thread_rewards) or 0.0, f"{method} returned Done with thread_rewards")
+        told = f"{method} returned Done with thread_rewards"
+        of_threads = to_reply(dict(returned.thread_rewards) or 0.0, told, may_abstain=False)
         if "error" in of_threads:
             return {"error": of_threads["error"]}
         reply["parts"] |= {f"{THREAD_PART}{name}": value for name, value in of_threads["parts"].items()}

@@ -183,8 +183,8 @@ class RewardRunner:
         if call is None:
             return
         self._progress_at = asyncio.get_running_loop().time()
-        if "reward" in reply:
-            score = Score(reply["reward"], reply["parts"])
+        if "reward" in reply or "abstains" in reply:
+            score = Score(None) if "abstains" in reply else Score(reply["reward"], reply["parts"])
             if call.key is not None:
                 self._cache.put(call.key, score)
             if not call.outcome.done():

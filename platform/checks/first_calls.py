@@ -1,7 +1,8 @@
 """Calls the user's reward and environment on two tasks with scripted answers, before anything starts.
 
-A reward that returns None, hangs or ends its process is found here in seconds, and not by a run that has loaded its
-engines. The calls are made in the processes of a run (envs/workers), each within `LIMIT_S`.
+A reward that returns text, hangs or ends its process is found here in seconds, and not by a run that has loaded its
+engines. It is also called on a task of every other kind of row (other types of fields, missing ones). The calls are
+made in the processes of a run (envs/workers), each within `LIMIT_S`.
 
 A reward that needs a service or a model is not called (`is_called_before_start = False`), because neither has to be up
 yet. Agent programs are not run: they may need longer than this check may take.
@@ -17,7 +18,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardFunction, TaskSource
 from penstock.envs.rewards.composition import calls_of
-from penstock.envs.scripted_check import play_script, scripted_answer, scripted_turns
+from penstock.envs.scripted_check import kinds_of_tasks, play_script, scripted_answer, scripted_turns
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.config.findings import Finding, absent, error, note, warning
@@ -32,17 +33,26 @@ _SHOWN_CHARACTERS = 60
 
 
 def check_first_calls(
-    config: RunConfig, source: TaskSource, reward: RewardFunction, tasks: Sequence[Task]
+    config: RunConfig,
+    source: TaskSource,
+    reward: RewardFunction,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task] = (),
 ) -> Iterator[Finding]:
     """Play or answer the first and the last of `tasks`, and score both; yields a note about each result.
 
-    The first gets its gold answer if the source has one, the last one the text of a policy that knows nothing.
+    The first gets its gold answer if the source has one, the last one the text of a policy that knows nothing; so does
+    one task of each further kind, training or held out, of which only a failure is told.
     """
     chosen = [tasks[0], tasks[-1]] if len(tasks) > 1 else [tasks[0]]
-    yield from asyncio.run(_call(config, source, reward, chosen))
+    single_turn = [task for task in (*chosen, *tasks, *held_out) if task.environment is None]
+    others = [task for task in kinds_of_tasks(single_turn) if not any(task is one for one in chosen)]
+    yield from asyncio.run(_call(config, source, reward, chosen, others))
 
 
-async def _call(config: RunConfig, source: TaskSource, reward: RewardFunction, chosen: Sequence[Task]) -> list[Finding]:
+async def _call(
+    config: RunConfig, source: TaskSource, reward: RewardFunction, chosen: Sequence[Task], others: Sequence[Task]
+) -> list[Finding]:
     episode = config.env.episode
     limits = episode.model_copy(update={"timeout_s": min(LIMIT_S, episode.timeout_s), "num_workers": 1})
     env = config.env.model_copy(update={"episode": limits})
@@ -63,7 +73,8 @@ async def _call(config: RunConfig, source: TaskSource, reward: RewardFunction, c
         await host.close()
     called = _called_before_start(config.reward, reward)
     if answered and called is not None:
-        findings += [finding async for finding in _score(config, called, answered)]
+        scored = [*answered, *((task, scripted_answer(task, TEXT)) for task in others)]
+        findings += [finding async for finding in _score(config, called, scored, len(answered))]
     return findings
 
 
@@ -111,13 +122,14 @@ def _called_before_start(config: RewardConfig, reward: RewardFunction) -> Reward
 
 
 async def _score(
-    config: RunConfig, called: RewardConfig, answered: Sequence[tuple[Task, Trajectory]]
+    config: RunConfig, called: RewardConfig, answered: Sequence[tuple[Task, Trajectory]], num_shown: int
 ) -> AsyncIterator[Finding]:
-    """Score the answers, up to the first failure."""
+    """Score the answers, up to the first failure; the results of the first `num_shown` are told."""
+    has_opinion = False
     where = f"reward.fn={called.fn}" if called.fn else f"reward.parts ({called.label})"
     runner = RewardRunner(called, config.sandbox)
     try:
-        for task, trajectory in answered:
+        for number, (task, trajectory) in enumerate(answered):
             shown = repr(trajectory.response[:_SHOWN_CHARACTERS])
             try:
                 score = await runner.score(task, trajectory)
@@ -128,8 +140,18 @@ async def _score(
                 what = f"{where}, called before the start on task {task.task_id} with the answer {shown}"
                 yield _failed_call(f"{what}: {failure.cause}", failure, config.reward.timeout_s)
                 return
+            has_opinion |= score.reward is not None
             parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
-            yield note(f"{where}: {task.task_id} answered with {shown}: reward {score.reward:g}{parts}", "reward")
+            found = "no opinion (None)" if score.reward is None else f"reward {score.reward:g}{parts}"
+            if number < num_shown:
+                yield note(f"{where}: {task.task_id} answered with {shown}: {found}", "reward")
+        if not has_opinion:
+            yield warning(
+                f"{where}: it had no opinion (None) on any of the {len(answered)} answers that it was called with "
+                "before the start. Such answers are never trained. If that is not meant, return a number: a function "
+                "without `return` gives None.",
+                "reward",
+            )
     finally:
         await runner.shutdown()
 
@@ -142,7 +164,7 @@ def _failed_call(what: str, failure: TrajectoryError, timeout_s: float) -> Findi
         )
     return error(
         f"{what}. Such an attempt fails. A reward returns a finite number, or a dict of named numbers, "
-        f"for every answer, within reward.timeout_s={timeout_s:g}; a wrong answer is 0, not an exception "
+        f"within reward.timeout_s={timeout_s:g}, or None for no opinion; a wrong answer is 0, not an exception "
         "(docs/guides/first-reward.md).",
         "reward",
         "env",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
@@ -70,12 +71,11 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     tasks = yield from _read_tasks(config, source, command)
     if tasks is None:
         return
-    yield from _check_ids(config, tasks)
-    yield from _check_overlap(tasks)
+    yield from check_sample(config.env, tasks)
     yield from _check_data(config)
     if reward is not None:
         misfits = list(check_reward(reward, tasks))
-        yield from misfits or check_first_calls(config, source, reward, tasks.train)
+        yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
@@ -158,14 +158,26 @@ def _is_of_network(problem: Exception) -> bool:
     return isinstance(problem, ConnectionError) or library in ("datasets", "huggingface_hub")
 
 
-def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+def read_sample(source: TaskSource) -> TaskSample:
+    """The first tasks of a source without streams. Errors of its code propagate."""
+    train = list(islice(named_tasks(source, MAIN, source.train()), NUM_TRAIN_TASKS))
+    return TaskSample(train, held_out_tasks(source, None))
+
+
+def check_sample(env: EnvConfig, tasks: TaskSample) -> Iterator[Finding]:
+    """Check tasks of any source: their ids, and that none is in both splits."""
+    yield from _check_ids(env, tasks)
+    yield from _check_overlap(tasks)
+
+
+def _check_ids(env: EnvConfig, tasks: TaskSample) -> Iterator[Finding]:
     """Check that ids are unique within a stream, because failures are reported by id. Streams may share ids."""
     by_id: dict[str, str] = {}
-    for task in (*(() if config.env.streams else tasks.train), *tasks.held_out):
+    for task in (*(() if env.streams else tasks.train), *tasks.held_out):
         known = by_id.setdefault(task.task_id, _prompt_key(task))
         if known != _prompt_key(task):
             yield error(
-                f"env.factory={config.env.factory}: two different tasks have the id {task.task_id!r}, "
+                f"env.factory={env.factory}: two different tasks have the id {task.task_id!r}, "
                 f"{known:.60} and {_prompt_key(task):.60}: their failures could not be told apart. Number the tasks, "
                 "and include the split in the id.",
                 "env",
@@ -207,6 +219,15 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
 def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
     """Check that each reward can be called with the fields of the tasks."""
     refused: set[str] = set()
+    if taken := [task for task in (*tasks.train, *tasks.held_out) if "trajectory" in task.fields]:
+        yield error(
+            f"env: {taken[0].task_id} has a field 'trajectory', the name under which every reward gets the answer, so "
+            "it could not be called. Rename the column, or give the field another name: "
+            "env.args.columns={recorded: trajectory}.",
+            "reward",
+            "env",
+        )
+        return
     for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
         for key, function, arguments in calls_of(reward, task.fields):
             if key not in refused and (problem := _misfit(function, arguments)):

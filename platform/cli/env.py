@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any, get_args
@@ -20,13 +20,14 @@ from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.import_path import load_object
-from penstock.envs.loading import load_task_source
+from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.registry import factory_path, known_factories
 from penstock.envs.scripted_check import Finding, check_environment
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
 from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
+from penstock.platform.checks.tasks import check_reward, check_sample, read_sample
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
 
@@ -108,6 +109,7 @@ def run_env_check(
         else RewardConfig.model_validate({"fn": reward, "style": style, "timeout_s": timeout_s, "isolation": wanted})
     )
     findings: list[Finding] = asyncio.run(check_environment(config, scored_by, partial(console.print, markup=False)))
+    findings += _check_as_a_run(config, scored_by)
     table = Table("check", "verdict", "what was found")
     for finding in findings:
         table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))
@@ -115,6 +117,21 @@ def run_env_check(
     bad = [finding.name for finding in findings if finding.is_good is False]
     console.print(f"{len(bad)} of {len(findings)} checks failed" if bad else "no check failed")
     return int(bool(bad))
+
+
+def _check_as_a_run(config: EnvConfig, scored_by: RewardConfig | None) -> Iterator[Finding]:
+    """What a dry run of `penstock train` checks of the tasks, and of the reward with them."""
+    try:
+        tasks = read_sample(load_task_source(config, 0))
+    except Exception as problem:  # noqa: BLE001 - user code: anything it raises is a finding
+        yield Finding("tasks can be read", is_good=False, found=f"{type(problem).__name__}: {problem}")
+        return
+    checked = {"ids and splits": list(check_sample(config, tasks))}
+    if scored_by is not None:
+        checked["the reward takes every task"] = list(check_reward(load_reward(scored_by), tasks))
+    size = f"{len(tasks.train)} training and {len(tasks.held_out)} held-out tasks"
+    for name, problems in checked.items():
+        yield Finding(name, not problems, "; ".join(problem.message for problem in problems) or size)
 
 
 def run_env_play(

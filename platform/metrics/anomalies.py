@@ -47,6 +47,7 @@ class Anomalies:
         self._shown: set[float] = set()
         self._num_truncated = 0
         self._is_truncation_noted = False
+        self._is_abstention_noted = False
 
     def attempt_failed(self, task_id: TaskId, failure: TrajectoryError) -> None:
         """Count a failed attempt at a task, and note a reason that is new."""
@@ -60,6 +61,15 @@ class Anomalies:
         self.failed_attempts[self._reasons.setdefault(alike, reason)] += 1
         if is_new:
             self._note(f"an attempt at {task_id} failed ({reason}). See docs/debugging.md, “Attempts fail”.")
+
+    def abstained(self, task_id: TaskId) -> None:
+        """Note, once, that the reward had no opinion on an answer."""
+        if not self._is_abstention_noted:
+            self._is_abstention_noted = True
+            self._note(
+                f"the reward had no opinion (None) on an answer to {task_id}. Such answers are not trained; they are "
+                "counted in flow/abstained, and groups with too few others as filtered(abstained)."
+            )
 
     def group_scored(self, members: Sequence[Trajectory]) -> None:
         """Note a sample when the rewards of `NUM_EQUAL_GROUPS` groups in a row are the same; once for each reward."""

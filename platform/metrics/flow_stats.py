@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
 from penstock.dataflow.trajectory import GroupRef, Trajectory, is_recorded
 from penstock.platform.metrics.anomalies import Anomalies
@@ -107,6 +107,7 @@ class FlowStats:
         samples: All members of the sampled groups of the newest batch.
         last_version: The version at which the newest batch was trained.
         num_scored: Trajectories that were scored by this process; a retried one counts again.
+        num_abstained: Trajectories on which the reward had no opinion, over the whole run.
         num_ready: Groups that this process has made ready.
         failures: The first failures of groups, with their traceback.
         anomalies: Notes what goes wrong on the console.
@@ -118,6 +119,7 @@ class FlowStats:
     population: MeanLength = field(default_factory=MeanLength)
     trained: MeanLength = field(default_factory=MeanLength)
     num_scored: int = 0
+    num_abstained: int = 0
     num_ready: int = 0
     failures: list[TrajectoryError] = field(default_factory=list)
     sampled_every: int = 1
@@ -155,6 +157,7 @@ class FlowStats:
             "trainer_wait_for": dict(self.trainer_wait_for),
             "population": [self.population.num_trajectories, self.population.num_tokens],
             "trained": [self.trained.num_trajectories, self.trained.num_tokens],
+            "num_abstained": self.num_abstained,
             "failures": [[failure.kind, failure.detail] for failure in self.failures],
         }
 
@@ -166,12 +169,18 @@ class FlowStats:
         )
         self.trainer_wait_for.update(state["trainer_wait_for"])
         self.population, self.trained = MeanLength(*state["population"]), MeanLength(*state["trained"])
+        self.num_abstained = state.get("num_abstained", 0)  # a checkpoint of an older version has none
         self.failures = [TrajectoryError(kind, detail) for kind, detail in state["failures"]]
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         population = self.population
         population.num_trajectories += 1
         population.num_tokens += trajectory.num_sampled_tokens
+
+    def abstained(self, task_id: TaskId) -> None:
+        """Count a trajectory on which the reward had no opinion, and note the first one."""
+        self.num_abstained += 1
+        self.anomalies.abstained(task_id)
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Keep the members of a sampled group until it trains: in an admission window, one group in `sampled_every`."""

@@ -60,6 +60,7 @@ class Evaluation:
         pass_at: j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there
             is one answer per task.
         num_unscorable: Answers that could not be sampled or scored.
+        num_abstained: Answers on which the reward had no opinion; they are in no figure either.
         failures: Why not -> number of answers; the most frequent reasons.
     """
 
@@ -73,6 +74,7 @@ class Evaluation:
     sets: Mapping[str, SetScore] = field(default_factory=dict)
     pass_at: Mapping[str, float] = field(default_factory=dict)
     num_unscorable: int = 0
+    num_abstained: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -91,6 +93,7 @@ class Evaluation:
             "eval/version_min": self.version_min,
             "eval/version_max": self.version_max,
             "eval/unscorable": self.num_unscorable,
+            "eval/abstained": self.num_abstained,
             **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
             **{f"{key}/{name}": value for name, score in self.sets.items() for key, value in _metrics(score).items()},
         }
@@ -207,8 +210,9 @@ class Evaluator:
         """Evaluate on `tasks`.
 
         Raises:
-            PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, no engine is
-                left, or an answer has no `evaluation.part`. A failure is never counted as reward 0.
+            PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, the reward has
+                an opinion on none, no engine is left, or an answer has no `evaluation.part`. A failure is never counted
+                as reward 0.
         """
         size = self._config.answers_per_task
         failures: list[TrajectoryError] = []
@@ -249,11 +253,17 @@ class Evaluator:
         if self._table is not None:
             await asyncio.to_thread(self._table.write, step, answers)
         scored = [one for _, of_task in answers for one in of_task]
+        num_abstained = sum(one.has_abstained for one in scored)
         by_set: dict[str, list[list[float]]] = {}
         for task, of_task in answers:
-            if of_task:
-                rewards = [self._measured(one) for one in of_task]
+            if rewards := [self._measured(one) for one in of_task if not one.has_abstained]:
                 by_set.setdefault(task.evaluation_set, []).append(rewards)
+        if not by_set:
+            raise PenstockError(
+                f"evaluation: none of the {size * len(tasks)} answers has a reward, so there is no figure: "
+                f"{len(failures)} could not be sampled or scored, and on {num_abstained} the reward had no opinion "
+                "(None). Return a number for held-out tasks."
+            )
         total = self._score([rewards for of_set in by_set.values() for rewards in of_set])
         reasons = Counter(f"{failure.kind}: {failure.cause}" for failure in failures)
         return Evaluation(
@@ -266,6 +276,7 @@ class Evaluator:
             sets={name: self._score(of_set) for name, of_set in sorted(by_set.items()) if name},
             pass_at=total.pass_at,
             num_unscorable=len(failures),
+            num_abstained=num_abstained,
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
 

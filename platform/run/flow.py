@@ -329,10 +329,17 @@ class Flow:
 
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Outcome]) -> None:
         """Store, filter or fail a group all of whose trajectories have ended."""
-        group_id = run.group_id
-        trajectories = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
-        if len(trajectories) < len(outcomes) and len(trajectories) < self.core.rules.min_group_size:
+        group_id, least = run.group_id, self.core.rules.min_group_size
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+        if len(answered) < len(outcomes) and len(answered) < least:
             self._group_failed(run, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
+            return
+        # Without an opinion there is no reward, so nothing to train and no part of the baseline.
+        trajectories = tuple([trajectory for trajectory in answered if not trajectory.has_abstained])
+        if len(trajectories) < len(answered) and len(trajectories) < least:
+            self._consecutive_failures = 0
+            self._filters.count(Reason.ABSTAINED)
+            self._end(group_id, GroupState.FILTERED, Reason.ABSTAINED)
             return
         if not run.is_judged:
             self.stats.anomalies.group_scored(trajectories)

@@ -79,7 +79,7 @@ class GroupRun(RolloutContext):
             trajectory, partial = progress.trajectory, progress.partial
             if progress.has_failed:
                 self.outcomes[index] = failures[-1]
-            elif trajectory is not None and trajectory.reward is not None:
+            elif trajectory is not None and trajectory.is_scored:
                 self.outcomes[index] = trajectory
             elif trajectory is not None:
                 self._sampled[index] = trajectory
@@ -151,6 +151,8 @@ class GroupRun(RolloutContext):
                     score = await ports.rewards.score(self.task, trajectory)
                     flow.stats.num_scored += 1
                     trajectory.score(score.reward, score.parts)
+                    if trajectory.has_abstained:
+                        flow.stats.abstained(self.task.task_id)
                     if failures:
                         trajectory = replace(trajectory, retried_after=failures[-1].summary)
                     self.outcomes[index] = trajectory

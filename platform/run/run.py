@@ -465,6 +465,11 @@ class Run:
                 f"eval at v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
                 f"out ({reasons})"
             )
+        if evaluation.num_abstained:
+            self._instruments.note(
+                f"eval at v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
+                "are left out"
+            )
 
     def _write_best(self) -> Evaluation | None:
         """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
@@ -505,6 +510,7 @@ class Run:
             "flow/live": counts.live,
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
+            "flow/abstained": self.stats.num_abstained,
             "flow/retries": flow.core.retries.total(),
             **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},
             "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,

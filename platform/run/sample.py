@@ -77,17 +77,19 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
                         answers.write(_line(answer_row(task, trajectory)))
                         counts["answers"] += 1
                         counts["truncated"] += trajectory.finish_reason != "stop"
-                        rewards.append(_reward(trajectory))
-                    for chosen, rejected in islice(ranked_pairs(group), sample.pairs_per_task):
+                    counts["abstained"] += sum(trajectory.has_abstained for trajectory in group)
+                    judged = [trajectory for trajectory in group if not trajectory.has_abstained]
+                    rewards += map(_reward, judged)
+                    for chosen, rejected in islice(ranked_pairs(judged), sample.pairs_per_task):
                         pairs.write(_line({"prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}))
                         counts["pairs"] += 1
                 elapsed = format_duration(time.monotonic() - started)
                 console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
-    if not rewards:
+    if not counts["answers"]:
         raise PenstockError(f"sample: all {counts['failed']} answers failed, so there is nothing to write.")
     mark_finished(config)
-    figures = {name: counts[name] for name in ("answers", "failed", "truncated", "pairs")}
-    reward_mean = round(fmean(rewards), 6)
+    figures = {name: counts[name] for name in ("answers", "failed", "abstained", "truncated", "pairs")}
+    reward_mean = round(fmean(rewards), 6) if rewards else None
     print(json.dumps({"model": model_path(config), "reward_mean": reward_mean, **figures, "run": str(run_dir)}))
     return EXIT_OK
 

@@ -254,6 +254,8 @@ async def _evaluate(config: RunConfig) -> int:
     figures = _figures(evaluation.score)
     if evaluation.num_unscorable:
         figures |= {"unscorable": evaluation.num_unscorable, "failures": dict(evaluation.failures)}
+    if evaluation.num_abstained:
+        figures |= {"abstained": evaluation.num_abstained}
     sets = {"sets": {name: _figures(score) for name, score in evaluation.sets.items()}} if evaluation.sets else {}
     print(json.dumps({"model": model_path(config), **figures, **sets}))
     return EXIT_OK

@@ -42,6 +42,11 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *HEAVY,
         *("filter_share=0.3", "sizing=true", "min_group_size=2", "max_retries=1"),
     ],
+    "a reward without an opinion, survivors": [
+        *HEAVY,
+        *("abstain_share=0.35", "filter_share=0.1", "min_group_size=2", "max_retries=1"),
+    ],
+    "a reward without an opinion, resumed often": [*HEAVY, "abstain_share=0.4", "checkpoint_every=1", "on_expiry=drop"],
     "difficulty and stages": [*HEAVY, "streams=3", "hooks=true"],
     "bounded bytes": [*HEAVY, "max_live=13", "eta=3"],
     "all of it": [

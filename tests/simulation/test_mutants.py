@@ -464,6 +464,16 @@ class FilterForgotten(Flow):
         await super().group_finished(run, outcomes)
 
 
+class AbstentionsAreZero(Flow):
+    """Where the reward has no opinion, it counts as 0."""
+
+    async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Trajectory) and outcome.has_abstained:
+                outcome.has_abstained, outcome.reward = False, 0.0
+        await super().group_finished(run, outcomes)
+
+
 class GangScattered(EnginePool):
     """Members of a gang go to any engine."""
 
@@ -620,6 +630,7 @@ CASES = {
     "more trajectories live than fit": Case(checked(BytesForgotten), "I6", ("max_live=13", "eta=3")),
     "groups wait for engines in numbers": Case(checked(WaitingForgotten), "I6", ("eta=4",)),
     "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
+    "no opinion of the reward counts as 0": Case(Seams(flow=AbstentionsAreZero), "abstained", ("abstain_share=0.4",)),
     "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
     "an environment gets a turn out of order": Case(Seams(player=TurnTakenTwice), "episode", ("turns=3",)),
     "an observation carries loss": Case(Seams(player=ObservationsLearned), "I7", ("turns=3",)),

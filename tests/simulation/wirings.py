@@ -22,8 +22,9 @@ from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation
 from penstock.platform.simulator.parts import TrainingTasks, number_of
+from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import MAX_REFILLS, Outcome, Seams, environment_of, simulate
-from penstock.platform.simulator.world import HASH, InvariantError, task_of
+from penstock.platform.simulator.world import EVALUATION_TASKS, HASH, InvariantError, member_of, task_of
 
 PASS_REWARD, GATE = 0.5, 0.3
 _ENDED = frozenset({"trained", "dropped", "filtered", "failed"})
@@ -36,12 +37,14 @@ class Wiring:
     Attributes:
         streams: Task streams, of weights 1, 2, …; several have quotas of 1.2 ÷ streams each.
         filter_share: Share of tasks whose groups the user's filter refuses.
+        abstain_share: Share of the members on which the reward has no opinion.
         sizing: Groups get 2 to `group_size` trajectories, by their task.
         hooks: The shipping difficulty and stages: what a checkpoint keeps of hooks.
     """
 
     streams: int = 1
     filter_share: float = 0.0
+    abstain_share: float = 0.0
     sizing: bool = False
     hooks: bool = False
 
@@ -51,6 +54,9 @@ class Wiring:
 
     def refuses(self, number: int) -> bool:
         return number * HASH % 2**32 < self.filter_share * 2**32
+
+    def abstains(self, number: int, member: int) -> bool:
+        return (17 * number + member + 1) * HASH % 2**32 < self.abstain_share * 2**32
 
     def filters(self) -> FilterChain:
         def keep(members: Sequence[Trajectory]) -> bool:
@@ -117,6 +123,17 @@ class WiredDataflow(CheckedDataflow):
             self._live_of[self._streams.pop(group)] -= 1
         if event.reason is Reason.USER and not self.wiring.refuses(number_of(event.task_id)):
             raise InvariantError("filter", f"group {group} was filtered, but no filter refuses {event.task_id}")
+        if event.reason is Reason.ABSTAINED:
+            number = number_of(event.task_id)
+            if not any(self.wiring.abstains(number, member) for member in range(event.group_size)):
+                raise InvariantError("abstained", f"group {group} of {event.task_id} has a reward for every member")
+
+    def ready(self, group: GroupRef) -> bool:
+        number = number_of(group.task_id)
+        for member in group.handle.trajectories:
+            if self.wiring.abstains(number, member_of(member.trajectory_id)):
+                raise InvariantError("abstained", f"{member.trajectory_id} is ready without an opinion of the reward")
+        return super().ready(group)
 
     def close_batch(self) -> tuple[GroupRef, ...] | None:
         batch = super().close_batch()
@@ -126,12 +143,23 @@ class WiredDataflow(CheckedDataflow):
         return batch
 
 
+class WiredRewards(SimulatedRewards):
+    """Without an opinion on some members."""
+
+    wiring: Wiring
+
+    def reward_of(self, task: int, member: int) -> float | None:
+        is_training = task < EVALUATION_TASKS
+        return None if is_training and self.wiring.abstains(task, member) else super().reward_of(task, member)
+
+
 def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
     """`KEY=VALUE` words of `penstock simulate`, and those of a `Wiring`."""
     words = dict(override.split("=") for override in overrides)
     wiring = Wiring(
         streams=int(words.pop("streams", "1")),
         filter_share=float(words.pop("filter_share", "0")),
+        abstain_share=float(words.pop("abstain_share", "0")),
         sizing=words.pop("sizing", "false") == "true",
         hooks=words.pop("hooks", "false") == "true",
     )
@@ -140,13 +168,15 @@ def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
 
 def wired(wiring: Wiring, seams: Seams | None = None, queue: type[TaskQueue] = TaskQueue) -> Seams:
     """`seams` with the parts of `wiring`."""
-    seams = seams or Seams()
-    core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), {"wiring": wiring})
+    seams, named = seams or Seams(), {"wiring": wiring}
+    core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), named)
+
+    rewards = type("Rewarding", (WiredRewards, *([] if seams.rewards is SimulatedRewards else [seams.rewards])), named)
 
     def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
         return wiring.task_queue(config, limits, queue)
 
-    return replace(seams, core=core, task_queue=make_task_queue, filters=wiring.filters)
+    return replace(seams, core=core, rewards=rewards, task_queue=make_task_queue, filters=wiring.filters)
 
 
 def simulate_wired(overrides: Sequence[str], seed: int) -> Outcome:

@@ -146,7 +146,7 @@ def test_a_newer_format_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as newer:
         newer.setattr(records, "FORMAT", records.FORMAT + 1)
         data = encode(payload)
-    with pytest.raises(CheckpointError, match=r"^spool/7: has format 3, .* reads formats up to 2\. .*newer one"):
+    with pytest.raises(CheckpointError, match=r"^spool/7: has format 4, .* reads formats up to 3\. .*newer one"):
         decode(data, "spool/7")
 
 

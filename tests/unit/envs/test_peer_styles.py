@@ -93,17 +93,16 @@ async def test_chat_prompts_give_chat_completions_with_the_reasoning_and_the_obs
     assert (await score(config("turns", "trl"), chat, episode)).reward == 1.0
 
 
-async def test_none_leaves_a_part_out_and_fails_a_reward_that_is_alone() -> None:
+async def test_none_leaves_a_part_out_and_is_no_opinion_of_a_reward_that_is_alone() -> None:
     def part(name: str, weight: float) -> RewardPartConfig:
         return RewardPartConfig(fn=f"penstock_test_peers:{name}", style="trl", weight=weight)
 
     parts = RewardConfig(parts={"math": part("only_math", 2.0), "slow": part("slow", 4.0)})
     assert await score(parts, task(kind="math"), "2") == Score(3.0, {"math": 1.0, "slow": 0.25})
     assert await score(parts, task(kind="code"), "2") == Score(1.0, {"slow": 0.25})
-    with pytest.raises(TrajectoryError, match="returned None"):
-        await score(config("only_math", "trl"), task(kind="code"), "2")
-    with pytest.raises(TrajectoryError, match=r"none of reward\.parts applies to this task"):
-        await score(RewardConfig(parts={"math": part("only_math", 2.0)}), task(kind="code"), "2")
+    assert await score(config("only_math", "trl"), task(kind="code"), "2") == Score(None, {})
+    alone = RewardConfig(parts={"math": part("only_math", 2.0), "slow": part("slow", 0.0)})
+    assert await score(alone, task(kind="code"), "2") == Score(None, {}), "a part of weight 0 is only recorded"
 
 
 @pytest.mark.parametrize(

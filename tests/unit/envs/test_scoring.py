@@ -44,7 +44,7 @@ def obey(trajectory, **_):
         open(os.environ["PENSTOCK_TEST_MARK"], "w").close(); os.kill(os.getpid(), signal.SIGKILL)
     returned = {"nan": float("nan"), "inf": float("inf"), "none": None, "word": "good", "list": [1.0],
                 "dict": {"format": 0.25, "answer": 1}, "total": {"reward": 0.5, "answer": 1.0},
-                "bad dict": {"answer": None}, "empty dict": {}, "numpy": np.float32(0.5), "true": True}
+                "bad dict": {"answer": None, "format": 1.0}, "empty dict": {}, "numpy": np.float32(0.5), "true": True}
     return returned.get(text, 1.0)
 
 async def obey_async(trajectory, **_):
@@ -106,7 +106,6 @@ async def test_every_failure_has_its_cause_and_is_never_0(runner_of: Factory) ->
         "exit": "SystemExit: 3",
         "nan": "returned nan",
         "inf": "returned inf",
-        "none": "returned None of type NoneType",
         "word": "returned 'good' of type str",
         "list": "of type list",
         "bad dict": "a dict with answer=None",

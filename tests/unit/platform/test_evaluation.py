@@ -52,7 +52,9 @@ class Runner:
 
 
 class Rewards:
-    """The prompt of a task lists the rewards of its answers; `x` fails. The part `doubled` is twice the reward."""
+    """The prompt of a task lists the rewards of its answers; `x` fails, `-` is no opinion. The part `doubled` is twice
+    the reward.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -63,7 +65,7 @@ class Rewards:
         reward = str(task.prompt).split()[int(trajectory.response) % self.size]
         if reward == "x":
             raise TrajectoryError("reward", "the judge is down")
-        return Score(float(reward), {"doubled": 2 * float(reward)})
+        return Score(None) if reward == "-" else Score(float(reward), {"doubled": 2 * float(reward)})
 
 
 def tasks_of(*prompts: str, name: str = "") -> list[Task]:
@@ -150,6 +152,17 @@ async def test_an_evaluation_fails_beyond_the_tolerated_share(num_failed: int, f
     )
     with pytest.raises(PenstockError, match=message):
         await evaluator(Runner()).evaluate(3, tasks)
+
+
+async def test_answers_without_an_opinion_of_the_reward_are_counted_and_in_no_figure() -> None:
+    found = await evaluator(Runner(), 2, temperature=0.5).evaluate(3, tasks_of("1 -", "- -", "0 0.5"))
+    assert (found.num_tasks, found.num_abstained, found.num_unscorable) == (2, 3, 0)
+    assert (found.accuracy, found.reward_mean, found.pass_at) == (1 / 3, 0.5, {"2": 0.0})
+    assert found.metrics()["eval/abstained"] == 3
+    assert not undeclared(found.metrics())
+    assert evaluation_from(asdict(found)) == found
+    with pytest.raises(PenstockError, match=r"none of the 4 answers has a reward.* and on 4 the reward had no opinion"):
+        await evaluator(Runner(), 2, temperature=0.5).evaluate(3, tasks_of("- -", "- -"))
 
 
 async def test_each_answer_has_three_attempts() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -90,7 +93,6 @@ def test_the_result_of_both_answers_is_shown(call: Call) -> None:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("returns_none", "returned None of type NoneType"),
         ("text", "returned 'good' of type str"),
         ("an_object", "of type object"),
         ("generator", "of type generator"),
@@ -114,6 +116,43 @@ def test_what_is_no_reward_refuses_the_run_with_function_task_and_what_is_expect
     assert "/train/0 with the answer 'right': " in finding.message
     assert found in finding.message
     assert "returns a finite number, or a dict of named numbers" in finding.message
+
+
+def test_a_reward_that_has_no_opinion_on_any_answer_is_a_warning(call: Call) -> None:
+    first, second, warned = call("Answered", "reward.fn=called_first:returns_none")
+    assert [first.severity, second.severity, warned.severity] == ["note", "note", "warning"]
+    assert "answered with 'right': no opinion (None)" in first.message
+    assert "no opinion (None) on any of the 2 answers" in warned.message
+    assert "a function without `return` gives None" in warned.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (
+            "[1] * 5 + [None] + [1] * 5",
+            r"task rows/\d+ with .*the field 'answer' of the task is None \(type NoneType\)",
+        ),
+        ('[1.0] * 5 + [float("nan")] + [1.0] * 5', r"the field 'answer' of the task is nan \(type float\)"),
+        ('["1"] * 5 + [{"a": 1}] + ["1"] * 5', r"the field 'answer' of the task is \{'a': 1\} \(type dict\)"),
+        ('["1"] * 5 + [2, 3.0, [4]] + ["1"] * 5', ""),
+    ],
+)
+def test_the_reward_is_called_on_a_task_of_every_kind_of_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, found: str
+) -> None:
+    code = f'def rows():\n    return [{{"prompt": f"{{n}}+", "answer": one}} for n, one in enumerate({rows})]\n'
+    (tmp_path / "rows_first.py").write_text(f"{code}\ndef own():\n    return [{{'prompt': 'own', 'answer': '1'}}]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rows_first", raising=False)
+    typed = ["env=dataset", "env.args={rows: rows_first:rows, held_out: {rows: rows_first:own}}", "reward=exact_match"]
+    config = compose_config(["experiment=arithmetic", "model.path=policy", *typed])
+    source = load_task_source(config.env, 0)
+    tasks = sorted(islice(source.train(), 13), key=lambda task: int(task.task_id.removeprefix("rows/")))
+    findings = list(check_first_calls(config, source, load_reward(config.reward), tasks, source.held_out(1)))
+    problems = [finding.message for finding in findings if finding.severity == "error"]
+    assert len(problems) == bool(found)
+    assert not found or re.search(found, problems[0])
 
 
 def test_a_reward_that_is_allowed_more_time_than_the_check_has_is_only_warned_about(

@@ -16,6 +16,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.config.schema import FilterConfig
+from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.run import flow as shipping
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.flow_builder import make_filters
@@ -86,6 +87,81 @@ async def test_a_group_with_too_few_survivors_fails() -> None:
     trained = await train_all(flow, engines)
     assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == flow.counts().failed == 2
     assert {len(group.rewards) for group in trained} == {3}
+
+
+def without_opinion(members: set[int], groups: int = 1_000_000, others: float | TrajectoryError = 1.0) -> FakeRewards:
+    """The reward has no opinion on these members of the first groups; the first of the others gets `others` there."""
+
+    def score(trajectory: Trajectory) -> float | TrajectoryError | None:
+        group, member = map(int, trajectory.trajectory_id.split("/"))
+        if group >= groups:
+            return 1.0
+        return None if member in members else others if member == 0 else 1.0
+
+    return FakeRewards(score)
+
+
+async def test_members_without_an_opinion_of_the_reward_are_left_out_and_are_no_failures() -> None:
+    rewards = without_opinion({1})
+    flow = make_flow(engines := [FakeEngine()], rewards, group_size=3, steps=3, retries=2)
+    notes: list[str] = []
+    flow.stats.anomalies = Anomalies(notes.append)
+    trained = await train_all(flow, engines)
+    assert {tuple(one.trajectory_id[-1] for one in group.handle.trajectories) for group in trained} == {("0", "2")}
+    assert {len(group.rewards) for group in trained} == {len(group.spans) for group in trained} == {2}
+    counts = flow.counts()
+    assert (counts.failed, counts.filtered, flow.core.retries.total()) == (0, 0, 0)
+    assert rewards.calls == 3 * counts.admitted, "None is not asked for again"
+    assert flow.stats.num_abstained == counts.admitted
+    assert len(notes) == 1
+    assert "no opinion (None) on an answer to t0" in notes[0]
+
+
+@pytest.mark.parametrize(("least", "members"), [(2, {0, 1}), (2, {0, 1, 2}), (3, {1}), (1, {0, 1, 2})])
+async def test_a_group_with_too_few_opinions_is_filtered_and_replaced(least: int, members: set[int]) -> None:
+    rewards = without_opinion(members, groups=2)
+    scored: list[int] = []
+
+    class Listening:
+        def group_size(self, _task: Task, _stream: str) -> int:
+            return 3
+
+        def group_scored(self, _task: Task, _stream: str, members: Sequence[Trajectory]) -> None:
+            scored.append(len(members))
+
+    sizes = {"group_size": 3, "min_group_size": least}
+    flow = make_flow(engines := [FakeEngine()], rewards, **sizes, sizing=Listening(), steps=3, retries=0)
+    trained = await train_all(flow, engines)
+    counts = flow.counts()
+    assert flow.core.ledger.reasons == {(GroupState.FILTERED, Reason.ABSTAINED): 2}
+    assert (counts.admitted, counts.filtered, counts.trained, len(trained)) == (8, 2, 6, 6)
+    assert flow.core.free_credits == 0
+    assert set(scored) == {3}, "difficulty and curricula see groups with rewards only"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+async def test_one_opinion_is_enough_where_one_member_is(size: int) -> None:
+    rewards = without_opinion(set(range(1, size)))
+    trained = await train_all(make_flow(engines := [FakeEngine()], rewards, group_size=size, min_group_size=1), engines)
+    assert {group.rewards for group in trained} == {(1.0,)}
+
+
+@pytest.mark.parametrize(
+    ("size", "end"), [(2, (GroupState.FAILED, Reason.REWARD)), (3, (GroupState.FILTERED, Reason.ABSTAINED))]
+)
+async def test_a_group_fails_only_if_its_failures_leave_too_few_answers(
+    size: int, end: tuple[GroupState, Reason]
+) -> None:
+    rewards = without_opinion({1}, groups=1, others=TrajectoryError("reward", "planted"))
+    await train_all(flow := make_flow(engines := [FakeEngine()], rewards, group_size=size, retries=0), engines)
+    assert flow.core.ledger.reasons == {end: 1}
+
+
+async def test_a_reward_that_never_has_an_opinion_ends_the_run_with_the_reason() -> None:
+    flow = make_flow([FakeEngine()], FakeRewards(lambda _: None), max_refills=5)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"6 groups were filtered .* because the reward had an opinion on"):
+            await next_groups(flow)
 
 
 def unlucky(members: set[int], groups: int = 1_000_000) -> FakeRewards:
