@@ -16,7 +16,7 @@ import copy
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +26,10 @@ from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.trajectory import Task, Trajectory
 
 MIN_GROUP_SIZE = 2
+MAX_SKIPPED_SHARE = 0.5
+"""A larger share of skipped tasks stops the run: most of the data would not be trained on."""
+NUM_TAKEN_TO_JUDGE = 1024
+"""Tasks that are taken from a stream before its share of skipped ones counts."""
 REWARDS_KEPT = 64
 """Number of newest groups of each stream whose rewards a curriculum receives."""
 
@@ -141,7 +145,11 @@ class TaskQueue:
         window: W, the admission window in groups.
         group_size: Trajectories per group; the upper limit if `sizing` is set.
         lengths: Turn length limits of individual tasks; None applies the limit of the run to all tasks.
-        num_taken: Number of tasks that were taken from each stream; requeued tasks count once.
+        fits: Whether a task can be answered; others are skipped: taken from their stream, and never admitted, so that
+            the ledger does not know them. None admits all.
+        num_taken: Number of tasks that were taken from each stream, skipped ones included; requeued tasks count once.
+        num_skipped: Number of skipped tasks of each stream.
+        first_skipped: The first skipped task.
     """
 
     streams: Sequence[TaskStream]
@@ -150,7 +158,10 @@ class TaskQueue:
     sizing: GroupSizing | None = None
     lengths: LengthLimits | None = None
     curriculum: Curriculum | None = None
+    fits: Callable[[Task], bool] | None = None
     num_taken: Counter[str] = field(init=False, default_factory=Counter)
+    num_skipped: Counter[str] = field(init=False, default_factory=Counter)
+    first_skipped: TaskId | None = field(init=False, default=None)
     _weights: dict[str, float] = field(init=False)
     _listeners: tuple[GroupListener, ...] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)
@@ -169,7 +180,8 @@ class TaskQueue:
         """Return the task to admit now; None while every stream with a weight above 0 is at its quota.
 
         Raises:
-            PenstockError: If the selected stream is exhausted, or a hook returns a group size out of range.
+            PenstockError: If the selected stream is exhausted, most of its tasks are skipped, or a hook returns a group
+                size out of range.
         """
         eligible = [stream for stream in self.streams if self._is_below_quota(stream, ledger)]
         if self._requeued and self._requeued[0][0] <= ledger.num_admitted:
@@ -183,15 +195,7 @@ class TaskQueue:
                 stream, lowest = candidate, quotient
         if stream is None:
             return None
-        try:
-            task = next(stream.tasks)
-        except StopIteration:
-            raise PenstockError(
-                f"env: the task source{f' {stream.name}' if stream.name else ''} ended after "
-                f"{ledger.admitted_by_stream[stream.name]} tasks. The run needs more: train() has to be endless "
-                "(start over when the data ends), or lower total_steps."
-            ) from None
-        self.num_taken[stream.name] += 1
+        task = self._take(stream, ledger)
         size = self.group_size if self.sizing is None else self.sizing.group_size(task, stream.name)
         if self.sizing is not None and not MIN_GROUP_SIZE <= size <= self.group_size:
             raise PenstockError(
@@ -200,6 +204,31 @@ class TaskQueue:
                 f"Return {MIN_GROUP_SIZE}..{self.group_size}."
             )
         return QueuedTask(task, stream.name, size, max_new_tokens=self._limit(task, stream.name))
+
+    def _take(self, stream: TaskStream, ledger: Ledger) -> Task:
+        """The next task of a stream that fits.
+
+        Raises:
+            PenstockError: As `next`.
+        """
+        of_stream = f" {stream.name}" if stream.name else ""
+        for task in stream.tasks:
+            self.num_taken[stream.name] += 1
+            if self.fits is None or self.fits(task):
+                return task
+            self.num_skipped[stream.name] += 1
+            self.first_skipped = self.first_skipped or task.task_id
+            taken, skipped = self.num_taken[stream.name], self.num_skipped[stream.name]
+            if taken >= NUM_TAKEN_TO_JUDGE and skipped > MAX_SKIPPED_SHARE * taken:
+                raise PenstockError(
+                    f"env: {skipped} of the first {taken} tasks of the source{of_stream} have prompts that leave no "
+                    f"space for an answer, {self.first_skipped} first, which is more than half. Use a larger "
+                    "model.max_context_tokens, a smaller rollout.sampling.max_new_tokens, or shorter rows."
+                )
+        raise PenstockError(
+            f"env: the task source{of_stream} ended after {ledger.admitted_by_stream[stream.name]} tasks. The run "
+            "needs more: train() has to be endless (start over when the data ends), or lower total_steps."
+        )
 
     def requeue(self, queued: QueuedTask, ledger: Ledger, *, is_charged: bool = True) -> None:
         """Queue the task of a dropped group again, to be admitted after a window of other tasks.
@@ -220,6 +249,7 @@ class TaskQueue:
         return {
             "weights": dict(self._weights),
             "base": dict(self._base),
+            "skipped": [dict(self.num_skipped), self.first_skipped],
             "rewards": {name: list(kept) for name, kept in self._rewards.items()},
             "requeued": [
                 {"due": due, "task_id": queued.task.task_id, "stream": queued.stream, "group_size": queued.group_size}
@@ -263,6 +293,8 @@ class TaskQueue:
                 f"{self.num_taken[name]} tasks of their source{f' {name}' if name else ''}. Their unfinished "
                 "groups could not be scored. Resume with the same data in the same order, or start a new run."
             )
+        num_skipped, self.first_skipped = state.get("skipped", ({}, None))  # an older checkpoint has none
+        self.num_skipped.update(num_skipped)
         self._weights |= state["weights"]
         self._base = Counter(state["base"])
         self._rewards = {name: deque(kept, maxlen=REWARDS_KEPT) for name, kept in state["rewards"].items()}

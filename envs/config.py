@@ -142,6 +142,9 @@ class EnvConfig(BaseModel):
         curriculum: Import path of a `Curriculum` (dataflow/task_queue.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
         endpoint: The endpoint at which agent programs reach the policy.
+        on_long_prompt: What happens to tasks whose prompt, rendered by the chat template, leaves no space in
+            `model.max_context_tokens` for an answer of `rollout.sampling.max_new_tokens`. `skip` leaves them out, of
+            training and evaluation, and counts them; more than half of them is an error. `error` refuses the start.
         reasoning: Marks of the reasoning, which rewards, environments and agent programs get separately from the
             answer; `think` is `<think>` and `</think>`. None: the whole text is the answer.
     """
@@ -154,6 +157,7 @@ class EnvConfig(BaseModel):
     curriculum: str | None = None
     episode: EpisodeConfig = EpisodeConfig()
     endpoint: EndpointConfig = EndpointConfig()
+    on_long_prompt: Literal["skip", "error"] = "skip"
     reasoning: ReasoningConfig | None = None
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.task_queue import MAX_SKIPPED_SHARE
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
@@ -76,7 +77,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     if reward is not None:
         misfits = list(check_reward(reward, tasks))
         yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
-    measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
+    measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
         yield from check_stop(config)
@@ -269,20 +270,21 @@ def _prompt_key(task: Task) -> str:
     return json.dumps(seen, sort_keys=True, default=repr)
 
 
-def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:
-    """Check that the longest prompt and an answer of full length fit the context."""
+def check_prompts(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+    """Check that the prompts of tasks, and an answer of full length to them, fit the context."""
     answer, context = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
-    if answer < context:  # otherwise check_sampling reports it
-        yield from _too_long(
-            config,
-            tasks,
-            lambda encode, task: len(encode(task.prompt)) + answer,
-            lambda task, length: (
-                f"env: the prompt of {task.task_id} has {length - answer} tokens; with rollout.sampling.max_new_tokens="
-                f"{answer} that is {length}, above model.max_context_tokens={context}: its answer would be truncated. "
-                f"Use a context of at least {length}, or a smaller max_new_tokens."
-            ),
-        )
+    if answer >= context:  # `check_sampling` reports it
+        return
+    yield from _too_long(
+        config,
+        tasks,
+        lambda encode, task: len(encode(task.prompt)) + answer,
+        lambda task, length: (
+            f"the prompt of {task.task_id} has {length - answer} tokens; with rollout.sampling.max_new_tokens="
+            f"{answer} that is {length}, above model.max_context_tokens={context}: its answer would be truncated. "
+            f"Use a context of at least {length}, or a smaller max_new_tokens."
+        ),
+    )
 
 
 def check_stop(config: RunConfig) -> Iterator[Finding]:
@@ -333,7 +335,7 @@ def check_scripted_turns(config: RunConfig, source: TaskSource, tasks: Sequence[
         )
 
 
-def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+def check_examples(config: RunConfig, source: GoldSource, tasks: TaskSample) -> Iterator[Finding]:
     """Check that the longest gold example fits, end token included, and that a new policy can embed every token."""
     from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS
 
@@ -351,17 +353,17 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
         tasks,
         lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1,
         lambda task, length: (
-            f"env: the gold example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
+            f"the gold example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
             f"the policy would be trained on positions beyond its context. Use a context of at least {length}."
         ),
     )
 
 
-def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+def check_pairs(config: RunConfig, source: TaskSource, tasks: TaskSample) -> Iterator[Finding]:
     """Check that every task has a pair, and that the longest answer fits, end token included."""
     context = config.model.max_context_tokens
     try:
-        answers = {id(task): preferred_pair(source, task) for task in tasks}
+        answers = {id(task): preferred_pair(source, task) for task in (*tasks.train, *tasks.held_out)}
     except ValueError as problem:
         yield error(
             f"env.factory={config.env.factory}: {problem}. Preference training needs columns `chosen` and `rejected` "
@@ -378,35 +380,64 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) ->
         tasks,
         length,
         lambda task, length: (
-            f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens={context}. "
-            f"Remove such rows, or use a context of at least {length}."
+            f"prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens={context}. "
+            f"Use a context of at least {length}."
         ),
     )
 
 
 def _too_long(
     config: RunConfig,
-    tasks: Sequence[Task],
+    tasks: TaskSample,
     measure: Callable[[Encode, Task], int],
     sentence: Callable[[Task, int], str],
 ) -> Iterator[Finding]:
-    """Yield a `sentence` about the longest task if it exceeds the context, or why lengths cannot be computed."""
+    """Yield what happens to the tasks that exceed the context, by `env.on_long_prompt`, or why they cannot be measured.
+
+    Args:
+        config: Configuration of the run.
+        tasks: The tasks that are measured.
+        measure: Tokens that a task needs.
+        sentence: What is wrong with a task of so many tokens, and what to do.
+    """
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
+    limit = config.model.max_context_tokens
     try:
         if (codec := _load_codec(config)) is None:
             return
-        lengths = [measure(codec.encode_prompt, task) for task in tasks]
+        # Each once: the stream of a small set has several epochs of it.
+        unique = [{task.task_id: task for task in split}.values() for split in tasks]
+        measured = [[(measure(codec.encode_prompt, task), task) for task in split] for split in unique]
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)
+        return
     except TrajectoryError as problem:
         yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
+        return
     except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         raised = f"{type(problem).__name__}: {problem}"
         yield error(f"env.factory={config.env.factory}: tokenising its tasks raised {raised}", "env")
-    else:
-        longest = max(range(len(tasks)), key=lengths.__getitem__)
-        if lengths[longest] > config.model.max_context_tokens:
-            yield error(sentence(tasks[longest], lengths[longest]), "env", "model")
+        return
+    for split, lengths in zip(("training", "held-out"), measured, strict=True):
+        long = [(length, task) for length, task in lengths if length > limit]
+        if not long:
+            continue
+        longest, task = max(long, key=lambda pair: pair[0])
+        found = f"{len(long)} of the first {len(lengths)} {split} tasks ({len(long) / len(lengths):.1%})"
+        if config.env.on_long_prompt == "error":
+            yield error(f"env.on_long_prompt=error: {found} are too long: {sentence(task, longest)}", "env", "model")
+            return
+        elif len(long) > MAX_SKIPPED_SHARE * len(lengths):
+            told = f"env: {found} are too long, which is more than half: {sentence(task, longest)}"
+            yield error(told, "env", "model")
+            return
+        else:
+            yield warning(
+                f"env.on_long_prompt=skip: {found} are too long and are left out, {long[0][1].task_id} first. The "
+                f"longest: {sentence(task, longest)}",
+                "env",
+                "model",
+            )
 
 
 def _load_codec(config: RunConfig) -> TokenCodec | None:

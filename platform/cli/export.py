@@ -207,6 +207,10 @@ def _card_rows(
         yield "held-out accuracy", _change(summary.get("eval_before"), accuracy)
     if reward_mean is not None:
         yield "held-out reward", _change(summary.get("eval_reward_before"), reward_mean)
+    prompts = summary.get("skipped_prompts", {})
+    if accuracy is not None and prompts.get("held_out"):
+        total = prompts["evaluated"] + prompts["held_out"]
+        yield "held-out tasks", f"{prompts['evaluated']} of {total}; the other prompts are too long to be answered"
     if packages:
         yield "packages", ", ".join(f"{name} {number}" for name, number in sorted(packages.items()))
 

@@ -185,12 +185,14 @@ class RunConsole:
                 f" · peak memory {summary.peak_memory_gib:.1f} GiB",
             )
         )
+        prompts = summary.skipped_prompts
+        on = f" on {prompts.evaluated} of {prompts.evaluated + prompts.held_out} tasks" if prompts.held_out else ""
         rewards = f"{_number(summary.eval_reward_before)} → {_number(summary.eval_reward_after)}"
         if summary.is_graded:
-            self._fact("eval", f"mean reward {rewards}  (none solved: all below dataflow.pass_reward)", "bold")
+            self._fact("eval", f"mean reward {rewards}{on}  (none solved: all below dataflow.pass_reward)", "bold")
         else:
             shares = f"{_share(summary.eval_before)} → {_share(summary.eval_after)}"
-            self._fact("eval", f"accuracy {shares}, mean reward {rewards}", "bold")
+            self._fact("eval", f"accuracy {shares}, mean reward {rewards}{on}", "bold")
         self._fact("reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (first → last steps)")
         self._fact(
             "staleness",
@@ -203,6 +205,8 @@ class RunConsole:
             f"admitted {ledger.admitted} = trained {ledger.trained} + dropped {ledger.dropped}"
             f" + filtered {ledger.filtered} + failed {ledger.failed} + live {ledger.live}",
         )
+        if skipped := str(prompts):
+            self._fact("skipped", f"{skipped}: the prompt leaves no space for an answer", "yellow")
         if not ledger.is_balanced:
             self._fact("", "the ledger does not balance: this is a bug in Penstock", "bold red")
         for reason, count in sorted(summary.failed_attempts.items(), key=lambda item: -item[1]):

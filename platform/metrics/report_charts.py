@@ -58,14 +58,19 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
         if isinstance(step, int) and isinstance(record.summary.get(key), int | float):
             accuracy.setdefault(step, record.summary[key])
+    # A figure without the tasks that were too long would look like one of all.
+    counted = ""
+    if any(skipped := record.values("eval/skipped")):
+        num_tasks = record.values("eval/tasks")[-1]
+        counted = f" On {num_tasks:.0f} of {num_tasks + skipped[-1]:.0f} tasks: the other prompts are too long."
     charts += _evaluation_chart(
-        record, "Held-out accuracy", "Share of solved tasks, none of which is trained on.", "eval/accuracy",
+        record, "Held-out accuracy", f"Share of solved tasks, none of which is trained on.{counted}", "eval/accuracy",
         Series(sorted(accuracy), [accuracy[step] for step in sorted(accuracy)]), ".0%",
     )  # fmt: skip
     rewards = record.values("eval/reward_mean")
     if rewards != logged.values:  # with rewards of 0 and 1 they are the same
         overall = record.series.get("eval/reward_mean", Series([], []))
-        caption = "Mean reward on the same tasks."
+        caption = f"Mean reward on the same tasks.{counted}"
         charts += _evaluation_chart(record, "Held-out reward", caption, "eval/reward_mean", overall, "")
     passed = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/pass_at/\d+", name)}
     lines = [(f"pass@{k}", passed[k], color) for k, color in zip(sorted(passed, key=int), itertools.cycle(_COLORS))]

@@ -16,6 +16,34 @@ from penstock.platform.metrics.run_files import FAILURES_FILE, STALENESS_FILE, S
 RunStatus = Literal["completed", "interrupted", "failed"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SkippedPrompts:
+    """Tasks whose prompt leaves no space for an answer (`env.on_long_prompt: skip`). They are not in the ledger.
+
+    Attributes:
+        taken: Training tasks that were drawn, skipped ones included.
+        skipped: Those that were skipped.
+        first: Id of the first of them; None if there are none.
+        evaluated: Held-out tasks of the newest evaluation.
+        held_out: Held-out tasks that it skipped.
+    """
+
+    taken: int = 0
+    skipped: int = 0
+    first: str | None = None
+    evaluated: int = 0
+    held_out: int = 0
+
+    def __str__(self) -> str:
+        shown = []
+        if self.skipped:
+            share = self.skipped / self.taken
+            shown.append(f"{self.skipped} of {self.taken} training tasks ({share:.1%}), {self.first} first")
+        if self.held_out:
+            shown.append(f"{self.held_out} of {self.evaluated + self.held_out} held-out tasks")
+        return " and ".join(shown)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Key figures of a run. None means "not measured".
@@ -46,6 +74,7 @@ class RunSummary:
         tokens_trained: Sampled tokens trained on.
         peak_memory_gib: Largest sum of PSS over the processes of the run, GiB.
         ledger: Number of admitted groups by state.
+        skipped_prompts: Tasks that were skipped before they were admitted.
         untrained: Groups that ended untrained, by `state(reason)`.
         failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
     """
@@ -75,6 +104,7 @@ class RunSummary:
     eval_reward_after: float | None = None
     policy_version: int | None = None
     ended_by: str | None = None
+    skipped_prompts: SkippedPrompts = SkippedPrompts()
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.run.lifecycle import first_error
 from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
 MAX_ATTEMPTS = 3
@@ -34,6 +35,14 @@ class SetScore:
     reward_mean: float
     num_tasks: int
     pass_at: Mapping[str, float] = field(default_factory=dict)
+    num_skipped: int = 0
+
+    @property
+    def counted(self) -> str:
+        """Number of tasks, of how many if some were skipped."""
+        if not self.num_skipped:
+            return str(self.num_tasks)
+        return f"{self.num_tasks} of {self.num_tasks + self.num_skipped} (prompts too long: {self.num_skipped})"
 
     def __str__(self) -> str:
         # A reward of which no answer passes is measured by its mean; an accuracy of 0 would say nothing.
@@ -61,6 +70,7 @@ class Evaluation:
             is one answer per task.
         num_unscorable: Answers that could not be sampled or scored.
         num_abstained: Answers on which the reward had no opinion; they are in no figure either.
+        num_skipped: Tasks that were skipped, because their prompt leaves no space for an answer.
         failures: Why not -> number of answers; the most frequent reasons.
     """
 
@@ -75,12 +85,13 @@ class Evaluation:
     pass_at: Mapping[str, float] = field(default_factory=dict)
     num_unscorable: int = 0
     num_abstained: int = 0
+    num_skipped: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def score(self) -> SetScore:
         """Result over all evaluation sets."""
-        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at)
+        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at, self.num_skipped)
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -104,6 +115,7 @@ def _metrics(score: SetScore) -> dict[str, float]:
         "eval/accuracy": score.accuracy,
         "eval/reward_mean": score.reward_mean,
         "eval/tasks": score.num_tasks,
+        "eval/skipped": score.num_skipped,
         **{f"eval/pass_at/{k}": share for k, share in score.pass_at.items()},
     }
 
@@ -185,6 +197,7 @@ class Evaluator:
         config: EvaluationConfig,
         pass_reward: float,
         table: EvaluationTable | None = None,
+        limit: PromptLimit | None = None,
     ) -> None:
         """Create the evaluator.
 
@@ -196,6 +209,7 @@ class Evaluator:
                 counts.
             pass_reward: `dataflow.pass_reward`, the reward (or its part) from which an answer solves its task.
             table: Stores the answers; None stores none.
+            limit: Which tasks fit; others are skipped and counted. None tries all.
         """
         self._runner = runner
         self._rewards = rewards
@@ -205,6 +219,7 @@ class Evaluator:
         self._table = table
         self.num_answered = 0
         self.num_wanted = 0
+        self._limit = limit
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
         """Evaluate on `tasks`.
@@ -216,6 +231,16 @@ class Evaluator:
         """
         size = self._config.answers_per_task
         failures: list[TrajectoryError] = []
+        skipped = Counter(
+            task.evaluation_set for task in tasks if self._limit is not None and not self._limit.fits(task)
+        )
+        if skipped:
+            tasks = [task for task in tasks if self._limit is None or self._limit.fits(task)]
+        if not tasks:
+            raise PenstockError(
+                f"evaluation: the prompts of all {skipped.total()} tasks leave no space for an answer, so there is no "
+                "figure. Use a larger model.max_context_tokens, or other held-out tasks."
+            )
         self.num_answered, self.num_wanted = 0, size * len(tasks)
 
         async def answer(context: RolloutContext, index: int, number: int) -> Trajectory | None:
@@ -273,10 +298,11 @@ class Evaluator:
             version_min=min(one.oldest_version for one in scored),
             version_max=max(one.newest_version for one in scored),
             num_tasks=total.num_tasks,
-            sets={name: self._score(of_set) for name, of_set in sorted(by_set.items()) if name},
+            sets={name: self._score(of_set, skipped[name]) for name, of_set in sorted(by_set.items()) if name},
             pass_at=total.pass_at,
             num_unscorable=len(failures),
             num_abstained=num_abstained,
+            num_skipped=skipped.total(),
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
 
@@ -297,7 +323,7 @@ class Evaluator:
             )
         return answer.reward_parts[part]
 
-    def _score(self, rewards: Sequence[Sequence[float]]) -> SetScore:
+    def _score(self, rewards: Sequence[Sequence[float]], num_skipped: int = 0) -> SetScore:
         """The figures of tasks, each with the rewards of its answers."""
         every = [reward for of_task in rewards for reward in of_task]
         counts = [(len(of_task), sum(reward >= self._pass_reward for reward in of_task)) for of_task in rewards]
@@ -306,4 +332,6 @@ class Evaluator:
             # A task whose other answers failed has too few for a large k.
             if shares := [pass_at_k(answered, solved, k) for answered, solved in counts if answered >= k]:
                 pass_at[str(k)] = fmean(shares)
-        return SetScore(sum(solved for _, solved in counts) / len(every), fmean(every), len(rewards), pass_at)
+        return SetScore(
+            sum(solved for _, solved in counts) / len(every), fmean(every), len(rewards), pass_at, num_skipped
+        )

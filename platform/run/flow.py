@@ -223,6 +223,11 @@ class Flow:
         """Current weight of each task stream."""
         return self._tasks.weights
 
+    def skipped_tasks(self) -> tuple[int, int, str | None]:
+        """Tasks taken from all streams, how many of them do not fit and were never admitted, and the first of these."""
+        tasks = self._tasks
+        return tasks.num_taken.total(), tasks.num_skipped.total(), tasks.first_skipped
+
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
 

@@ -10,6 +10,7 @@ from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overl
 from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskQueue
+from penstock.dataflow.trajectory import Task
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.cluster.memory import max_live_trajectories
@@ -30,8 +31,12 @@ def flow_limits(config: RunConfig) -> FlowLimits:
     )
 
 
-def make_task_queue(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskQueue:
-    """Build the task queue with its streams, curriculum and group sizes; `note` logs the stages that begin."""
+def make_task_queue(
+    config: RunConfig, note: Callable[[str], None] = lambda _: None, fits: Callable[[Task], bool] | None = None
+) -> TaskQueue:
+    """Build the task queue with its streams, curriculum and group sizes; `note` logs the stages that begin, and tasks
+    that do not fit are skipped.
+    """
     flow, env = config.dataflow, config.env
     longest = config.rollout.sampling.max_new_tokens
     sizing = _hook(flow.group_sizing, "dataflow.group_sizing", SizeBySuccess(flow.group_size, flow.pass_reward))
@@ -46,6 +51,7 @@ def make_task_queue(config: RunConfig, note: Callable[[str], None] = lambda _: N
         sizing=cast("GroupSizing | None", sizing),
         lengths=None if limiting is None else LengthLimits(longest, cast("LengthLimiting", limiting)),
         curriculum=curriculum,
+        fits=fits,
     )
 
 

@@ -73,7 +73,7 @@ from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, first_er
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir
-from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
+from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.episodes import EpisodePlayer
@@ -443,7 +443,9 @@ async def build_run(
     async with AsyncExitStack() as stack:
         instruments.trajectories.token_texts = codec.token_texts
         sampling = rollout_sampling(config, codec)
-        probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
+        limit = prompt_limit(config, codec)
+        fitting = [task for task in held_out if limit is None or limit.fits(task)]
+        probes = [codec.encode_prompt(task.prompt) for task in fitting[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
         table = EvaluationTable(instruments.run_dir, token_texts=codec.token_texts)
         runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes, table))
@@ -469,7 +471,7 @@ async def build_run(
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,
-            make_task_queue(config, instruments.note),
+            make_task_queue(config, instruments.note, None if limit is None else limit.fits),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
             FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward),
             FlowStats(
@@ -561,7 +563,13 @@ async def policy_runtime(
                 trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
                 publisher=publisher,
                 evaluator=Evaluator(
-                    runner, actors.rewards, sampling, config.evaluation, config.dataflow.pass_reward, table
+                    runner,
+                    actors.rewards,
+                    sampling,
+                    config.evaluation,
+                    config.dataflow.pass_reward,
+                    table,
+                    prompt_limit(config, runner.codec),
                 ),
                 monitor=monitor,
             )
@@ -627,6 +635,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         tokens_trained=run.stats.total.num_tokens,
         peak_memory_gib=round(peak_gib, 3),
         ledger=counts,
+        skipped_prompts=run.skipped_prompts(),
         untrained={f"{state}({reason})": count for (state, reason), count in run.untrained().items()},
         failed_attempts=dict(run.stats.anomalies.failed_attempts),
     )

@@ -7,12 +7,12 @@ pairs of a chosen and a rejected answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -119,8 +119,11 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
 
     async with offline_training(config, run_dir, path, "sft", console, progress) as (trainer, hub):
         codec, policy = load_codec(path), str(run_dir / "policy")
-        held_out = [encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks)]
-        examples = (encode_example(source, codec, task) for task in source.train())
+        limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
+        held_out = list(
+            limit.only(encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks))
+        )
+        examples = limit.only(encode_example(source, codec, task) for task in source.train())
         rule = StopRule(sft)
         started = time.monotonic()
         async with saved_if_ended(trainer, policy, lambda: rule.best_step is None):
@@ -144,6 +147,8 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         else:
             kept = f"step {rule.best_step}: gold answers {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
         console.note(f"policy written to {policy} ({kept})")
+        if limit.num_skipped:
+            console.note(f"{limit.num_skipped} examples with more than {limit.max_tokens} tokens were skipped")
     return EXIT_OK
 
 
@@ -172,6 +177,29 @@ class StopRule:
         """Whether the kept policy has reached the target, or training has clearly passed it."""
         target = self.sft.stop_at_accuracy
         return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
+
+
+class Fitting:
+    """Leaves out examples that exceed the context, if `env.on_long_prompt` skips them.
+
+    Attributes:
+        num_skipped: Examples that were left out.
+    """
+
+    def __init__(self, max_tokens: int, on_long_prompt: Literal["skip", "error"]) -> None:
+        self.max_tokens = max_tokens
+        self.num_skipped = 0
+        self._is_skipping = on_long_prompt == "skip"
+
+    def skips(self, num_tokens: int) -> bool:
+        """Whether an example of so many tokens is left out, which is counted."""
+        is_skipped = self._is_skipping and num_tokens > self.max_tokens
+        self.num_skipped += is_skipped
+        return is_skipped
+
+    def only(self, examples: Iterable[Example]) -> Iterator[Example]:
+        """The examples that fit."""
+        return (example for example in examples if not self.skips(sum(map(len, example))))
 
 
 def encode_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
@@ -226,9 +254,11 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
     }
     console.header(config.name, facts)
     source, codec = load_task_source(config.env, config.seed), load_codec(path)
-    limit = config.model.max_context_tokens
-    pairs = encode_pairs(source, codec, islice(source.train(), size * preference.num_steps), limit)
-    held_out = encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit)
+    limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
+    pairs = list(islice(encode_pairs(source, codec, source.train(), limit), size * preference.num_steps))
+    held_out = list(encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit))
+    if limit.num_skipped:
+        console.note(f"{limit.num_skipped} pairs with more than {limit.max_tokens} tokens were skipped")
     step = 0
 
     def progress() -> Progress:
@@ -255,14 +285,13 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
     return EXIT_OK
 
 
-def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
-    """Encode preference pairs as token ids; each answer includes the end token.
+def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], limit: Fitting) -> Iterator[Preference]:
+    """Encode the preference pairs that fit as token ids; each answer includes the end token.
 
     Raises:
-        ConfigError: If a task has no pair, or prompt and answer exceed `max_tokens`.
+        ConfigError: If a task has no pair, or prompt and answer exceed the limit and are not skipped.
     """
     end = codec.stop_token_ids[0]
-    pairs = []
     for task in tasks:
         try:
             chosen, rejected = (
@@ -272,12 +301,13 @@ def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], m
             raise ConfigError([f"env: {problem}"]) from problem
         pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*chosen, end), (*rejected, end))
         length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-        if length > max_tokens:
+        if limit.skips(length):
+            continue
+        if length > limit.max_tokens:
             raise ConfigError(
                 [
                     f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens="
-                    f"{max_tokens}. Remove such rows, or raise the context length."
+                    f"{limit.max_tokens}. Raise the context length, or set env.on_long_prompt=skip."
                 ]
             )
-        pairs.append(pair)
-    return pairs
+        yield pair

@@ -21,6 +21,7 @@ from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.progress import Progress
 from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, POLICY_FOLDER
+from penstock.platform.metrics.summary import SkippedPrompts
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
@@ -132,6 +133,14 @@ class Run:
     def untrained(self) -> Mapping[tuple[GroupState, Reason], int]:
         """Number of groups that ended untrained, by state and reason."""
         return self._flow.core.ledger.reasons
+
+    def skipped_prompts(self) -> SkippedPrompts:
+        """The tasks that were skipped because their prompt leaves no space for an answer."""
+        taken, skipped, first = self._flow.skipped_tasks()
+        newest = self.evaluations[-1].score if self.evaluations else None
+        return SkippedPrompts(
+            taken, skipped, first, newest.num_tasks if newest else 0, newest.num_skipped if newest else 0
+        )
 
     async def publish(self, version: int) -> None:
         """Publish `version` to the engines while they generate."""
@@ -453,10 +462,10 @@ class Run:
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.evaluation.part) else "")
-            + f": {evaluation.score} on {evaluation.num_tasks} held-out tasks"
+            + f": {evaluation.score} on {evaluation.score.counted} held-out tasks"
             + (f" with {size} answers each" if size > 1 else "")
             + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
-            + "".join(f"; {name}: {score} on {score.num_tasks}" for name, score in evaluation.sets.items())
+            + "".join(f"; {name}: {score} on {score.counted}" for name, score in evaluation.sets.items())
             + ("; the best so far" if is_best else "")
         )
         if evaluation.num_unscorable:
@@ -510,6 +519,7 @@ class Run:
             "flow/live": counts.live,
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
+            "flow/skipped_prompts": flow.skipped_tasks()[1],
             "flow/abstained": self.stats.num_abstained,
             "flow/retries": flow.core.retries.total(),
             **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},

@@ -48,6 +48,7 @@ from penstock.rollout.pool.pool import make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.checkpoint import checkpoint_tensors
@@ -73,6 +74,13 @@ def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
         # vLLM samples seeded requests one by one, and restarts their random stream when they are resumed.
         seed=config.seed if all(view.rollout.engine.type == "torch" for view in config.rollout_views) else None,
     )
+
+
+def prompt_limit(config: RunConfig, codec: TokenCodec) -> PromptLimit | None:
+    """Which tasks fit, if others are skipped; None: all are tried."""
+    if config.env.on_long_prompt != "skip":
+        return None
+    return PromptLimit(codec, config.model.max_context_tokens - config.rollout.sampling.max_new_tokens)
 
 
 def make_runner(
@@ -249,7 +257,8 @@ async def _evaluate(config: RunConfig) -> int:
         stack.enter_context(console.showing(progress))
         runner, rewards = await stack.enter_async_context(serving(config, "eval"))
         sampling = rollout_sampling(config, runner.codec)
-        evaluator = Evaluator(runner, rewards, sampling, config.evaluation, config.dataflow.pass_reward)
+        limit = prompt_limit(config, runner.codec)
+        evaluator = Evaluator(runner, rewards, sampling, config.evaluation, config.dataflow.pass_reward, limit=limit)
         evaluation = await evaluator.evaluate(0, tasks)
     figures = _figures(evaluation.score)
     if evaluation.num_unscorable:
@@ -266,5 +275,6 @@ def _figures(score: SetScore) -> dict[str, Any]:
         "accuracy": score.accuracy,
         "reward_mean": score.reward_mean,
         "tasks": score.num_tasks,
+        **({"skipped": score.num_skipped} if score.num_skipped else {}),
         **{f"pass@{k}": share for k, share in score.pass_at.items()},
     }

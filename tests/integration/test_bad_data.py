@@ -36,6 +36,7 @@ OVERRIDES = [
     f"dataflow.batch_groups={BATCH}",
     "dataflow.group_size=2",
     "evaluation.num_tasks=16",
+    "env.on_long_prompt=error",
     f"total_steps={STEPS}",
 ]
 

@@ -8,7 +8,7 @@ import json
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -215,6 +215,36 @@ def test_a_restored_queue_continues_with_the_next_tasks_and_finds_those_that_are
     continued = [admit(queue, ledger) for _ in range(8)]
     assert [admit(restored, copy_of_ledger) for _ in range(8)] == continued
     assert [queued.requeues for queued in continued if queued].count(1) == 1, "the dropped task starts again"
+
+
+def is_odd(task: Task) -> bool:
+    return bool(int(task.task_id[1:]) % 2)
+
+
+def test_tasks_that_do_not_fit_are_taken_counted_and_never_admitted_and_a_resume_keeps_the_cursor() -> None:
+    def queue_of(fits: Callable[[Task], bool] | None) -> TaskQueue:
+        return TaskQueue([stream("a"), stream("b")], 8, 2, fits=fits)
+
+    queue, ledger = queue_of(is_odd), Ledger()
+    admitted = [queued.task.task_id for _ in range(8) if (queued := admit(queue, ledger))]
+    assert sorted(admitted) == [f"{name}{number}" for name in "ab" for number in (1, 3, 5, 7)]
+    assert (queue.num_taken, queue.num_skipped, queue.first_skipped) == ({"a": 8, "b": 8}, {"a": 4, "b": 4}, "a0")
+    assert ledger.counts().admitted == 8, "the ledger does not know what was skipped"
+    state = json.loads(json.dumps(queue.state_dict()))
+    restored = queue_of(is_odd)
+    restored.load_state_dict(state, queue.num_taken)
+    assert (restored.num_skipped, restored.first_skipped) == (queue.num_skipped, "a0")
+    copy_of_ledger = copy.deepcopy(ledger)
+    assert [admit(restored, copy_of_ledger) for _ in range(8)] == [admit(queue, ledger) for _ in range(8)]
+    del state["skipped"]
+    queue_of(None).load_state_dict(state, {"a": 8, "b": 8})
+
+
+def test_a_stream_most_of_whose_tasks_do_not_fit_stops_the_run_with_the_numbers() -> None:
+    queue, ledger = TaskQueue([stream("a")], 8, 2, fits=lambda task: int(task.task_id[1:]) % 5 < 2), Ledger()
+    admitted = iter(lambda: queue.next(ledger), None)
+    with pytest.raises(PenstockError, match=r"614 of the first 1024 tasks of the source a have prompts .* a2 first"):
+        list(itertools.islice(admitted, 2000))
 
 
 def test_a_restored_queue_lacks_a_task_that_no_longer_exists() -> None:

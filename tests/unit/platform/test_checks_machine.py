@@ -261,7 +261,7 @@ def test_a_warm_start_needs_worked_answers(overrides):
 
 def test_a_worked_example_longer_than_the_context_is_refused(overrides):
     typed = ["experiment=arithmetic_sft", *overrides[2:], "env.args={answer_chars: 200}"]
-    with pytest.raises(ConfigError, match=r"example of t10000 has 206 tokens, above model.max_context_tokens=128"):
+    with pytest.raises(ConfigError, match=r"example of t0 has 205 tokens, above model.max_context_tokens=128"):
         load_config("sft", typed)
     load_config("sft", [*typed[:-1], "env.args={answer_chars: 20}"])
 

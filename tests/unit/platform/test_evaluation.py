@@ -165,6 +165,22 @@ async def test_answers_without_an_opinion_of_the_reward_are_counted_and_in_no_fi
         await evaluator(Runner(), 2, temperature=0.5).evaluate(3, tasks_of("- -", "- -"))
 
 
+async def test_tasks_that_are_too_long_are_skipped_and_named_in_the_score() -> None:
+    limited = evaluator(Runner())
+    limited._limit = SimpleNamespace(fits=lambda task: task.prompt != "0")  # type: ignore[assignment]
+    tasks = [*tasks_of("1", "0", name="easy"), *tasks_of("0.5", "0", "0", name="hard")]
+    found = await limited.evaluate(3, tasks)
+    assert (found.accuracy, found.num_tasks, found.num_skipped) == (0.5, 2, 3)
+    assert found.score.counted == "2 of 5 (prompts too long: 3)"
+    assert {name: (score.num_tasks, score.num_skipped) for name, score in found.sets.items()} == {
+        "easy": (1, 1), "hard": (1, 2)
+    }  # fmt: skip
+    assert (found.metrics()["eval/skipped"], found.metrics()["eval/skipped/hard"]) == (3, 2)
+    assert not undeclared(found.metrics())
+    with pytest.raises(PenstockError, match="the prompts of all 2 tasks leave no space for an answer"):
+        await limited.evaluate(3, tasks_of("0", "0"))
+
+
 async def test_each_answer_has_three_attempts() -> None:
     one = evaluator(Runner())
     with pytest.raises(PenstockError, match="1 of 1 answers"):

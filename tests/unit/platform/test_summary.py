@@ -26,7 +26,7 @@ KEYS = {
     "eval_before", "eval_after", "reward_first", "reward_last", "steps", "wall_s", "trained_groups",
     "max_staleness_configured", "max_staleness_seen", "share_tokens_stale", "multi_version_trajectories",
     "tokens_generated", "tokens_trained", "peak_memory_gib", "ledger", "untrained", "name", "seed", "status", "version",
-    "partner_eval_before", "partner_eval_after", "policy_version", "failed_attempts",
+    "partner_eval_before", "partner_eval_after", "policy_version", "failed_attempts", "skipped_prompts",
     "eval_reward_before", "eval_reward_after",
 }  # fmt: skip
 
