@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+_KEYS = (("role", "content"), ("from", "value"))
+"""Of OpenAI's messages, and of ShareGPT's, which are refused by name."""
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -33,18 +35,20 @@ def messages_in(text: str) -> list[Any] | None:
     Raises:
         MessageError: If they are there in another notation, such as that of Python.
     """
-    if not text.lstrip().startswith("[") or not all(name in text for name in ("role", "content")):
+    inner = text.lstrip().removeprefix("[").lstrip()
+    keys = next((pair for pair in _KEYS if all(key in text for key in pair)), None)
+    if keys is None or inner == text.lstrip():
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-        if text.lstrip()[1:].lstrip().startswith(("{'role'", "{'content'", '{"role"', '{"content"')):
+        if inner.startswith(tuple(f"{{{quote}{key}{quote}" for key in keys for quote in "\"'")):
             raise MessageError(
                 "it seems to be chat messages that were written as text, and is not JSON; it would be one message. "
                 "Save the rows as JSONL or Parquet, or the column as JSON"
             ) from None
-    is_messages = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
+        return None
+    is_messages = isinstance(found, list) and all(isinstance(one, dict) and keys[0] in one for one in found)
     return found if is_messages else None
 
 

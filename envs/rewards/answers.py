@@ -7,7 +7,7 @@
 | int, float | if it is a number of the same value: 3 and 3.0 equal "3", "3.0" and "3e0" |
 | bool | "True" or "true", "False" or "false"; never a number |
 | list | if it is a list of equal values in the same order, in JSON or as Python writes it; not one of its values |
-| empty text, nothing, NaN, infinity, any other type | refused: every response would score 0 |
+| nothing, empty text, NaN (also as text: tables write gaps so), infinity, other types | refused: each would score 0 |
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ AnswerValue = str | bool | int | float | list[Any]
 """What a row may hold as its answer, as JSON types."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _MAX_LIST_CHARACTERS = 20_000
+_GAPS = ("", "nan", "NaN")
 
 
 def equals_answer(text: str, answer: AnswerValue, field: str = "answer") -> bool:
@@ -59,7 +60,7 @@ def checked_answer(answer: object, field: str = "answer") -> AnswerValue:
         ValueError: If no response could equal it, with the field and the type.
     """
     value = answer.tolist() if hasattr(answer, "tolist") and hasattr(answer, "shape") else answer
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip()):
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip() not in _GAPS):
         return value
     if isinstance(value, Integral):
         return int(value)

@@ -72,7 +72,7 @@ def test_a_truth_value_is_no_number_and_text_without_a_decimal_point_is_text(tex
 
 
 @pytest.mark.parametrize(
-    "answer", [None, math.nan, math.inf, "", " \n", {"a": 1}, b"3", [math.nan], np.array([np.nan])]
+    "answer", [None, math.nan, math.inf, "", " \n", "nan", {"a": 1}, b"3", [math.nan], np.array([np.nan])]
 )
 @pytest.mark.parametrize("reward", [exact_match, math_verify_reward])
 def test_an_answer_that_no_response_equals_is_refused_with_field_and_type(reward: Any, answer: Any) -> None:

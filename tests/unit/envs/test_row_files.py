@@ -380,6 +380,10 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
         bad_bytes("rows.csv", b"prompt\n\"[{'role': 'user', 'content': '1'}]\"\n"),
         "seems to be chat messages that were written as text",
     ),
+    "sharegpt as text": (
+        bad_bytes("rows.jsonl", b"{\"prompt\": \"[{'from': 'human'}, {'value': 1}]\"}"),
+        "seems to be chat",
+    ),
     "link": (lambda: Path("rows.jsonl").symlink_to("gone") or "rows.jsonl", "rows.jsonl: no such file"),
     "device": (lambda: "/dev/null", "a file of rows is one of"),
 }
