@@ -408,14 +408,14 @@ def _text(file: Path, key: str) -> RowTable:
             raise ConfigError(f"{key}={file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         is_list, is_object = (content.lstrip().startswith(mark) for mark in "[{")
         try:
-            parsed = json.loads(content) if is_list or is_object else None
+            parsed: Any = json.loads(content) if is_list or is_object else None
         except (ValueError, RecursionError) as error:
             if is_list:
                 raise ConfigError(f"{key}={file} is not JSON: {error}") from error
             return TextRows(file, key)  # an object in each line
         if is_list:
             return TableRows(parsed, str(file))
-        if "\n" in content.strip():
+        if is_object and "\n" in content.strip():
             raise ConfigError(f"{key}={file} {_one_object(parsed)}")
     return TextRows(file, key)
 

@@ -120,7 +120,7 @@ class JudgeReward(HttpReward):
         """
         return cls(JudgeConfig.model_validate(args), context)
 
-    async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
+    async def __call__(self, trajectory: Trajectory, /, **fields: Any) -> dict[str, float]:
         """Judge a response: `reward`, the judge's `score`, and the number of answers without a score.
 
         Raises:

@@ -207,7 +207,7 @@ def test_a_mutated_data_set_gives_the_right_rewards_or_one_clear_line(
             response = gold[int(task.task_id.removeprefix("rows/"))]
             assert reward(scripted_answer(task, response), **task.fields) == 1.0, (seed, name, task, response)
             assert_same_prompt(task, rows[int(task.task_id.removeprefix("rows/"))]["prompt"])
-    assert outcomes[0] > 1, "data sets that cannot run prove nothing about rewards"
+    assert outcomes[0] > 0, "data sets that cannot run prove nothing about rewards"
 
 
 def assert_same_prompt(task: Task, written: Any) -> None:
