@@ -67,7 +67,7 @@ def load_config(
     ]
     loaded = LoadedConfig(
         config,
-        [finding.message for finding in findings if finding.severity != "note"],
+        composition.remarks + [finding.message for finding in findings if finding.severity != "note"],
         [finding.message for finding in findings if finding.severity == "note"],
     )
     if command == "train" and awaits_warm_start(config):

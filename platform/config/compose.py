@@ -7,6 +7,8 @@ on the result, and findings that depend on a replaced key are omitted.
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
@@ -41,6 +43,9 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, V
 _LARGEST = 2**53
 """Larger integers are not exact in metrics, and from 2^63 torch and vLLM refuse them."""
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
+_TEXTS = ("rollout.sampling.stop", "env.reasoning.", "warm_start")
+"""Keys, or beginnings of keys, of text that a model or a parser reads. Other strings name things."""
+_LITERAL_ESCAPE = re.compile(r"(?<!\\)\\(?:n|[tr](?![a-z]))")
 
 
 @dataclass(slots=True)
@@ -51,12 +56,14 @@ class Composition:
         config: The configuration, with invalid keys replaced where possible; None if it could not be repaired.
         problems: One sentence per invalid override or key.
         wrong_paths: The dotted keys that `problems` are about.
+        remarks: One sentence per value that could be misunderstood: how it was read.
         typed: Dotted keys that the user has set on the command line.
         has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
     """
 
     config: RunConfig | None = None
     problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     wrong_paths: list[str] = field(default_factory=list)
     typed: list[str] = field(default_factory=list)
     has_experiment: bool = True
@@ -88,14 +95,32 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
     result.problems += overrides.problems
     result.typed = list(overrides.typed)
     raw = _compose_values(overrides, config_dir, result)
+    result.remarks += overrides.remarks.values()
+    result.remarks += [
+        said
+        for path, said in _literal_escapes(raw)
+        if not any(f"{path}.".startswith(f"{key}.") for key in overrides.remarks)
+    ]
     _validate(raw, overrides, config_dir, result)
     return result
 
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML, with keys in schema order."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts with line breaks and other control characters in double quotes, where each is seen and kept."""
+
+
+def _text_in_yaml(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if "Cc" in map(unicodedata.category, text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_in_yaml)
 
 
 def _compose_values(overrides: Overrides, config_dir: Path | None, result: Composition) -> Raw:
@@ -151,7 +176,9 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
         wrong = dict(_unusable_values(raw))
         try:
             # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
-            result.config = RunConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
+            # What is no UTF-8 is reported above.
+            text = json.dumps(raw, default=str, ensure_ascii=False).encode(errors="replace")
+            result.config = RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
             wrong |= describe_errors(error, overrides.typed)
         if not wrong:
@@ -180,16 +207,39 @@ def _unusable_values(raw: Any, path: str = "") -> Iterator[tuple[str, str]]:
             f"{path}={raw} is out of range: integers go up to 2^53 = {_LARGEST}, since larger ones are not exact in "
             "metrics. Use a smaller one.",
         )
-    elif isinstance(raw, str) and not path.startswith(("env.reasoning.", "warm_start")):  # the others name things
-        longest = max(len(part.encode()) for part in raw.split("/"))
-        if not raw.isprintable():
+    elif isinstance(raw, str):
+        is_name = not path.startswith(_TEXTS)
+        kinds = set(map(unicodedata.category, raw))
+        longest = max(len(part.encode(errors="replace")) for part in raw.split("/"))
+        if "Cs" in kinds:
+            yield path, f"{path}={json.dumps(raw):.80} has bytes that are no UTF-8. Write it as UTF-8."
+        elif is_name and "Cc" in kinds:
             yield path, f"{path}={json.dumps(raw):.80} has a control character, such as a line break. Remove it."
-        elif longest > _MAX_NAME_BYTES or len(raw.encode()) > _MAX_PATH_BYTES:
+        elif is_name and (longest > _MAX_NAME_BYTES or len(raw.encode()) > _MAX_PATH_BYTES):
             yield (
                 path,
                 f"{path}={json.dumps(raw):.60}... has {len(raw)} characters, {longest} bytes between two slashes: file "
                 f"systems allow {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for one name. Shorten it.",
             )
+
+
+def _literal_escapes(raw: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Key, and a sentence about each text with a backslash and `n`, where a line break may be meant."""
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            if key != "warm_start":  # overrides, which are read when they are used
+                yield from _literal_escapes(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(raw, list):
+        for value in raw:
+            yield from _literal_escapes(value, path)
+    elif isinstance(raw, str) and (found := _LITERAL_ESCAPE.search(raw)):
+        around = " ".join(raw[max(0, found.start() - 20) : found.end() + 20].split())
+        name = {"n": "line break", "t": "tab", "r": "carriage return"}[found.group()[-1]]
+        yield (
+            path,
+            f"{path}: {around} has a backslash and the letter {found.group()[-1]}, which is no {name}. For a {name} "
+            f"write {found.group()} in double quotes; for LaTeX and the like, all is well.",
+        )
 
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
@@ -225,4 +275,8 @@ def _one_line(error: Exception) -> str:
         choices = [option for option in error.options if option]
         hint = nearest_choice(choice, choices)
         return f"{group}={choice} is not a valid choice. Choices: {', '.join(choices)}.{hint}"
-    return " ".join(str(error).partition("full_key")[0].partition("Config search path")[0].split())
+    said = " ".join(str(error).partition("full_key")[0].partition("Config search path")[0].split())
+    causes = (error, error.__cause__, error.__context__)
+    if any(isinstance(one, GrammarParseError | InterpolationResolutionError) for one in causes):
+        return rf"{said.rstrip('.')}. `${{` begins an interpolation: write \${{ where these two characters are meant."
+    return said

@@ -169,6 +169,8 @@ def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dic
     """
     sentences: dict[str, str] = {}
     for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":
+            continue  # a default that follows another key of its section, which has its own error
         place = locate(details["loc"])
         sentences.setdefault(place.path, _sentence(place, details, _origin(place.path, overrides)))
     return sentences
@@ -208,7 +210,12 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         return f"{where} has a character that is not allowed: {place.path} allows only letters, digits and . _ -."
     if place.field is None:
         return f"{where}: {details['msg']}."
-    return f"{where} has the wrong type: {place.path} must be {expectation(place.field)}."
+    wanted = expectation(place.field)
+    if kind in ("string_type", "tuple_type") and isinstance(value, str | int | float) and "text" in wanted:
+        quoted = json.dumps(value if isinstance(value, str) else _show(value), ensure_ascii=False)
+        written = f"[{quoted}]" if wanted.startswith("a list") else quoted
+        return f"{where} is not {wanted}. Quote it: '{place.path}={written}'."
+    return f"{where} has the wrong type: {place.path} must be {wanted}."
 
 
 def _instead(table: Mapping[str, str], path: str, value: Any) -> str:
@@ -404,7 +411,7 @@ def _kind_words(kind: Any) -> str:
         return "one of: " + ", ".join(str(member.value) for member in kind)
     if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
         item = get_args(kind)[0]
-        return f"a list of {'integers' if int in (item, *get_args(item)) else 'names'}"
+        return f"a list of {'integers' if int in (item, *get_args(item)) else 'texts'}"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     if get_origin(kind) is dict or sections_of(kind):

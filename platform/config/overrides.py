@@ -7,13 +7,15 @@ so that Hydra accepts every key and the schema reports all unknown keys at once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from penstock.envs.registry import MOVED
@@ -24,6 +26,12 @@ Groups = Mapping[str, Sequence[str]]
 
 _REPLACED = {"env.args"}
 """Keys whose value replaces the old one completely. Hydra would merge them and keep arguments of another factory."""
+
+_ESCAPE = re.compile(r"\\(?:\\|n|[tr](?![a-z]))")
+"""In double quotes. Not `\\text` and `\\right`: prompts hold LaTeX."""
+_MAY_BE_ESCAPE = re.compile(r"\\[\\ntr]")
+_ESCAPED = {r"\\": "\\", r"\n": "\n", r"\t": "\t", r"\r": "\r"}
+_VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
@@ -37,12 +45,14 @@ class Overrides:
         values: Overrides that set or delete values, ready for Hydra.
         typed: Dotted key -> the value override as typed.
         problems: One sentence per invalid override.
+        remarks: Dotted key -> a sentence that says how its value was read, where Hydra alone would read it otherwise.
     """
 
     choices: list[str] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
     typed: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
 
 
 def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:
@@ -124,13 +134,47 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
         why = f"{key} alone would keep the settings of the previous variant"
         result.problems.append(f"{text}: {why}. {_choose(group, override.value(), groups)}")
     else:
-        value = text if override.is_delete() else f"++{text.lstrip('+')}"
+        value = text if override.is_delete() else f"++{_with_escapes(override, text, result).lstrip('+')}"
         if key in _REPLACED:
             # Hydra refuses to delete what no file has set, so deleting is setting nothing.
             value = f"++{key}={{}}" if override.is_delete() else value
             result.values.append(f"++{key}=null")
         result.values.append(value)
         result.typed[key] = text
+
+
+def _with_escapes(override: Override, text: str, result: Overrides) -> str:
+    """The override with the escapes of its double-quoted texts replaced, which Hydra would leave as they are.
+
+    `'rollout.sampling.stop=["\\n\\n"]'` is two line breaks, as in YAML, JSON and Python. In single quotes, as in YAML,
+    a backslash is a backslash.
+    """
+    understood: list[str] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replaced(one) for one in value]
+        if isinstance(value, dict):
+            return {key: replaced(one) for key, one in value.items()}
+        if not isinstance(value, QuotedString) or value.quote is not Quote.double:
+            return value
+        if not _MAY_BE_ESCAPE.search(value.text):
+            return value
+        plain = _ESCAPE.sub(lambda found: _ESCAPED[found.group()], value.text)
+        understood.append(plain.translate(_VISIBLE))
+        return QuotedString(plain, Quote.double)
+
+    value = replaced(override._value)  # noqa: SLF001 - its public value has lost the quotes
+    if not understood:
+        return text
+    shown = ", ".join(one if len(one) <= 80 else f"{one[:79]}…" for one in understood)
+    result.remarks[override.key_or_group] = (
+        f"{override.key_or_group} was read as {shown}"
+        r": in double quotes \n is a line break ⏎, \t a tab ⇥, \r a carriage return ␍ (\t and \r not before a small "
+        r"letter, as in \text) and \\ a backslash. In single quotes a backslash stays a backslash."
+    )
+    override._value = value  # noqa: SLF001
+    return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
 def _choose(group: str, value: object, groups: Groups) -> str:
@@ -158,9 +202,13 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
                 result.problems.append(f"{group}={name} was removed. {MOVED[name]}")
                 return
             hint = nearest_choice(name, groups[group])
+            own = f"Put your own files into DIR/{group}/ and use --config-dir DIR."
+            if group.replace("/", ".") in SECTION_GROUPS:
+                own = f"Own files, in DIR/{group}/ with --config-dir DIR, can only set keys of these."
+            if group == "tracker":
+                own += " Every run writes metrics.jsonl, which other trackers can be fed from."
             result.problems.append(
-                f"{group}={name} is not a valid choice. Choices: {', '.join(groups[group])}.{hint}"
-                f" Put your own files into DIR/{group}/ and use --config-dir DIR."
+                f"{group}={name} is not a valid choice. Choices: {', '.join(groups[group])}.{hint} {own}"
             )
             return
     result.choices.append(text.lstrip("+"))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -37,6 +39,7 @@ from penstock.platform.run.evaluation import evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.run_dir import locked
 
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
 FREE_KEYS = (
     "total_steps",
     "max_hours",
@@ -185,7 +188,7 @@ def read_saved_config(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(
             [f"{run_dir}: holds no {CONFIG_FILE}, so it is no run. Give the directory that `penstock train` printed."]
         )
-    saved = OmegaConf.to_container(OmegaConf.load(path))
+    saved = yaml.safe_load(path.read_text(encoding="utf-8"))  # not OmegaConf: every `${` in it is text
     assert isinstance(saved, dict)
     return {str(key): value for key, value in saved.items()}
 
@@ -213,8 +216,8 @@ def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: 
         )
     typed = {word.partition("=")[0]: word for word in overrides}
     try:
-        merged = OmegaConf.merge(OmegaConf.create(dict(saved)), OmegaConf.from_dotlist(list(overrides)))
-        raw = OmegaConf.to_container(merged)
+        merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
+        raw = OmegaConf.to_container(merged, resolve=True)
         assert isinstance(raw, dict)
         raw |= {"run_dir": str(run_dir), "overwrite": False}
         return RunConfig.model_validate_json(json.dumps(raw), strict=True)
@@ -222,6 +225,15 @@ def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: 
         raise ConfigError([str(error).splitlines()[0]]) from error
     except ValidationError as error:
         raise ConfigError(list(describe_errors(error, typed).values())) from error
+
+
+def _escaped(tree: Any) -> Any:
+    """The same texts, with each `${` as OmegaConf writes it where it is no interpolation."""
+    if isinstance(tree, Mapping):
+        return {key: _escaped(one) for key, one in tree.items()}
+    if isinstance(tree, list):
+        return [_escaped(one) for one in tree]
+    return _INTERPOLATION.sub(r"\1\1\\${", tree) if isinstance(tree, str) else tree
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
