@@ -53,7 +53,8 @@ class Turn:
         response: Text of the sampled tokens without special tokens; where `env.reasoning` is set, the answer alone.
         finish_reason: `length` marks a turn that was cut off.
         num_tokens: Number of tokens sampled in this turn.
-        observation: Text of the observation tokens that follow, template included; empty after the last turn.
+        observation: Text of the observation tokens that follow, template and special tokens included; empty after the
+            last turn.
         num_observation_tokens: Number of observation tokens.
         num_interruptions: How often the turn was aborted or its engine was lost; it was resumed from its tokens.
         thread: Name of the thread in which the turn was sampled.
@@ -81,7 +82,7 @@ class Thread:
 
     Attributes:
         num_tokens: Length of the thread, including the tokens that a fork shares with its parent.
-        opening: Text of the prompt; for a fork, its first own message.
+        opening: Text of the prompt, special tokens included; for a fork, its first own message.
         fork_of: Name of the parent thread whose tokens it starts with; None if it has its own prompt.
     """
 
@@ -164,6 +165,7 @@ class Trajectory:
         token_ids: `[T] int32`, prompt first, in the order the model saw them.
         loss_mask: `[T] bool`, True exactly on the tokens that the policy sampled (I7), in the thread that sampled them.
         behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 for tokens that were not sampled.
+        prompt: Text of the prompt as the model saw it: after the chat template, special tokens included.
         spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
         response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
             answers alone.

@@ -12,6 +12,7 @@ from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 STRICT, PROCESS = "strict", "process"
 PeerStyle = Literal["trl", "verl"]
 """Libraries whose reward functions are called as these libraries call them (envs/rewards/peer_styles.py)."""
+SpecialTokens = Literal["text", "tokens"]
 
 
 class IsolationConfig(BaseModel):
@@ -147,6 +148,8 @@ class EnvConfig(BaseModel):
             training and evaluation, and counts them; more than half of them is an error. `error` refuses the start.
         reasoning: Marks of the reasoning, which rewards, environments and agent programs get separately from the
             answer; `think` is `<think>` and `</think>`. None: the whole text is the answer.
+        special_tokens: What `<|im_end|>` is if a prompt, an observation or a schema of a tool spells it: `text`, or
+            `tokens`, the policy's control tokens, for prompts that are rendered already.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -159,6 +162,7 @@ class EnvConfig(BaseModel):
     endpoint: EndpointConfig = EndpointConfig()
     on_long_prompt: Literal["skip", "error"] = "skip"
     reasoning: ReasoningConfig | None = None
+    special_tokens: SpecialTokens = "text"
 
     @property
     def has_stages(self) -> bool:

@@ -135,7 +135,9 @@ class JudgeReward(HttpReward):
         return await asyncio.shield(self._pending[question])  # other calls may wait for it too
 
     def _question(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> str:
-        shown = {**fields, "prompt": trajectory.prompt, "response": trajectory.response}
+        # Of a chat without the template's special tokens, which the judge's own template would take for its own.
+        said = "\n".join(f"{message['role']}\n{message.get('content') or ''}" for message in trajectory.messages)
+        shown = {**fields, "prompt": said or trajectory.prompt, "response": trajectory.response}
         try:
             return self._config.template.format(**shown)
         except (KeyError, AttributeError, IndexError) as error:

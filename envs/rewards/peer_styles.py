@@ -81,8 +81,9 @@ class TrlReward(PeerReward):
     """`(prompts, completions, **columns) -> list[float | None]`, called with lists of one element.
 
     If the prompt is chat messages, so is the completion: `[{"role": "assistant", "content": ...}]`, with the
-    observations of an episode between the turns as messages of the user. None means that the function does not apply to
-    the task, as for every reward: as one of several parts it adds nothing and is not recorded; alone it has no opinion.
+    observations of an episode between the turns as messages of the user. A message of the assistant that ends the
+    prompt is the beginning of the completion instead. None means that the function does not apply to the task, as for
+    every reward: as one of several parts it adds nothing and is not recorded; alone it has no opinion.
     """
 
     style = "trl"
@@ -91,12 +92,17 @@ class TrlReward(PeerReward):
 
     def arguments(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As TRL gives them; `log_extra` and `log_metric` record nothing."""
-        is_chat = bool(trajectory.messages)
         columns = {name: [value] for name, value in fields.items()}
+        prompt: str | list[Mapping[str, str]] = trajectory.prompt
+        completion: str | list[dict[str, str]] = trajectory.text
+        if trajectory.messages:
+            prompt, completion = list(trajectory.messages), _messages(trajectory)
+            if prompt[-1]["role"] == "assistant":
+                completion[0]["content"] = prompt.pop()["content"] + completion[0]["content"]
         return {
             **columns,
-            "prompts": [list(trajectory.messages) if is_chat else trajectory.prompt],
-            "completions": [_messages(trajectory) if is_chat else trajectory.text],
+            "prompts": [prompt],
+            "completions": [completion],
             "completion_ids": [trajectory.token_ids[trajectory.loss_mask].tolist()],
             "log_extra": lambda *_: None,
             "log_metric": lambda *_: None,

@@ -78,6 +78,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
         misfits = list(check_reward(reward, tasks))
         yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
     measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
+    yield from check_spelled_tokens(config, [*measured.train, *measured.held_out])
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
         yield from check_stop(config)
@@ -287,6 +288,25 @@ def check_prompts(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
     )
 
 
+def check_spelled_tokens(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """Warn if prompts spell special tokens, which stay text: they may have been rendered by a chat template before."""
+    try:
+        if (codec := _load_codec(config)) is None:
+            return
+    except ConfigError:
+        return  # `check_prompts` reports it
+    found = {task.task_id: codec.spelled_token(task.prompt) for task in tasks}
+    spelled = {task_id: token for task_id, token in found.items() if token is not None}
+    if spelled:
+        task_id, token = next(iter(spelled.items()))
+        yield warning(
+            f"env.special_tokens=text: {len(spelled)} of {len(found)} prompts spell a special token of the tokenizer, "
+            f"first {task_id} with {token!r}. It stays text, so that no prompt can end a message or begin one. If the "
+            "prompts are rendered already, set env.special_tokens=tokens.",
+            "model",
+        )
+
+
 def check_stop(config: RunConfig) -> Iterator[Finding]:
     """Check that the stop texts can appear in an answer's text, and the stop tokens in its tokens."""
     sampling, vocab_size = config.rollout.sampling, config.model.shape.vocab_size
@@ -442,10 +462,10 @@ def _too_long(
 
 def _load_codec(config: RunConfig) -> TokenCodec | None:
     """The tokenizer of the policy; None if there is no policy, which has its own finding."""
-    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, load_codec, make_codec
 
-    marks, path = config.env.reasoning, config.model.path
+    path = config.model.path
     if config.model.from_scratch:
-        return TokenCodec(NEW_TOKENIZERS[config.model.tokenizer](), (), marks)
+        return make_codec(NEW_TOKENIZERS[config.model.tokenizer](), config.env)
     folder = None if path is None else model_folder(path)
-    return load_codec(path, marks) if path and folder and (folder / "config.json").exists() else None
+    return load_codec(path, config.env) if path and folder and (folder / "config.json").exists() else None

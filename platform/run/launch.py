@@ -429,7 +429,7 @@ async def start_parts(
     instruments.note("starting Ray, the engines, the trainer and the reward workers …")
     restore_from = None if resumed is None else str(resumed.path.absolute())
     async with start_actors(config, restore_from, pending) as actors:
-        codec = load_codec(model_path(config), config.env.reasoning)
+        codec = load_codec(model_path(config), config.env)
         async with episode_player(config, codec) as episodes:
             yield RunParts(held_out, actors, codec, episodes)
 

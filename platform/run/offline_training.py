@@ -118,7 +118,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         return Progress("training", step - 1, sft.max_steps, "steps") if step else STARTING
 
     async with offline_training(config, run_dir, path, "sft", console, progress) as (trainer, hub):
-        codec, policy = load_codec(path), str(run_dir / "policy")
+        codec, policy = load_codec(path, config.env), str(run_dir / "policy")
         limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
         held_out = list(
             limit.only(encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks))
@@ -253,7 +253,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
         "run": str(run_dir),
     }
     console.header(config.name, facts)
-    source, codec = load_task_source(config.env, config.seed), load_codec(path)
+    source, codec = load_task_source(config.env, config.seed), load_codec(path, config.env)
     limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
     pairs = list(islice(encode_pairs(source, codec, source.train(), limit), size * preference.num_steps))
     held_out = list(encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit))

@@ -154,7 +154,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
         try:
             await rewards_are_loaded(config, rewards)
             await _publish(config, engines)
-            codec = load_codec(model_path(config), config.env.reasoning)
+            codec = load_codec(model_path(config), config.env)
             async with episode_player(config, codec) as episodes:
                 runner = make_runner(config, engines, codec, episodes)
                 await answer_questions(config, episodes, runner, rollout_sampling(config, codec))

@@ -67,6 +67,9 @@ class SimulatedCodec(TokenCodec):
     def decode(self, _token_ids: Iterable[int]) -> str:
         return ""
 
+    def decode_prompt(self, _token_ids: Iterable[int]) -> str:
+        return ""
+
 
 class SimulatedStore:
     """A payload is its own handle."""

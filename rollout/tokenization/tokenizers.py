@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.envs.config import ReasoningConfig
+from penstock.envs.config import EnvConfig, ReasoningConfig, SpecialTokens
 from penstock.envs.reasoning import TurnText, split_turn
+from penstock.rollout.tokenization.special_tokens import SpelledTokens
 from penstock.rollout.tokenization.turn_template import TurnTemplate
 from penstock.weights.hf_folder import model_folder, read_json_object
 from penstock.weights.model_config import NewTokenizer
@@ -23,6 +24,7 @@ from penstock.weights.model_config import NewTokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_Value = TypeVar("_Value")
 PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
 CHARACTERS = "0123456789+-*=() ;" + ",.:/?<>#|!&\n"
@@ -93,6 +95,12 @@ class TokenCodec:
         stop_token_ids: Ids after which an answer ends: eos of tokenizer and generation config, ascending.
         reasoning: Marks around the reasoning; None: the whole text is the answer.
 
+    Args:
+        tokenizer: The tokenizer of the policy.
+        generation_eos_ids: End tokens of the generation config.
+        reasoning: As the attribute.
+        special_tokens: What a special token is that a prompt or an observation spells (special_tokens.py).
+
     Raises:
         ConfigError: If a mark is a special token, since decoded text leaves special tokens out.
     """
@@ -104,9 +112,11 @@ class TokenCodec:
         tokenizer: PreTrainedTokenizerFast,
         generation_eos_ids: Iterable[int] = (),
         reasoning: ReasoningConfig | None = None,
+        special_tokens: SpecialTokens = "text",
     ) -> None:
         self.tokenizer = tokenizer
         self.reasoning = reasoning
+        self._keeps_special_as_text = special_tokens == "text"
         self._texts: dict[tuple[int, ...], str] = {}
         marks = {"open": reasoning.open, "close": reasoning.close} if reasoning else {}
         hidden = [
@@ -125,9 +135,10 @@ class TokenCodec:
     def encode_prompt(
         self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
-        """Tokenise plain text as it is, or render chat messages with the generation prompt and tokenise that.
+        """Tokenise plain text as it is, or render chat messages and tokenise that.
 
-        No special token is added to plain text: the model sees exactly what the environment wrote.
+        After the messages comes the generation prompt; a last message of the assistant is continued instead. No special
+        token is added to plain text: the model sees exactly what the environment wrote.
 
         Args:
             prompt: Text or chat messages.
@@ -141,25 +152,19 @@ class TokenCodec:
         if not isinstance(prompt, str) and not _are_messages(prompt):
             gave = f"{prompt!r:.200} of type {type(prompt).__name__}"
             raise TrajectoryError("env", f"the prompt is {gave}; expected text, or chat messages (at least one)")
-        ids = self._encode_text(prompt) if isinstance(prompt, str) else self.turn_template.prompt_ids(prompt, tools)
+        text = self._shielded(prompt)
+        ids = self._encode(text if isinstance(text, str) else self.turn_template.prompt(text, self._shielded(tools)))
         if not ids:
             raise TrajectoryError("env", f"the prompt {prompt!r} has no tokens, so there is nothing to continue")
         return ids
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
-        try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        except Exception as cause:  # `tokenizers` raises bare Exception
-            unknown = next((char for char in text if not self._knows(char)), None)
-            which = str(cause) if unknown is None else f"it knows no {unknown!r}"
-            raise TrajectoryError("env", f"the tokenizer cannot encode the prompt {text!r}: {which}") from cause
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Tokenise text that a program has rendered itself: special tokens that it spells are control tokens.
 
-    def _knows(self, text: str) -> bool:
-        try:
-            self.tokenizer.encode(text, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 - `tokenizers` raises bare Exception
-            return False
-        return True
+        Raises:
+            TrajectoryError: kind `env`, if a character of it cannot be encoded.
+        """
+        return self._encode(text)
 
     def encode_observation(self, content: str | Sequence[dict[str, str]], last_token: int) -> tuple[int, ...]:
         """Tokens between a turn and the next: plain text as it is, or messages rendered by the chat template.
@@ -172,10 +177,43 @@ class TokenCodec:
             ConfigError: If the template can place no observation at all (turn_template.py).
             TrajectoryError: kind `env`, if it cannot place this one, or a character of it cannot be encoded.
         """
-        if isinstance(content, str):
-            return self._encode_text(content)
+        text = self._shielded(content)
+        if isinstance(text, str):
+            return self._encode(text)
         end = str(self.tokenizer.decode([last_token])) if last_token in self.stop_token_ids else ""
-        return self._encode_text(self.turn_template.between(content, end))
+        return self._encode(self.turn_template.between(text, end))
+
+    def spelled_token(self, prompt: object) -> str | None:
+        """The first special token that a prompt spells and that stays text; None if there is none."""
+        return self._spelled.first_in(prompt) if self._keeps_special_as_text else None
+
+    @cached_property
+    def _spelled(self) -> SpelledTokens:
+        return SpelledTokens(self.tokenizer)
+
+    def _shielded(self, value: _Value) -> _Value:
+        return self._spelled.shield(value) if self._keeps_special_as_text else value
+
+    def _encode(self, rendered: str) -> tuple[int, ...]:
+        """Token ids of a text that was rendered from shielded texts."""
+        encode = self._spelled.encode if self._keeps_special_as_text else self._encode_plain
+        try:
+            return tuple(encode(rendered))
+        except Exception as cause:  # `tokenizers` raises bare Exception
+            text = self._spelled.restore(rendered)
+            unknown = next((char for char in text if not self._knows(char)), None)
+            which = str(cause) if unknown is None else f"it knows no {unknown!r}"
+            raise TrajectoryError("env", f"the tokenizer cannot encode the prompt {text!r}: {which}") from cause
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _knows(self, text: str) -> bool:
+        try:
+            self._encode_plain(text)
+        except Exception:  # noqa: BLE001 - `tokenizers` raises bare Exception
+            return False
+        return True
 
     @cached_property
     def turn_template(self) -> TurnTemplate:
@@ -189,6 +227,10 @@ class TokenCodec:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token ids without special tokens; spaces stay as sampled."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode_prompt(self, token_ids: Iterable[int]) -> str:
+        """Text of a prompt or an observation as the model sees it, special tokens included."""
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """Text of each token, special tokens included.
@@ -228,12 +270,21 @@ def _are_messages(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(one, Mapping) for one in prompt)
 
 
-def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None) -> TokenCodec:
+def make_codec(
+    tokenizer: PreTrainedTokenizerFast, env: EnvConfig | None, generation_eos_ids: Iterable[int] = ()
+) -> TokenCodec:
+    """The codec of a tokenizer with the settings of `env`."""
+    if env is None:
+        return TokenCodec(tokenizer, generation_eos_ids)
+    return TokenCodec(tokenizer, generation_eos_ids, env.reasoning, env.special_tokens)
+
+
+def load_codec(model_path: str | Path, env: EnvConfig | None = None) -> TokenCodec:
     """Load the codec of a Hugging Face model: a directory, or a hub name in the local cache.
 
     Args:
         model_path: Where its tokenizer is.
-        reasoning: Marks around the policy's reasoning.
+        env: Has the marks of the policy's reasoning, and what special tokens are in its texts.
 
     Raises:
         ConfigError: If there is no tokenizer at `model_path`, it has no end token, or it hides the marks.
@@ -245,8 +296,15 @@ def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None)
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as cause:
         raise ConfigError([f"model.path={model_path}: no tokenizer can be loaded from it: {cause}"]) from cause
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            [
+                f"model.path={model_path}: its tokenizer, {type(tokenizer).__name__}, has no tokenizer.json, without "
+                "which special tokens and stop texts cannot be told from other text. Convert it to a fast tokenizer."
+            ]
+        )
     try:
-        codec = TokenCodec(tokenizer, _configured_eos_ids(folder), reasoning)
+        codec = make_codec(tokenizer, env, _configured_eos_ids(folder))
     except ValueError as problem:
         raise ConfigError([f"model.path={model_path}: {problem}"]) from problem
     if not codec.stop_token_ids:

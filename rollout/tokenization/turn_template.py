@@ -6,6 +6,9 @@ change. Instead, a conversation with a marker as the answer is rendered, and the
     …<|im_start|>assistant\\nMARKER<|im_end|>\\n<|im_start|>user\\nobservation<|im_end|>\\n<|im_start|>assistant\\n
                                    └────────────────── this ─────────────────────────────────────────────┘
 
+Messages that end with one of the assistant's are continued by the policy: its header and text come instead of the
+generation prompt, as with transformers' `continue_final_message`, and the sampled tokens follow them.
+
 If the policy sampled the end-of-turn token, the token is removed from the front of this text, because the conversation
 has it already, with its logprob. If the turn was truncated, the token stays: it is not sampled, is outside the loss,
 and closes the turn.
@@ -49,24 +52,19 @@ class TurnTemplate:
             )
         self._check_generation_prompt()
 
-    def prompt_ids(
-        self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[int, ...]:
-        """Token ids of a whole prompt, generation prompt included.
+    def prompt(self, messages: Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Text of a whole prompt, with the generation prompt; a last message of the assistant is left open instead.
 
         Args:
             messages: The prompt.
             tools: Tools in the form of OpenAI. The template declares them if it `declares_tools`, else `with_tools`.
 
         Raises:
-            TrajectoryError: kind `env`, if the template refuses the messages, or their text cannot be encoded.
+            TrajectoryError: kind `env`, if the template refuses the messages, or cannot leave the last one open.
         """
-        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True}
         if tools and self.declares_tools:
-            options["tools"] = list(tools)
-        elif tools:
-            messages = with_tools(messages, tools)
-        return tuple(self._applied(messages, _bad_messages, **options))
+            return self._render(messages, _bad_messages, tools=list(tools))
+        return self._render(with_tools(messages, tools) if tools else messages, _bad_messages)
 
     @cached_property
     def declares_tools(self) -> bool:
@@ -126,15 +124,27 @@ class TurnTemplate:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> str:
-        options |= {"add_generation_prompt": add_generation_prompt, "tokenize": False}
-        return str(self._applied(messages, problem, **options))
-
-    def _applied(self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], **options: Any) -> Any:
+        """The text of messages. With a generation prompt, the policy's turn follows: its own message if the last one is
+        the assistant's, which then has no end.
+        """
+        last = messages[-1]
+        if not add_generation_prompt or last.get("role") != "assistant":
+            options["add_generation_prompt"] = add_generation_prompt
+        elif last.get("tool_calls") or last.get("content") is None:
+            raise problem(
+                "cannot continue the last message: it is the assistant's, and makes tool calls or has no text. End the "
+                "prompt with the results of the calls, or with a message of the user"
+            )
+        elif last["content"]:
+            options["continue_final_message"] = True
+        else:
+            messages, options["add_generation_prompt"] = messages[:-1], True
         try:
-            return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
+            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, return_dict=False, **options)
         except Exception as cause:  # jinja runs the template's own code, which may raise anything
             roles = [message.get("role") for message in messages]
             raise problem(f"refuses messages with roles {roles}: {type(cause).__name__}: {cause}") from cause
+        return str(rendered)
 
     def _check_generation_prompt(self) -> None:
         """Check that the flag changes the text, or that only space precedes an answer ([/INST] of some models)."""
@@ -143,7 +153,7 @@ class TurnTemplate:
         )
         if with_prompt != without_prompt:
             return
-        answered = self._render([*_OPENING, self._answer], _bad_template)
+        answered = self._render([*_OPENING, self._answer], _bad_template, add_generation_prompt=False)
         header = answered.removeprefix(with_prompt).partition(self._marker)[0]
         if header.strip():
             raise ConfigError(

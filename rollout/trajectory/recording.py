@@ -73,10 +73,12 @@ class Recording:
                 "context_length_exceeded",
             )
         if before is None:
-            conversation = self._conversation = Conversation(token_ids, self._codec.decode(token_ids), self._sampling)
+            conversation = self._conversation = Conversation(
+                token_ids, self._codec.decode_prompt(token_ids), self._sampling
+            )
         else:
             conversation = before
-            conversation.add_observation(token_ids, self._codec.decode(token_ids))
+            conversation.add_observation(token_ids, self._codec.decode_prompt(token_ids))
         partial = conversation.next_turn(self._budget.max_tokens, request.max_tokens)
         preceding, marks = conversation.newest_text, self._codec.reasoning if request.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, preceding)
@@ -120,7 +122,10 @@ class Recording:
         return build_trajectory([conversation], task, trajectory_id, episode)
 
     def _encode(self, content: NewContent, request: ChatRequest) -> tuple[int, ...]:
+        """Plain text is what the program has rendered, so special tokens that it spells are its control tokens."""
         try:
+            if isinstance(content, str) and (content or self._conversation is not None):
+                return self._codec.encode_rendered(content)
             if self._conversation is None:
                 return self._codec.encode_prompt(content, request.tool_schemas)
             return self._codec.encode_observation(content, self._conversation.token_ids[-1])

@@ -122,7 +122,7 @@ class TrajectoryRunner:
             return await self._play(context, member, sampling)
         if self.codec not in context.prompts:
             prompt_ids = self._prompt_ids(context.task)
-            context.prompts[self.codec] = prompt_ids, self.codec.decode(prompt_ids)
+            context.prompts[self.codec] = prompt_ids, self.codec.decode_prompt(prompt_ids)
         conversation = Conversation(*context.prompts[self.codec], sampling)
         # Engines also stop at the context limit. The turn gets the same limit here, so that a turn that fills the
         # context counts as complete even if the engine's final message was lost.

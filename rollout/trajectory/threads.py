@@ -78,7 +78,7 @@ class Threads:
         opened = {one.thread: self._open(one, before, token_ids) for one, before, token_ids in new}
         for one, _, token_ids in encoded:
             if one.thread in self.conversations:
-                self.conversations[one.thread].add_observation(token_ids, self._codec.decode(token_ids))
+                self.conversations[one.thread].add_observation(token_ids, self._codec.decode_prompt(token_ids))
         self.conversations |= opened
         next_up = [self.conversations[one.thread] for one in observations]
         self.pending_turns = [
@@ -106,7 +106,7 @@ class Threads:
 
     def _open(self, observation: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
         """Open a thread with its own seed: threads with equal prompts would otherwise sample equal tokens."""
-        name, opening = observation.thread, self._codec.decode(token_ids)
+        name, opening = observation.thread, self._codec.decode_prompt(token_ids)
         seed = self._sampling.seed
         if seed is not None and name != MAIN_THREAD:
             seed = derive_seed(seed, zlib.crc32(name.encode()))

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -157,3 +158,16 @@ def test_wrong_arguments_are_refused_before_anything_starts(args: dict[str, obje
     wanted = {"url": "http://x", "model": "m", "template": TEMPLATE, **args}
     with pytest.raises(ConfigError, match=message):
         load_reward(RewardConfig(fn="penstock.envs.rewards.judge:JudgeReward", args=wanted, timeout_s=30))
+
+
+async def test_the_prompt_of_a_chat_is_shown_without_special_tokens_of_the_policys_template(service: Service) -> None:
+    service.plan = [says("Score: 7")]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    asked = replace(answered("2"), prompt="<|im_start|>system\nBe brief.<|im_end|>…", messages=messages)
+    reward = make(f"{service.url}/v1/")
+    try:
+        await reward(asked, answer="2")
+    finally:
+        await reward.close()
+    shown = service.bodies[0]["messages"][0]["content"]
+    assert shown == "Judge 2 to system\nBe brief.\nuser\n1+1? knowing 2; {} is a brace."

@@ -28,6 +28,11 @@ def formatted(prompts, completions, **kwargs):
     assert prompts == [[{"role": "user", "content": "1+1?"}]]
     return [float(completion[0]["content"].startswith("<think>")) for completion in completions]
 
+def begun(prompts, completions, **kwargs):
+    """TRL moves the beginning of the answer from the prompt to the completion."""
+    assert prompts == [[{"role": "user", "content": "1+1?"}]]
+    return [float(completions == [[{"role": "assistant", "content": "It is 2"}]])]
+
 def turns(completions, **_): return [float("".join(one["role"][0] for one in completions[0]) == "aua")]
 def only_math(completions, kind, **kwargs): return [1.0 if one == "math" else None for one in kind]
 async def slow(completions, **kwargs): return [0.25] * len(completions)
@@ -88,6 +93,8 @@ async def test_chat_prompts_give_chat_completions_with_the_reasoning_and_the_obs
     chat = task([{"role": "user", "content": "1+1?"}])
     thought = replace(scripted_answer(chat, "2"), reasoning="<think>easy</think>")
     assert (await score(config("formatted", "trl"), chat, thought)).reward == 1.0
+    answer = task([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is "}])
+    assert (await score(config("begun", "trl"), answer, "2")).reward == 1.0
     played = (Turn("look", "stop", 2, "a 2"), Turn("2", "stop", 2))
     episode = scripted_trajectory(chat, played, Episode(played, "done"))
     assert (await score(config("turns", "trl"), chat, episode)).reward == 1.0

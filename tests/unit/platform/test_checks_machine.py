@@ -64,7 +64,7 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: [])
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr(
-        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec()
+        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: CharacterCodec()
     )
     return ["experiment=arithmetic", f"model.path={policy}", "env.factory=my_plugin:Source", "env.args={}"]
 
@@ -72,6 +72,9 @@ def overrides(tmp_path, monkeypatch):
 class CharacterCodec:
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
         return tuple(map(ord, prompt))
+
+    def spelled_token(self, _prompt: str) -> None:
+        """It has no special tokens."""
 
 
 def problem(overrides: list[str], *, dry_run: bool = False) -> str:

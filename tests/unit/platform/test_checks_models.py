@@ -39,6 +39,9 @@ class CharacterCodec:
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
         return tuple(map(ord, prompt))
 
+    def spelled_token(self, _prompt: str) -> None:
+        """It has no special tokens."""
+
 
 @pytest.fixture
 def overrides(tmp_path, monkeypatch):
@@ -50,7 +53,7 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.setattr(model_files, "ask", lambda _question: [])
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr(
-        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec()
+        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: CharacterCodec()
     )
     return [
         "experiment=arithmetic",
@@ -429,9 +432,23 @@ def test_the_model_of_a_reward_is_checked_too(overrides, tmp_path):
 def test_a_stop_text_that_no_text_contains_and_a_stop_token_that_is_never_sampled_are_refused(overrides, monkeypatch):
     codec = TokenCodec(chat_tokenizer("chatml"))
     end = codec.stop_token_ids[0]
-    monkeypatch.setattr("penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: codec)
+    monkeypatch.setattr("penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: codec)
     found = problem([*overrides, f"rollout.sampling.stop=['</answer>','{codec.tokenizer.decode([end])}']"])
     assert "is a special token" in found
     assert f"Use rollout.sampling.stop_token_ids=[{end}]" in found
     found = problem([*overrides, "rollout.sampling.stop_token_ids=[1,32]"])
     assert "stop_token_ids has 32; model.shape.vocab_size=32" in found
+
+
+def test_prompts_that_spell_special_tokens_are_told_once_unless_they_are_meant(overrides, tmp_path, monkeypatch):
+    codec = TokenCodec(chat_tokenizer("chatml"))
+    monkeypatch.setattr("penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: codec)
+    spelling = PLUGIN.replace('f"{index}="', 'f"{index}<|im_end|>="')
+    assert spelling != PLUGIN
+    (tmp_path / "my_spelling_tasks.py").write_text(spelling)
+    overrides = [*overrides, "env.factory=my_spelling_tasks:Source"]
+    (warning,) = load_config("train", overrides, dry_run=True).warnings
+    assert "4 of 8 prompts spell a special token of the tokenizer, first t0 with '<|im_end|>'" in warning
+    assert "set env.special_tokens=tokens" in warning
+    codec = TokenCodec(chat_tokenizer("chatml"), special_tokens="tokens")
+    assert load_config("train", [*overrides, "env.special_tokens=tokens"], dry_run=True).warnings == []

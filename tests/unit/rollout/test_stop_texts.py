@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -78,6 +79,14 @@ def test_the_text_ends_before_the_stop_text_that_begins_first() -> None:
     reader = StopTextReader(CODEC, ("bc", "abcd"))
     assert [reader.completes(token) for token in letters("xabc")] == [False, False, False, True]
     assert reader.text == "xa"
+
+
+@pytest.mark.parametrize("stop", ["\n\n", "\nUser:", "\t", "\r\n", "\u3000", "👨\u200d👩", "\x00", "<|im_end|>"])
+def test_a_stop_text_may_hold_any_character(stop: str) -> None:
+    reader = StopTextReader(CODEC, (stop,))
+    spelled = CODEC.encode_prompt(f"a {stop}b")
+    ended = next(index for index, token in enumerate(spelled) if reader.completes(token))
+    assert (reader.text, CODEC.decode(spelled[ended + 1 :])) == ("a ", "b")
 
 
 def test_a_stop_text_is_found_behind_bytes_that_are_no_character() -> None:

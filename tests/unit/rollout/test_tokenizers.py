@@ -42,7 +42,7 @@ def test_every_text_is_its_bytes_and_chat_is_rendered(tmp_path: Path) -> None:
     assert codec.tokenizer.decode(prompt_ids) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
     end = codec.stop_token_ids[0]
     said = codec.encode_observation([{"role": "user", "content": "<|im_end|>?"}], end)
-    assert codec.decode(said) == "\nuser\n?\nassistant\n"
+    assert codec.decode(said) == "\nuser\n<|im_end|>?\nassistant\n"
 
 
 @pytest.mark.parametrize("text", ["47+85=", "7+5+0=12;4+8+1=13;132", " 1 , 2 ", "(3*4) - 5\n", "  "])
