@@ -276,10 +276,10 @@ async def start_actors(
                 else None
             )
             trainer = start_trainer_group(config, devices=devices, restore_from=restore_from)
-            trainer_start = starting.create_task(named(f"{config.trainer.num_ranks} trainer ranks", trainer))
+            trainer_start = starting.create_task(named(counted(config.trainer.num_ranks, "trainer rank"), trainer))
             first = trainer_start if config.cluster.colocated else None
             engines = start_engine_group(config, devices=devices, after=first)
-            engines_start = starting.create_task(named(f"{config.num_engines} engines", engines))
+            engines_start = starting.create_task(named(counted(config.num_engines, "engine"), engines))
             starting.create_task(named("the reward workers", rewards_are_loaded(config, rewards)))
             frozen_starts = [
                 starting.create_task(named(f"the {role}", start_frozen_group(config, role, devices)))
@@ -303,6 +303,11 @@ async def start_actors(
                 if frozen is not None:
                     frozen.close()
             await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 async def _start_partner(

@@ -73,7 +73,7 @@ def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_eva
 def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: signal.Signals) -> None:
     """Send a signal to the whole process group, as a terminal, `timeout` or a scheduler does; everything ends."""
     try:
-        wait_for_line(process, marker, 120)
+        wait_for_line(process, marker, 300)
         time.sleep(later_s)
         started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(started) > 3, "Ray and workers are below the driver"

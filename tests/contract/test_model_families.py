@@ -218,7 +218,7 @@ def test_what_the_trainer_would_get_wrong_is_refused_with_the_cause(kind: str, w
 
 
 def test_a_model_is_judged_by_the_role_that_a_run_gives_it(tmp_path: Path) -> None:
-    """A policy can begin a critic or a reward model; only a finished sequence classifier of one label scores answers."""
+    """A policy can begin a critic or a reward model; only a finished classifier of one label scores answers."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from penstock.trainer.support import unsupported
