@@ -96,18 +96,16 @@ def compare_logprobs(folder: Path) -> Figures:
     What rounding does depends on the weights. So the engine may differ from the trainer's pass in float32 by
     `MAX_RATIO` times as much as the trainer's own pass in bfloat16 does.
     """
-    import torch
-
-    from penstock.trainer.models.policy_model import load_policy, restore_rotary_buffers
+    from penstock.trainer.models.policy_model import load_policy
 
     model, device = model_config(folder), device_name()
     answers = asyncio.run(sample(folder, model, device))
-    policy = load_policy(str(folder), model, gradient_checkpointing=False).eval().to(device)
-    exact = forward_logprobs(policy, answers)
-    policy.to(torch.bfloat16)
-    restore_rotary_buffers(policy)
-    policy.to(device)
-    engine, trainer = np.concatenate([logprobs for *_, logprobs in answers]), forward_logprobs(policy, answers)
+    engine, found = np.concatenate([logprobs for *_, logprobs in answers]), {}
+    for dtype in ("bfloat16", "float32"):
+        in_dtype = model.model_copy(update={"dtype": dtype})
+        policy = load_policy(str(folder), in_dtype, gradient_checkpointing=False).eval().to(device)
+        found[dtype] = forward_logprobs(policy, answers)
+    trainer, exact = found["bfloat16"], found["float32"]
     pairs = {
         "engine_and_trainer": engine - trainer,
         "engine_and_float32": engine - exact,
@@ -118,10 +116,10 @@ def compare_logprobs(folder: Path) -> Figures:
         size = np.abs(difference)
         figures[f"{name}_mean_nat"], figures[f"{name}_q99_nat"] = float(size.mean()), float(np.quantile(size, 0.99))
         figures[f"{name}_max_nat"] = float(size.max())
-    found, expected = figures["engine_and_float32_mean_nat"], figures["trainer_and_float32_mean_nat"]
-    if not found <= MAX_RATIO * expected:  # negated, so that NaN fails as well
+    mine, expected = figures["engine_and_float32_mean_nat"], figures["trainer_and_float32_mean_nat"]
+    if not mine <= MAX_RATIO * expected:  # negated, so that NaN fails as well
         raise SystemExit(
-            f"in bfloat16 the engine's logprobs differ by {found:.4f} nat in the mean from float32, those of the "
+            f"in bfloat16 the engine's logprobs differ by {mine:.4f} nat in the mean from float32, those of the "
             f"trainer by {expected:.4f}; rounding explains {MAX_RATIO:g} times that"
         )
     return figures
