@@ -48,6 +48,7 @@ ALLOWED = {
     "envs/rewards/judge.py:__signature__": "inspect.signature reads it",
     "envs/rewards/peer_styles.py:__signature__": "the same",
     "kernels/float32_head.py:__class__": "how the forward of a module of torch is changed",
+    "platform/metrics/console.py:on_broken_pipe": "rich calls it",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",

@@ -32,6 +32,7 @@ WITHOUT_A_LIMIT_HERE = {
     "actors/reward/client.py:_send": "is not awaited; `_watch_process` limits the wait for results",
     "actors/reward/client.py:close": "the processes are killed after it",
     "actors/trainer/client.py:training_sharding": "`_answers` limits it",
+    "actors/trainer/client.py:save": "`_answers` limits the call of rank 0, which waits for those of the others",
     "actors/trainer/client.py:read_back": "returns a handle, which the engine's update resolves",
     "actors/trainer/client.py:_call": "returns the calls to `_answers` and `call_ranks`",
     "actors/weights/process_group.py:__init__": "makes a type",
