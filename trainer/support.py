@@ -14,8 +14,8 @@ _PACKED = {"full_attention", "sliding_attention"}
 
 
 ModelRole = Literal["policy", "frozen", "value", "reward"]
-"""`policy`: trained. `frozen`: a reference or teacher, which scores tokens. `value`: a critic, or a reward model in
-training; it may begin with a new head. `reward`: a finished reward model, which scores answers."""
+"""`policy`: trained. `frozen`: a reference or teacher, which scores tokens. `value`: a critic, or a reward model to be
+trained; it may begin with a new head. `reward`: a finished reward model, which scores answers."""
 _HEAD = "score"
 """The linear layer of sequence classifiers that gives the scores."""
 

@@ -195,16 +195,16 @@ def _check_rope(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
     if (original := original_positions(hf_config, "longrope")) is not None and context > original:
         yield error(
             f"{setting}={context} is above original_max_position_embeddings={original} of the checkpoint ({key}, "
-            f"{folder / CONFIG_FILE}), which has LongRoPE: beyond it transformers takes other factors (long_factor), "
-            "by the longest sequence of a forward pass, and vLLM by the context that it is started with. So trainer and "
+            f"{folder / CONFIG_FILE}), which has LongRoPE: beyond it transformers takes other factors (long_factor) by "
+            "the longest sequence of a forward pass, and vLLM by the context that it starts with. So trainer and "
             f"engines would compute different logprobs. Use {setting}={original} or less.",
             key,
         )
     if (original := original_positions(hf_config, "dynamic")) is not None and context > original:
         yield warning(
             f"{setting}={context} is above {original}, from which on the checkpoint's dynamic rotary embeddings depend "
-            f"on the length of a sequence ({key}, {folder / CONFIG_FILE}): logprobs of longer sequences, and of those "
-            f"in one row with them, differ from the engines'. Use {setting}={original} or less.",
+            f"on the length of a sequence ({key}, {folder / CONFIG_FILE}): logprobs of longer sequences, and those in "
+            f"one row with them, differ from the engines'. Use {setting}={original} or less.",
             key,
         )
 
