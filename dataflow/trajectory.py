@@ -36,6 +36,7 @@ class Task:
         fields: Everything else of the row (`answer`, ...); handed to the reward as keyword arguments.
         environment: Name of the stream whose environment answers the policy turn by turn; None is a single turn.
         evaluation_set: Name of the evaluation set that a held-out task belongs to; empty if there is only one.
+        is_trained_on: Of a task that is evaluated: it is among the training tasks, too.
     """
 
     task_id: TaskId
@@ -43,6 +44,7 @@ class Task:
     fields: Mapping[str, Any] = field(default_factory=dict)
     environment: str | None = None
     evaluation_set: str = ""
+    is_trained_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

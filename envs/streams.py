@@ -60,7 +60,7 @@ def held_out_tasks(source: TaskSource, num_tasks: int | None) -> list[Task]:
         ValueError: If a number is given and there are fewer, with both numbers.
     """
     asked = MAX_HELD_OUT_TASKS if num_tasks is None else num_tasks
-    tasks = list(named_tasks(source, MAIN, source.held_out(asked)))
+    tasks = list(named_tasks(source, MAIN, source.held_out(asked))) if asked else []
     if num_tasks is not None and len(tasks) < num_tasks:
         raise ValueError(f"there are only {len(tasks)} held-out tasks. Use at most {len(tasks)}, or hold out more.")
     return tasks

@@ -89,6 +89,14 @@ def config_page() -> str:
         "`penstock train --dry-run experiment=NAME` prints the whole configuration of a run without starting it.",
         f"Groups: {groups}.",
         "",
+        "**What you did not set is never an error.** Values of the files of `conf/` are defaults, too. Where a default",
+        "does not fit the model, the data, the machine or what you have set, a value that fits replaces it. One line",
+        "(`KEY=VALUE, not the default OLD: why`) says so at the start and in a dry run; `config.yaml` has the value. A",
+        "key on the command line or in a file of your `--config-dir` is never changed: if it does not fit, the run is",
+        "refused with both numbers. A machine that is too small for the model, and a model that cannot be trained,",
+        "are refused with the reason. A resumed run remembers what was set when it began (`typed` in",
+        "`environment.json`).",
+        "",
     ]
     lines += section_page(RunConfig, "", 2)
     return "\n".join(lines).rstrip() + "\n"

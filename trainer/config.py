@@ -291,7 +291,7 @@ class SftConfig(BaseModel):
         batch_size: Examples per optimizer step.
         max_steps: Upper limit of optimizer steps.
         eval_every_steps: The share of held-out gold answers is measured this often.
-        eval_tasks: Held-out tasks per measurement.
+        eval_tasks: Held-out tasks per measurement; 0: none, and the policy after `max_steps` is kept.
         stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
             probability of the whole answer); None trains for `max_steps`.
         max_greedy_accuracy: The best step whose greedy decoding gives at most this share of held-out gold answers is
@@ -304,7 +304,7 @@ class SftConfig(BaseModel):
     batch_size: int = Field(gt=0)
     max_steps: int = Field(gt=0)
     eval_every_steps: int = Field(default=10, gt=0)
-    eval_tasks: int = Field(default=256, gt=0)
+    eval_tasks: int = Field(default=256, ge=0)
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
     reuse: bool = False
@@ -317,7 +317,7 @@ class PreferenceConfig(BaseModel):
         batch_size: Pairs per optimizer step.
         num_steps: Optimizer steps.
         eval_every_steps: Held-out accuracy is measured this often.
-        eval_pairs: Held-out pairs per measurement.
+        eval_pairs: Held-out pairs per measurement; 0: none.
         beta: β of DPO; a reward model always has 1.
         length: Of DPO: whether an answer counts by the sum or by the mean of the logprobs of its tokens.
         label_smoothing: ε: probability that the rejected answer of a pair is the better one.
@@ -329,7 +329,7 @@ class PreferenceConfig(BaseModel):
     batch_size: int = Field(gt=0)
     num_steps: int = Field(gt=0)
     eval_every_steps: int = Field(default=10, gt=0)
-    eval_pairs: int = Field(default=256, gt=0)
+    eval_pairs: int = Field(default=256, ge=0)
     beta: float = Field(default=0.1, gt=0)
     length: Literal["mean", "sum"] = "sum"
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)

@@ -56,6 +56,7 @@ class _Part(NamedTuple):
     indices: array[int]
     prefix: str
     evaluation_set: str = ""
+    is_trained_on: bool = False
 
 
 class RowTasks:
@@ -71,7 +72,8 @@ class RowTasks:
         split: Split to train on; None is `train`. Files have no splits.
         held_out: Rows that are evaluated on and not trained on: a share of the rows, chosen by a hash of the prompt; a
             split of `path`; a path; a section `{path: …, subset: …, split: …}` or `{rows: …}`; or, for several
-            evaluation sets, `{NAME: split, path or section}`. None is a tenth. Training skips held-out prompts.
+            evaluation sets, `{NAME: split, path or section}`. None is a tenth. Training skips held-out prompts. `train`
+            (or the split that is trained on) evaluates on the training rows themselves.
         prompt_field: Column of the prompt: text, or chat messages, which a column of text holds as JSON.
         id_field: Column of the task id; None numbers the rows.
         columns: Field of the task -> its column. Other columns keep their names.
@@ -158,16 +160,28 @@ class RowTasks:
         if self._share is not None:
             unique = {key: index for index, key in enumerate(keys) if is_held_out_key(key, self._share)}
             train = array("Q", (index for index, key in enumerate(keys) if key not in unique))
+            if not train and not self._is_held_out_given:  # of very few rows a tenth may be all of them
+                train, unique = array("Q", range(len(keys))), {}
             return [_Part(table, train, "rows"), _Part(table, array("Q", unique.values()), "rows")]
         parts, unseen = [], set[int]()
         for name, location in self._sets.items():
+            if self._is_training_rows(location):
+                continue
             own = self._open_held_out(location, f"env.args.held_out.{name}".removesuffix("."))
             prefix = name or "held_out"
             unique = {key: index for index, key in enumerate(self._checked_keys(own, prefix))}
             unseen |= unique.keys()
             parts.append(_Part(own, array("Q", unique.values()), prefix, name))
         train = array("Q", (index for index, key in enumerate(keys) if key not in unseen))
+        for name in (name for name, location in self._sets.items() if self._is_training_rows(location)):
+            unique = {keys[index]: index for index in train}
+            parts.append(_Part(table, array("Q", unique.values()), "rows", name, is_trained_on=True))
         return [_Part(table, train, "rows"), *parts]
+
+    def _is_training_rows(self, location: Location) -> bool:
+        """Whether a location of held-out rows is that of the training rows themselves."""
+        is_split = isinstance(location, str) and _is_split_name(location)
+        return is_split and location in ({self._split} if self._split is not None else {"train"})
 
     def _training_table(self) -> RowTable:
         if self._path is None:
@@ -205,8 +219,6 @@ class RowTasks:
                     f"a share of the rows (0.1), or a path, such as {location}.jsonl."
                 )
             assert self._path is not None
-            if location == (self._split or "train"):
-                raise ConfigError(f"{key}={location} is the split that is trained on. Name another one, or a share.")
             return open_rows(self._path, f"{key}={location}: path", subset=self._subset, split=location)
         return open_rows(location, key, default_split=None)
 
@@ -270,7 +282,7 @@ class RowTasks:
                     f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(fields)}."
                     f"{nearest_hint(required, fields)}"
                 )
-        return Task(TaskId(task_id), prompt, fields, evaluation_set=part.evaluation_set)
+        return Task(TaskId(task_id), prompt, fields, None, part.evaluation_set, part.is_trained_on)
 
     def _value(self, column: str, key: str, part: _Part, index: int, row: Row) -> Any:
         if column not in row:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.import_path import nearest_hint
-from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import ClippedConfig, DualClipConfig, PairsConfig
@@ -26,8 +26,26 @@ _LOOK_AT_BEHAVIOR = ("dppo", "topr")
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
     """Check backends, parallelism and adapters by the trainer's own rules."""
-    trainer = config.trainer
-    yield from map(error, trainer_violations(config.model, trainer))
+    trainer, context = config.trainer, config.model.max_context_tokens
+    # What fits in place of the key that a sentence begins with.
+    fits = {
+        "trainer.max_tokens_per_micro_batch": (
+            Fit(
+                "trainer.max_tokens_per_micro_batch",
+                -(-context // trainer.sequence_parallel_size),
+                f"a micro-batch holds a sequence of model.max_context_tokens={context}",
+            ),
+            Fit(
+                "model.max_context_tokens",
+                trainer.max_group_tokens,
+                f"a sequence is in one micro-batch, trainer.max_tokens_per_micro_batch="
+                f"{trainer.max_tokens_per_micro_batch}",
+            ),
+        ),
+        "model.dtype": (Fit("model.dtype", "float32", "trainer.backend=torch computes in float32"),),
+    }
+    for violation in trainer_violations(config.model, trainer):
+        yield error(violation, fits=fits.get(violation.partition("=")[0], ()))
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
         yield error(f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).")
 
@@ -109,6 +127,32 @@ def check_reward_parts(config: RunConfig) -> Iterator[Finding]:
             )
 
 
+def check_group_size(config: RunConfig) -> Iterator[Finding]:
+    """Check that a group has as many members as the algorithm compares with one another."""
+    algorithm, flow = config.algorithm, config.dataflow
+    advantage, loss = find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)
+    has_baseline = advantage.level == "group" or advantage.name == "reinforce_pp_baseline"
+    if loss.level == "pair":
+        setting, why = f"algorithm.loss={loss.name}", "it compares the answers of a group in pairs"
+    elif loss.needs_advantages and has_baseline and not (advantage.is_own or algorithm.teacher_coefficient):
+        setting, why = f"algorithm.advantage={advantage.name}", "its baseline is the rewards of a group"
+    else:
+        return
+    alone = Fit(
+        "algorithm.advantage.type", "reinforce_pp", f"a group of dataflow.group_size={flow.group_size} has no baseline"
+    )
+    for key, size in (("group_size", flow.group_size), ("min_group_size", flow.fewest_members)):
+        if size < 2:
+            yield error(
+                f"dataflow.{key}={size} with {setting}: {why}, and one answer alone has none to be compared with, so "
+                "nothing would be learned. Use at least 2, or an algorithm without a baseline of the group: "
+                "algorithm=ppo, or algorithm=reinforce_pp algorithm/advantage=reinforce_pp.",
+                "algorithm",
+                fits=[alone] if advantage.name == "reinforce_pp_baseline" else (),
+            )
+            return
+
+
 def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     """Check that streaming and trimming leave the algorithm the whole batches and sequences that it needs."""
     algorithm, flow = config.algorithm, config.dataflow
@@ -143,7 +187,14 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     if flow.batch_groups % algorithm.mini_batches:
         yield error(
             f"algorithm.mini_batches={algorithm.mini_batches} does not divide dataflow.batch_groups="
-            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor."
+            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor.",
+            fits=[
+                Fit(
+                    "dataflow.batch_groups",
+                    -(-flow.batch_groups // algorithm.mini_batches) * algorithm.mini_batches,
+                    f"algorithm.mini_batches={algorithm.mini_batches} divides it",
+                )
+            ],
         )
     if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
         whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
@@ -196,7 +247,14 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
     if config.critic.warmup_steps >= config.total_steps:
         yield error(
             f"critic.warmup_steps={config.critic.warmup_steps} with total_steps={config.total_steps}: only the critic "
-            "would be trained, and the policy never. Use fewer, or more total_steps."
+            "would be trained, and the policy never. Use fewer, or more total_steps.",
+            fits=[
+                Fit(
+                    "critic.warmup_steps",
+                    config.total_steps // 2,
+                    f"the policy is trained in the rest of the total_steps={config.total_steps}",
+                )
+            ],
         )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
@@ -236,7 +294,20 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below {together} x "
             f"model.max_context_tokens={context}: algorithm.loss={algorithm.loss.name} with algorithm.loss.pairs="
             f"{pairs} needs {together} answers of a group in one micro-batch. Use at least "
-            f"{together * context}."
+            f"{together * context}.",
+            fits=[
+                Fit(
+                    "trainer.max_tokens_per_micro_batch",
+                    together * context,
+                    f"{together} answers of a group share a micro-batch",
+                ),
+                Fit(
+                    "model.max_context_tokens",
+                    trainer.max_tokens_per_micro_batch // together,
+                    f"{together} answers of a group share trainer.max_tokens_per_micro_batch="
+                    f"{trainer.max_tokens_per_micro_batch}",
+                ),
+            ],
         )
     if algorithm.correction.renormalize != "none" and cannot_divide(config):
         yield error(
@@ -307,6 +378,7 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.group_size={flow.group_size} is odd: half of each group is sampled by the partner. Use "
             f"{flow.group_size + 1}.",
             "partner",
+            fits=[Fit("dataflow.group_size", flow.group_size + 1, "half of each group is sampled by the partner")],
         )
     loss = find("loss", algorithm.loss.name)
     has_own_ratio = loss.has_ratio and algorithm.proximal == "behavior"
@@ -353,10 +425,11 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
     yield error(
         f"{key}={value} is not a multiple of {ranks}: ranks would get unequal work. Use {choices}.",
         *("trainer.num_ranks", "trainer.tensor_parallel_size", "trainer.sequence_parallel_size"),
+        fits=[Fit(key, below + size, f"the work of {size} ranks is equal")],
     )
 
 
 ALGORITHM_CHECKS = (
-    check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher, check_lora_reference,
-    check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
+    check_algorithm, check_group_size, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher,
+    check_lora_reference, check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
 )  # fmt: skip

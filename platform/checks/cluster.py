@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from math import ceil
 
 from penstock.dataflow.ids import POLICY
-from penstock.platform.cluster.memory import GIB, kv_cache_gib, sequence_kv_gib
+from penstock.platform.cluster.memory import GIB, kv_cache_gib, round_up, sequence_kv_gib
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import (
     GROUP_ROUTES,
@@ -17,11 +18,20 @@ from penstock.platform.cluster.weight_routes import (
     num_engine_layouts,
     weight_route,
 )
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 
 _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
+MEMORY_SETTINGS = (
+    "trainer.max_tokens_per_micro_batch",
+    "model.max_context_tokens",
+    "rollout.engine.kv_cache_gib",
+    "rollout.num_engines",
+    "trainer.num_ranks",
+    "reward.num_workers",
+)
+"""Keys that decide how much memory a run takes. Advice names those that somebody has set."""
 
 
 def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
@@ -48,7 +58,8 @@ def of_each_rollout_pool(config: RunConfig, check: Callable[[RunConfig], Iterato
             message = finding.message.replace("rollout.num_engines", f"{of_pool}num_engines")
             if extra.engine is not None:
                 message = message.replace("rollout.engine.", f"{of_pool}engine.")
-            yield replace(finding, message=message, other_keys=(*finding.other_keys, of_pool.rstrip(".")))
+            # Whoever has an extra pool has set its keys.
+            yield replace(finding, message=message, other_keys=(*finding.other_keys, of_pool.rstrip(".")), fits=())
 
 
 def check_rollout_pools(config: RunConfig) -> Iterator[Finding]:
@@ -136,7 +147,8 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"cluster.colocated=true needs dataflow.max_staleness=0, not {config.dataflow.max_staleness}: trainer "
             "and engines take turns on their devices, so nothing can be generated ahead and the run would wait "
-            "forever. Use dataflow=synchronous, or cluster.colocated=false."
+            "forever. Use dataflow=synchronous, or cluster.colocated=false.",
+            fits=[Fit("dataflow.max_staleness", 0, "colocated trainer and engines take turns")],
         )
     asked_by = {
         "reference": ("algorithm.kl.coefficient", f"{config.algorithm.kl.coefficient:g}"),
@@ -212,6 +224,7 @@ def check_cpu_engines(config: RunConfig) -> Iterator[Finding]:
             f"own. Use at most {pool.count}, or a larger pool.",
             "rollout.engine",
             "cluster.pools",
+            fits=[Fit(f"cluster.pools.{name}.count", tp_size, f"rollout.engine.tensor_parallel_size={tp_size}")],
         )
     elif pool.device == "cpu" and rollout.num_engines * tp_size > pool.count:
         yield warning(
@@ -231,39 +244,100 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
         return
     block = 128 if pool.device == "cpu" else 16  # vLLM's, tokens
     needed = sequence_kv_gib(config) * ceil(context / block) * block / context
-    available = kv_cache_gib(config, pool) * engine.tensor_parallel_size
-    if available < needed:
+    of_device, tp_size = kv_cache_gib(config, pool), engine.tensor_parallel_size
+    if of_device * tp_size >= needed:
+        return
+    holds = int(context * of_device * tp_size / needed) // block * block
+    shorter = Fit(
+        "model.max_context_tokens", holds, f"the KV cache of an engine, {_size(of_device * tp_size)}, holds it"
+    )
+    if engine.cache_gib(pool.device) is None:  # what the weights leave of the device
+        keys = [
+            key for key in ("rollout.engine.gpu_memory_utilization", "model.max_context_tokens") if config.is_typed(key)
+        ]
         yield error(
-            f"rollout.engine.kv_cache_gib: the KV cache of an engine, {_size(available)}, does not hold one trajectory "
-            f"of model.max_context_tokens={context}, {_size(needed)}: the engine could never finish it. Raise "
-            "kv_cache_gib (or gpu_memory_utilization), or shorten the context.",
+            f"memory: a GPU of the pool {config.cluster.rollout_pool} has {pool.limit_gib:g} GiB, of which the weights "
+            f"and activations of an engine leave {_size(of_device)} for its KV cache, and one trajectory of {context} "
+            f"tokens takes {_size(needed / tp_size)} there: the engine could never finish it. Use larger GPUs, more of "
+            f"them for each engine, or a smaller model{or_change(keys)}.",
             "rollout.engine",
             "model",
             "cluster.pools",
+            fits=[shorter] if holds > config.rollout.sampling.max_new_tokens else (),
         )
+        return
+    yield error(
+        f"rollout.engine.kv_cache_gib: the KV cache of an engine, {_size(of_device * tp_size)}, does not hold one "
+        f"trajectory of model.max_context_tokens={context}, {_size(needed)}: the engine could never finish it. Raise "
+        "kv_cache_gib, or shorten the context.",
+        "rollout.engine",
+        "model",
+        "cluster.pools",
+        fits=[
+            Fit(
+                "rollout.engine.kv_cache_gib", round_up(needed / tp_size), f"it holds a trajectory of {context} tokens"
+            ),
+            *([shorter] if holds > config.rollout.sampling.max_new_tokens else ()),
+        ],
+    )
 
 
 def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check the estimated memory of every device and of the CPU pools against the memory of their pool."""
     placements = plan_placement(config, command)
     for name, load in device_load_gib(config, placements).items():
-        pool = config.cluster.pools[name]
-        if load > pool.memory_gib:
+        key, limit = f"cluster.pools.{name}.memory_gib", config.cluster.pools[name].limit_gib
+        if load > limit:
+            where = (
+                f"{key}={limit:g}" if config.is_typed(key) else f"memory: a GPU of the pool {name} has {limit:g} GiB"
+            )
             yield error(
-                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but its fullest GPU needs about {load:.1f} GiB. "
-                "Use a higher zero_stage with more ranks, gradient_checkpointing=true, offload_optimizer=true, a "
-                "smaller trainer.max_tokens_per_micro_batch or a smaller rollout.engine.kv_cache_gib.",
+                f"{where}, but its fullest GPU needs about {load:.1f} GiB. Use larger or more GPUs, ZeRO with more "
+                "ranks (zero_stage), gradient_checkpointing=true, offload_optimizer=true or trainer=lora"
+                f"{or_change([key for key in MEMORY_SETTINGS if config.is_typed(key)])}.",
                 *_MEMORY_KEYS,
+                fits=smaller_micro_batch(config, partial(_device_load_gib, command, name), limit),
             )
     cpu_pools = sorted({p.pool for p in placements if p.pool is not None and p.device == "cpu"})
-    load, allowed = host_load_gib(placements), sum(config.cluster.pools[name].memory_gib for name in cpu_pools)
+    load, allowed = host_load_gib(placements), sum(config.cluster.pools[name].limit_gib for name in cpu_pools)
     if cpu_pools and load > allowed:
         yield error(
             f"cluster.pools.{cpu_pools[0]}.memory_gib={allowed:g}, but {len(placements)} processes need about "
-            f"{load:.1f} GiB of main memory. Use fewer engines, ranks or reward workers, a smaller "
-            "trainer.max_tokens_per_micro_batch, or raise memory_gib if the machine has it.",
+            f"{load:.1f} GiB of main memory. Raise memory_gib if the machine has it"
+            f"{or_change([key for key in MEMORY_SETTINGS if config.is_typed(key)])}.",
             *_MEMORY_KEYS,
+            fits=smaller_micro_batch(config, lambda one: host_load_gib(plan_placement(one, command)), allowed),
         )
+
+
+def _device_load_gib(command: Command, pool: str, config: RunConfig) -> float:
+    return device_load_gib(config, plan_placement(config, command))[pool]
+
+
+def smaller_micro_batch(config: RunConfig, load_gib: Callable[[RunConfig], float], limit_gib: float) -> list[Fit]:
+    """The largest micro-batch, by halves, with which a run fits into memory; empty if there is none.
+
+    Args:
+        config: A run that does not fit.
+        load_gib: What a run takes, GiB.
+        limit_gib: What there is, GiB.
+    """
+    key, trainer = "trainer.max_tokens_per_micro_batch", config.trainer
+    tokens, least = (
+        trainer.max_tokens_per_micro_batch,
+        -(-config.model.max_context_tokens // trainer.sequence_parallel_size),
+    )
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        smaller = trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
+        if load_gib(config.model_copy(update={"trainer": smaller})) <= limit_gib:
+            return [Fit(key, tokens, f"the run fits into {limit_gib:.1f} GiB of memory with it")]
+    return []
+
+
+def or_change(keys: Sequence[str]) -> str:
+    """Advice to change the values that somebody has set."""
+    return f", or change {' or '.join(keys)}" if keys else ""
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:

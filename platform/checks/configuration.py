@@ -25,7 +25,7 @@ from penstock.platform.checks.cluster import check_cluster, check_pools
 from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
 from penstock.platform.checks.published import check_published
 from penstock.platform.checks.without_effect import check_without_effect
-from penstock.platform.config.findings import Command, Finding, error, warning
+from penstock.platform.config.findings import Command, Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import MAX_TOP_K
 from penstock.trainer.config import PreferenceConfig
@@ -45,9 +45,11 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
     """Check the ratio of query to key/value heads."""
     shape = config.model.shape
     if shape.num_heads % shape.num_kv_heads:
+        # Unless it is made from scratch, the shape is that of the model's config.json.
+        where = "model.shape: " if config.model.from_scratch else f"model.path={config.model.path}: "
         yield error(
-            f"model.shape.num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}: query "
-            "heads cannot share key/value heads evenly. Copy both from the checkpoint's config.json."
+            f"{where}num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}: query heads "
+            "cannot share key/value heads evenly, so the model cannot be trained. Use a model of another shape."
         )
 
 
@@ -89,7 +91,16 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below 2 x "
             f"model.max_context_tokens={context}: the two answers of a pair share one micro-batch. Use at least "
-            f"{2 * context}."
+            f"{2 * context}.",
+            fits=[
+                Fit("trainer.max_tokens_per_micro_batch", 2 * context, "the two answers of a pair share a micro-batch"),
+                Fit(
+                    "model.max_context_tokens",
+                    trainer.max_tokens_per_micro_batch // 2,
+                    "two answers of a pair share trainer.max_tokens_per_micro_batch="
+                    f"{trainer.max_tokens_per_micro_batch}",
+                ),
+            ],
         )
     yield from split_models(trainer, "pairs", "one rank needs the whole pair to compare its answers")
 
@@ -113,7 +124,19 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no space for a prompt in "
             f"model.max_context_tokens={context}: prompt and answer share the context. Use less than {context}, or "
-            "a longer context."
+            "a longer context.",
+            fits=[
+                Fit(
+                    "rollout.sampling.max_new_tokens",
+                    max(1, context // 2),
+                    f"prompt and answer share model.max_context_tokens={context}",
+                ),
+                Fit(
+                    "model.max_context_tokens",
+                    2 * sampling.max_new_tokens,
+                    f"it holds a prompt and rollout.sampling.max_new_tokens={sampling.max_new_tokens}",
+                ),
+            ],
         )
     for key, cuts in (("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         if cuts and not sampling.top_k:

@@ -138,6 +138,11 @@ async def _score(
                 return
             except TrajectoryError as failure:
                 what = f"{where}, called before the start on task {task.task_id} with the answer {shown}"
+                if "timed out after" in failure.detail and not config.is_typed("reward"):
+                    yield warning(
+                        f"{what}: {failure.cause}. This machine may be busy; scores may take as long.", "reward"
+                    )
+                    return
                 yield _failed_call(f"{what}: {failure.cause}", failure, config.reward.timeout_s)
                 return
             has_opinion |= score.reward is not None

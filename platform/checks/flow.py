@@ -16,10 +16,11 @@ from penstock.platform.cluster.memory import (
     kv_cache_gib,
     max_live_trajectories,
     payload_bytes,
+    round_up,
     sequence_kv_gib,
 )
-from penstock.platform.config.findings import Finding, error, warning
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.findings import Finding, Fit, error, warning
+from penstock.platform.config.schema import EvaluationConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.19), 2: (0.95, 0.24), 4: (0.97, 0.54), 8: (1.0, 1.0)}
@@ -30,10 +31,11 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
     """Check that batches can complete and groups can train, and that surplus and streaming fit the other settings."""
     flow, trainer, size = config.dataflow, config.trainer, config.dataflow.group_size
     yield from unequal_work("dataflow.batch_groups", flow.batch_groups, trainer)
-    if flow.min_group_size > size:
+    if flow.fewest_members > size:
         yield error(
             f"dataflow.min_group_size={flow.min_group_size} is above group_size={size}: no group could ever be trained "
-            f"and the run would wait forever. Use 2..{size}."
+            f"and the run would wait forever. Use at most {size}.",
+            fits=[Fit("dataflow.group_size", flow.fewest_members, f"dataflow.min_group_size={flow.min_group_size}")],
         )
     capacity, needed = max_live_trajectories(config), flow.batch_groups * size
     if capacity is not None and capacity < needed:
@@ -50,6 +52,13 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
             "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
         )
+    whole_groups = {"group_sizing": flow.group_sizing, "filters.zero_variance": flow.filters.zero_variance or None}
+    for key, value in whole_groups.items() if size == 1 else ():
+        if value is not None:
+            yield error(
+                f"dataflow.{key}={str(value).lower()} with dataflow.group_size=1: it compares the answers of a group, "
+                f"and there is one. Use group_size of at least 2, or leave {key} out."
+            )
     # Redundant groups are cancelled one by one, and only while a batch waits for them.
     if flow.surplus and flow.gang:
         yield error(
@@ -108,27 +117,39 @@ def check_pace(config: RunConfig) -> Iterator[Finding]:
 def check_evaluation(config: RunConfig) -> Iterator[Finding]:
     """Check that evaluations have tasks, that those of `keep_best` compare, and that `patience` has some."""
     evaluation = config.evaluation
-    during, at_end = evaluation.num_tasks_during_training, evaluation.num_tasks or MAX_HELD_OUT_TASKS
+    during, at_end = evaluation.num_tasks_during_training, evaluation.num_tasks
+    at_end = MAX_HELD_OUT_TASKS if at_end is None else at_end
+    if not at_end:
+        yield from _of_no_evaluation(config)
+        return
     if during is not None and during > at_end:
         yield error(
             f"evaluation.num_tasks_during_training={during} is above evaluation.num_tasks={at_end}: the tasks of an "
-            f"evaluation during training are the first of those. Use at most {at_end}, or a larger num_tasks."
+            f"evaluation during training are the first of those. Use at most {at_end}, or a larger num_tasks.",
+            fits=[
+                Fit("evaluation.num_tasks", during, f"evaluation.num_tasks_during_training={during}"),
+                Fit("evaluation.num_tasks_during_training", at_end, f"evaluation.num_tasks={at_end}"),
+            ],
         )
     if evaluation.keep_best and during is not None and during < at_end:
         yield error(
             f"evaluation.keep_best=true with evaluation.num_tasks_during_training={during} and num_tasks="
             f"{at_end}: the last evaluation would have other tasks than those before it, so the best "
-            f"could not be told. Leave num_tasks_during_training out, and use num_tasks={during} if all are too many."
+            f"could not be told. Leave num_tasks_during_training out, and use num_tasks={during} if all are too many.",
+            fits=[Fit("evaluation.num_tasks", during, "evaluation.keep_best compares evaluations of the same tasks")],
         )
+    every = min(EvaluationConfig.model_fields["every_steps"].default, max(1, config.total_steps // 4))
     if evaluation.keep_best and not evaluation.every_steps:
         yield error(
             "evaluation.keep_best=true with evaluation.every_steps=0: only the last policy would be evaluated. Use "
-            "every_steps of at least 1."
+            "every_steps of at least 1.",
+            fits=[Fit("evaluation.every_steps", every, "evaluation.keep_best compares evaluations during training")],
         )
     if evaluation.patience is not None and not evaluation.every_steps:
         yield error(
             f"evaluation.patience={evaluation.patience} with evaluation.every_steps=0: without evaluations during "
-            "training nothing could end it. Use every_steps of at least 1, or patience=null."
+            "training nothing could end it. Use every_steps of at least 1, or patience=null.",
+            fits=[Fit("evaluation.every_steps", every, "evaluation.patience counts evaluations during training")],
         )
     if evaluation.patience is not None and evaluation.every_steps and not evaluation.keep_best:
         yield warning(
@@ -143,6 +164,24 @@ def check_evaluation(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def _of_no_evaluation(config: RunConfig) -> Iterator[Finding]:
+    """Refuse what needs evaluations, if there are none."""
+    evaluation = config.evaluation
+    for key, value, is_set in (
+        ("keep_best", "true", evaluation.keep_best),
+        ("patience", evaluation.patience, evaluation.patience is not None),
+        ("part", evaluation.part, evaluation.part is not None),
+        ("num_tasks_during_training", evaluation.num_tasks_during_training, bool(evaluation.num_tasks_during_training)),
+        ("every_steps", evaluation.every_steps, evaluation.every_steps and config.is_typed("evaluation.every_steps")),
+    ):
+        if is_set:
+            yield error(
+                f"evaluation.{key}={value} with evaluation.num_tasks=0, which is a run without evaluations, so there "
+                f"is nothing that it could apply to. Leave {key} out, or use num_tasks of at least 1.",
+                fits=[Fit("evaluation.num_tasks", None, f"evaluation.{key} needs evaluations")],
+            )
+
+
 def check_answers(config: RunConfig) -> Iterator[Finding]:
     """Check that several answers of an evaluation can differ."""
     evaluation = config.evaluation
@@ -151,7 +190,14 @@ def check_answers(config: RunConfig) -> Iterator[Finding]:
             f"evaluation.answers_per_task={evaluation.answers_per_task} with evaluation.temperature="
             f"{evaluation.temperature:g}: greedy answers to one task are all the same, so pass@k would be the accuracy."
             " Use a temperature above 0, e.g. that of training, "
-            f"{config.rollout.sampling.temperature:g}, or answers_per_task=1."
+            f"{config.rollout.sampling.temperature:g}, or answers_per_task=1.",
+            fits=[
+                Fit(
+                    "evaluation.temperature",
+                    config.rollout.sampling.temperature,
+                    f"evaluation.answers_per_task={evaluation.answers_per_task} answers differ only above 0",
+                )
+            ],
         )
 
 
@@ -177,6 +223,9 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"rollout.engine.max_num_seqs={engine.max_num_seqs} slots of one engine and could never start. "
             f"Use max_num_seqs of at least {flow.group_size}.",
             "rollout.engine",
+            fits=[
+                Fit("rollout.engine.max_num_seqs", flow.group_size, "dataflow.gang=true needs a slot for every member")
+            ],
         )
     pool = config.cluster.pools.get(view.cluster.rollout_pool)
     if pool is None or not isinstance(engine, VllmEngineConfig):
@@ -188,6 +237,9 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"KV cache, but an engine has {available:.3g} GiB: its members would preempt one another. Raise "
             "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
             "rollout.engine",
+            fits=[Fit("rollout.engine.kv_cache_gib", round_up(needed), "it holds a whole gang")]
+            if pool.device == "cpu" or engine.kv_cache_gib is not None
+            else (),
         )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.imports import check_imports
-from penstock.platform.checks.machine import check_machine
-from penstock.platform.checks.model_files import awaits_warm_start
+from penstock.platform.checks.machine import check_gpu_memory, check_machine
+from penstock.platform.checks.model_files import awaits_warm_start, check_contexts
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import compose_all
-from penstock.platform.config.findings import Command
+from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 
@@ -23,7 +25,8 @@ class LoadedConfig:
     """A configuration that passed all checks.
 
     Attributes:
-        warnings: Warnings to print before the run, one sentence each.
+        warnings: Warnings to print before the run, one sentence each; first the defaults that did not fit, and the
+            values in their place.
         notes: What the checks have found in order, for a dry run.
         warm_start: Configuration of the `penstock sft` that creates `model.path` first; None if none is needed.
     """
@@ -54,10 +57,9 @@ def load_config(
         raise ConfigError(composition.problems)
     if harmful := composition.relevant(check_imports(config)):  # all further checks import the same modules
         raise ConfigError([*composition.problems, *(finding.message for finding in harmful)])
-    findings = check_config(config, command)
-    if not list(check_pools(config)):  # these checks place roles on pools
-        findings += check_machine(config, command)
-    findings = composition.relevant([*findings, *check_plugins(config, command)])
+    findings = composition.settle(partial(check_all, command=command))
+    config = composition.config
+    assert config is not None, "settling replaces it by another one"
     # A model that the user names must be here, also for a dry run; that of a preset may still be made or downloaded.
     named = tuple(f"{key}=" for key in composition.typed if key.endswith("path") and not key.startswith("env."))
     problems = composition.problems + [
@@ -67,7 +69,11 @@ def load_config(
     ]
     loaded = LoadedConfig(
         config,
-        composition.remarks + [finding.message for finding in findings if finding.severity != "note"],
+        [
+            *composition.remarks,
+            *composition.derived.values(),
+            *(finding.message for finding in findings if finding.severity != "note"),
+        ],
         [finding.message for finding in findings if finding.severity == "note"],
     )
     if command == "train" and awaits_warm_start(config):
@@ -78,6 +84,25 @@ def load_config(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return loaded
+
+
+def check_all(config: RunConfig, command: Command, *, is_resumed: bool = False) -> Iterator[Finding]:
+    """Run all checks: first what only reads the configuration and the model, last what calls the user's code.
+
+    Args:
+        config: The configuration.
+        command: The command that uses it.
+        is_resumed: Whether the run continues in its own directory.
+    """
+    has_pools = not list(check_pools(config))
+    if has_pools:
+        yield from check_contexts(config, command)
+        if config.cluster.address == "local":
+            yield from check_gpu_memory(config, command)
+    yield from check_config(config, command)
+    if has_pools:  # these checks place roles on pools
+        yield from check_machine(config, command, is_resumed=is_resumed)
+    yield from check_plugins(config, command)
 
 
 def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
@@ -92,7 +117,7 @@ def compose_config(overrides: list[str], *, config_dir: Path | None = None, comm
         ConfigError: Listing all violations.
     """
     composition = compose_all(overrides, config_dir)
-    findings = composition.relevant(check_config(composition.config, command)) if composition.config else []
+    findings = composition.settle(partial(check_config, command=command)) if composition.config else []
     problems = composition.problems + [finding.message for finding in findings if finding.severity == "error"]
     if problems or composition.config is None:
         raise ConfigError(problems)

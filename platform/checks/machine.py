@@ -6,22 +6,26 @@ Missing resources are `absent` findings: errors in a run, but warnings in a dry 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.platform.checks.cluster import MEMORY_SETTINGS, or_change, smaller_micro_batch
 from penstock.platform.checks.model_files import check_model_paths
 from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib, trained_state_gib
 from penstock.platform.cluster.placement import host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, note, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import CONFIG_FILE
 from penstock.weights.transport.allocator import expandable_segments
 from penstock.weights.transport.shared_memory import remove_abandoned_directories
 
 _SYSTEM_FOLDERS = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys")
+_USABLE_SHARE = 0.9
+"""Share of the main memory that a run may be planned with, if other programs are small."""
 _LOG_GIB = 0.5
 """Metrics, sampled trajectories, reports and Ray's logs of one run, GiB."""
 
@@ -105,8 +109,10 @@ def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
         return
     if not hardware.has_nvidia_driver():
         yield absent(
-            f"cluster.pools.{next(iter(used))}.device=gpu, but this machine has no NVIDIA driver (neither nvidia-smi "
-            "nor /proc/driver/nvidia answers). Install the driver, use a machine that has one, or cluster=local_cpu."
+            f"GPU: the pool {next(iter(used))} is one of GPUs, but this machine has no NVIDIA driver (neither "
+            "nvidia-smi nor /proc/driver/nvidia answers). Install the driver, use a machine that has one, or "
+            "cluster=local_cpu.",
+            "cluster.pools",
         )
         return
     if hardware.is_cpu_build():
@@ -131,21 +137,43 @@ def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
         yield absent(
-            f"cluster.pools: {wanted} GPUs are configured, but nvidia-smi lists {found}. Lower count, or use another "
-            "machine.",
+            f"GPU: the run uses {wanted}, but nvidia-smi lists {found}. Use another machine, or a choice of cluster "
+            "with fewer.",
             "cluster",
         )
+
+
+def check_gpu_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Plan with the memory that the GPUs of this machine have, where nobody has said how much that is."""
+    found = hardware.gpu_memory_gib()
+    on_gpus = {placement.pool for placement in plan_placement(config, command) if placement.device == "gpu"}
+    for name in sorted(name for name in on_gpus if name is not None):
+        limit = config.cluster.pools[name].limit_gib
+        # A card sold as 80 GB has 79.6 GiB.
+        if found is not None and abs(found - limit) > 0.1 * limit:
+            key = f"cluster.pools.{name}.memory_gib"
+            yield note(
+                f"{key}={limit:g}, and a GPU of this machine has {found:.1f} GiB",
+                fits=[Fit(key, int(found), "the GPUs of this machine have that")],
+            )
 
 
 def check_free_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check the estimated memory of all processes against the free memory."""
     needed, free = host_load_gib(plan_placement(config, command)), hardware.available_memory_bytes() / GIB
     if needed > free:
+        total = hardware.total_memory_bytes() / GIB
         yield absent(
-            f"memory: the run needs about {needed:.1f} GiB of main memory, but {free:.1f} GiB are free: the kernel "
-            "would kill processes. Stop other programs, or use fewer engines, ranks or reward workers, or a smaller "
-            "trainer.max_tokens_per_micro_batch.",
+            f"memory: the run needs about {needed:.1f} GiB of main memory, but {free:.1f} of {total:.1f} GiB are free: "
+            "the kernel would kill processes. Stop other programs, use a machine with more memory, a smaller model or "
+            f"trainer=lora{or_change([key for key in MEMORY_SETTINGS if config.is_typed(key)])}.",
             *("model", "trainer", "rollout", "cluster", "reward.num_workers"),
+            # By what the machine has, not by what is free now: the same command gives the same run.
+            fits=smaller_micro_batch(
+                config, lambda one: host_load_gib(plan_placement(one, command)), _USABLE_SHARE * total
+            )
+            if needed > _USABLE_SHARE * total
+            else (),
         )
 
 
@@ -154,14 +182,19 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
     checkpoint = config.checkpoint
     takes_any = command == "train" and (checkpoint.every_steps or checkpoint.every_minutes)
     count = checkpoint.keep + 1 if takes_any else 0  # a new one is complete before an old one is removed
-    needed = published_gib(config) + count * trained_state_gib(config) + _LOG_GIB
+    one, others = trained_state_gib(config), published_gib(config) + _LOG_GIB
+    needed = others + count * one
     free = hardware.free_disk_bytes(Path(config.run_dir)) / GIB
     if needed > free:
+        keys = [key for key in ("run_dir", "checkpoint.keep") if config.is_typed(key)]
         yield absent(
-            f"run_dir={config.run_dir}: the policy, {count} checkpoints and logs need about {needed:.1f} GiB of disk, "
-            f"{free:.1f} GiB are free: the run could not save its work. Free some, use another run_dir, or a smaller "
-            "checkpoint.keep.",
+            f"disk: the policy, {count} checkpoints and logs need about {needed:.1f} GiB below "
+            f"{Path(config.run_dir).absolute()}, {free:.1f} GiB are free: the run could not save its work. Free some, "
+            f"or start it on a larger disk{or_change(keys)}.",
             *("run_dir", "name", "checkpoint", "model", "total_steps"),
+            fits=[Fit("checkpoint.keep", 1, f"more checkpoints do not fit into the {free:.1f} GiB that are free")]
+            if takes_any and others + 2 * one <= free
+            else (),
         )
 
 
@@ -181,8 +214,21 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
     remove_abandoned_directories(folder)  # runs that were killed may have left versions there
     free = hardware.free_disk_bytes(folder) / GIB
     if needed > free:
+        where = "weights.directory" if config.is_typed("weights.directory") else "shared memory"
+        total, disk = hardware.disk_bytes(folder) / GIB, Path(tempfile.gettempdir())
+        # By what it has, not by what is free now: the same command gives the same run.
+        is_on_disk = total < needed < hardware.free_disk_bytes(disk) / GIB
         yield absent(
-            f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, but {free:.2f} GiB are "
-            "free. Enlarge it (containers: --shm-size), or set weights.directory to a folder on a disk.",
-            "model",
+            f"{where}: two versions of the policy need {needed:.2f} GiB in {folder}, but {free:.2f} GiB are free. "
+            "Enlarge it (containers: --shm-size), or end the programs that fill it.",
+            *("model", "weights.directory"),
+            fits=[
+                Fit(
+                    "weights.directory",
+                    str(disk),
+                    f"{folder} has {total:.2f} GiB, and two versions of the policy need {needed:.2f}",
+                )
+            ]
+            if is_on_disk
+            else (),
         )

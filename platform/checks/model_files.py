@@ -16,7 +16,7 @@ from safetensors import safe_open
 from penstock.platform.checks.model_probe import Question, ask
 from penstock.platform.cluster import hardware
 from penstock.platform.config.checkpoint_shapes import not_here
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import VllmEngineConfig
@@ -68,6 +68,21 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
                 yield from problems
 
 
+def check_contexts(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Check the context of every trained or served policy whose config.json can be read.
+
+    This comes first, since most limits follow from the context.
+    """
+    models = [("model.path", config)]
+    if command == "train" and config.partner is not None:
+        models.append(("partner.model.path", config.partner_view))
+    for key, view in models:
+        path = view.model.path
+        folder = None if path is None or view.model.from_scratch else model_folder(path)
+        if path is not None and folder is not None and not list(_check_files(key, path)):
+            yield from _check_context(view, key, folder)
+
+
 def awaits_warm_start(config: RunConfig) -> bool:
     """Whether the policy still has to be created by the warm start."""
     path, is_named = config.model.path, config.warm_start is not None
@@ -83,12 +98,12 @@ def check_policy(config: RunConfig, command: Command, key: str, path: str) -> It
         return
     if key == "model.path":
         yield from check_lora_targets(config, folder)
-    problems += _check_context(config, key, folder)
     problems += _check_rope(config, key, folder)
     problems += _check_vocabulary(config, key, folder)
+    has_context = not list(_check_context(config, key, folder))  # `check_contexts` yields them
     if not problems and command == "rm":
         problems += _ask_about(config, f"{key}={path} as a reward model", folder, "value")
-    elif not problems:
+    elif not problems and has_context:
         problems += _check_support(config, command, key, folder)
     if not problems and command == "train" and config.algorithm.needs_critic and config.critic.path is None:
         problems += _ask_about(config, f"{key}={path} as a critic (critic.path=null)", folder, "value")
@@ -106,9 +121,9 @@ def check_auxiliary(config: RunConfig, key: str, path: str, role: Literal["froze
     found = shape_of(transformers_config(file), file).vocab_size
     if found != ours:
         yield error(
-            f"model.shape.vocab_size={ours} differs from the checkpoint's vocab_size={found} ({key}, {file}): it would "
-            "misread the policy's tokens. Use a model with the policy's tokenizer.",
-            key,
+            f"{key}={path}: its vocab_size={found} ({file}) differs from the policy's, {ours}: it would misread the "
+            "policy's tokens. Use a model with the policy's tokenizer.",
+            "model.shape.vocab_size",
             "model.path",
         )
     yield from check_tokenizer(config, key, path)
@@ -144,19 +159,55 @@ def _missing(key: str, path: str) -> Finding:
     return absent(not_here(key, path), "seed")
 
 
+def num_positions(config: RunConfig) -> int | None:
+    """How long the context of the policy can be by its config.json; None if nothing there limits it."""
+    path = config.model.path
+    folder = None if path is None or config.model.from_scratch else model_folder(path)
+    if path is None or folder is None or list(_check_files("model.path", path)):
+        return None
+    text = transformers_config(folder / CONFIG_FILE).get_text_config(decoder=True)
+    has_torch_engines = any(view.rollout.engine.type == "torch" for view in config.rollout_views)
+    limits = (
+        _reach(text),
+        original_positions(text, "longrope"),
+        getattr(text, "sliding_window", None) if has_torch_engines else None,
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _reach(text: Any) -> int | None:
+    """Positions of a model, as vLLM derives them (`_get_and_verify_max_len` of its ModelConfig); None: no limit."""
+    positions, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    if not isinstance(positions, int):
+        return None
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    # These have max_position_embeddings scaled already.
+    is_counted = kind in (
+        None,
+        "default",
+        "su",
+        "longrope",
+        "llama3",
+        "yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+    )
+    return positions if is_counted or rope is None else int(positions * float(rope.get("factor") or 1))
+
+
 def _check_context(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
     """Check that the model has a position for every token of the context."""
     text = transformers_config(folder / CONFIG_FILE).get_text_config(decoder=True)
-    positions, context = getattr(text, "max_position_embeddings", None), config.model.max_context_tokens
-    rope = getattr(text, "rope_parameters", None) or {}
-    is_scaled = "default" not in str(rope.get("rope_type", "default")) if isinstance(rope, dict) else True
-    section = key.removesuffix(".path")
-    if isinstance(positions, int) and not is_scaled and context > positions:
+    reach, context, section = _reach(text), config.model.max_context_tokens, key.removesuffix(".path")
+    if reach is not None and context > reach:
+        positions = getattr(text, "max_position_embeddings", None)
+        scaled = "" if reach == positions else f", {reach} by its rope_parameters,"
         yield error(
-            f"{section}.max_context_tokens={context} is above max_position_embeddings={positions} of the checkpoint "
-            f"({key}, {folder / CONFIG_FILE}): it was not trained on such positions, and vLLM refuses them. Use at "
-            f"most {positions}.",
+            f"{section}.max_context_tokens={context} is above max_position_embeddings={positions}{scaled} of the "
+            f"checkpoint ({key}, {folder / CONFIG_FILE}): it was not trained on such positions, and vLLM refuses them. "
+            f"Use at most {reach}.",
             key,
+            fits=[Fit(f"{section}.max_context_tokens", reach, "the checkpoint has no more positions")],
         )
     window = getattr(text, "sliding_window", None)
     has_torch_engines = any(view.rollout.engine.type == "torch" for view in config.rollout_views)
@@ -166,6 +217,13 @@ def _check_context(config: RunConfig, key: str, folder: Path) -> Iterator[Findin
             f"sliding_window={window} ({key}): this engine attends to the whole context. Use rollout/engine=vllm, or a "
             f"context of at most {window}.",
             key,
+            fits=[
+                Fit(
+                    f"{section}.max_context_tokens",
+                    window,
+                    "the torch engine attends to all of it, and the checkpoint has this sliding_window",
+                )
+            ],
         )
 
 
@@ -199,6 +257,7 @@ def _check_rope(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
             "the longest sequence of a forward pass, and vLLM by the context that it starts with. So trainer and "
             f"engines would compute different logprobs. Use {setting}={original} or less.",
             key,
+            fits=[Fit(setting, original, "beyond it the checkpoint's LongRoPE takes other factors")],
         )
     if (original := original_positions(hf_config, "dynamic")) is not None and context > original:
         yield warning(
@@ -248,7 +307,14 @@ def _answers(what: str, question: Question) -> Iterator[Finding]:
         yield warning(f"{what}: whether it is supported could not be checked: {failure}.", "rollout")
         return
     for problem in problems:
-        yield error(f"{what}: {problem.rstrip('.')}.", "rollout", "weights", "cluster")
+        needs_sdpa = "model.attention=varlen" in problem
+        yield error(
+            f"{what}: {problem.rstrip('.')}.",
+            *("rollout", "weights", "cluster"),
+            fits=[Fit("model.attention", "sdpa", "the model tells its attention function nothing about sequences")]
+            if needs_sdpa
+            else (),
+        )
 
 
 def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:
@@ -321,5 +387,6 @@ def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
                 is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
                 if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
                     layers.append(layer)
+    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for message in unmatched_targets(layers, config.trainer.lora.targets) if layers else ():
-        yield error(message, "model.path")
+        yield error(message, "model.path", fits=[Fit("trainer.lora.targets", kinds, "the linear layers of this model")])

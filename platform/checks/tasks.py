@@ -26,8 +26,9 @@ from penstock.envs.scripted_check import scripted_turns
 from penstock.envs.streams import MAIN, MAX_HELD_OUT_TASKS, held_out_tasks, load_task_streams, named_tasks
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.first_calls import check_first_calls
+from penstock.platform.checks.model_files import num_positions
 from penstock.platform.checks.run_dir import is_run_dir, read_data
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.weights.hf_folder import local_path, model_folder
 
@@ -42,6 +43,8 @@ NUM_MEASURED_TASKS = 1024
 """Tasks per split that are tokenised."""
 NUM_SCRIPTED_TASKS = 128
 """Training tasks whose scripted answers are tokenised."""
+MOST_PROMPTS = 0.9
+"""Share of the prompts for which a default context is made long enough; the longest may be far from all others."""
 MAX_CUT_SHARE = 0.1
 """As the healthy range of `length/truncated_share`."""
 
@@ -80,7 +83,8 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
     yield from check_spelled_tokens(config, [*measured.train, *measured.held_out])
     if command not in WITHOUT_ENGINES:
-        yield from check_prompts(config, measured)
+        without_room = list(check_room(config, measured))
+        yield from without_room or check_prompts(config, measured)
         yield from check_stop(config)
         yield from check_scripted_turns(config, source, tasks.train[:NUM_SCRIPTED_TASKS])
     elif command in ("rm", "dpo"):
@@ -98,14 +102,16 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
 def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
     """Read the first tasks. Yields findings, and returns None if the tasks cannot be read."""
     key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
-    if command == "sample" and config.sample.split == "held_out":
-        key, num_held_out = "sample.num_tasks", config.sample.num_tasks
+    if command == "sample":
+        is_held_out = config.sample.split == "held_out"
+        key, num_held_out = "sample.num_tasks", config.sample.num_tasks if is_held_out else 0
     if command == "sft" and config.sft is not None:
         key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
     if command in ("rm", "dpo") and config.preference is not None:
         key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
+    asked = MAX_HELD_OUT_TASKS if num_held_out is None else num_held_out
     try:
-        held_out = held_out_tasks(source, num_held_out)
+        held_out = list(named_tasks(source, MAIN, source.held_out(asked))) if asked else []
         # The other commands train only on the factory's own tasks.
         streams = [named_tasks(source, MAIN, source.train())]
         if command == "train" and config.env.streams:
@@ -119,21 +125,20 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         yield from (error(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:
-        if num_held_out is None:
-            yield error(
-                f"env.factory={config.env.factory}: held_out({MAX_HELD_OUT_TASKS}) raised ValueError: {problem}. If "
-                f"there are fewer tasks, return all of them, or set {key}.",
-                "env",
-            )
-        else:
-            yield error(f"{key}={num_held_out}: {problem}", "env")
+        raised = f"held_out({asked}) raised ValueError: {problem}"
+        yield error(
+            f"env.factory={config.env.factory}: {raised}. If there are fewer tasks, return all of them, or set {key}.",
+            "env",
+            fits=[Fit(key, asked // 2, raised)],
+        )
         return None
     except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         report = absent if _is_of_network(problem) else error
         raised = f"{type(problem).__name__}: {problem}"
         yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
         return None
-    for method, found in (("train()", tasks.train), ("held_out()", tasks.held_out)):
+    needed = (("train()", tasks.train), *((("held_out()", tasks.held_out),) if tasks.held_out else ()))
+    for method, found in needed:
         strange = next((task for task in found if not isinstance(task, Task)), None)
         if strange is not None or not found:
             gave = "no task" if not found else f"a {type(strange).__name__} where a Task was expected"
@@ -144,14 +149,49 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
                 key,
             )
             return None
-    during = config.evaluation.num_tasks_during_training
-    if command == "train" and during is not None and during > len(tasks.held_out):
+    few = list(_too_few(config, command, key, num_held_out, len(tasks.held_out)))
+    yield from few
+    return None if few else tasks
+
+
+def _too_few(config: RunConfig, command: Command, key: str, asked: int | None, found: int) -> Iterator[Finding]:
+    """Check that there are as many held-out tasks as are asked for, and some for a command that does nothing else.
+
+    Args:
+        config: The configuration.
+        command: The command that uses it.
+        key: The key of their number.
+        asked: Its value.
+        found: Number of held-out tasks, up to `asked`.
+    """
+    on_rows = "env.args.held_out=train evaluates on the training rows of a dataset"
+    if command == "sample" and asked == 0:  # it answers training tasks
+        return
+    if not found and command in ("eval", "sample"):
+        none = f"{key}=0" if asked == 0 else "env: there are no held-out tasks"
         yield error(
-            f"evaluation.num_tasks_during_training={during}: there are only {len(tasks.held_out)} held-out tasks. Use "
-            f"at most {len(tasks.held_out)}, or hold out more."
+            f"{none}, and `penstock {command}` only answers those. Hold some out; {on_rows}.",
+            *("env", "evaluation.num_tasks"),
         )
-        return None
-    return tasks
+    elif not found and asked != 0:
+        yield error(
+            f"{key}={'null' if asked is None else asked}: there are no held-out tasks. Use 0 for a run without "
+            f"evaluations, or hold some out; {on_rows}.",
+            "env",
+            fits=[Fit(key, 0, f"there are no held-out tasks, so nothing is evaluated; {on_rows}")],
+        )
+    elif asked is not None and found < asked:
+        yield error(
+            f"{key}={asked}: there are only {found} held-out tasks. Use at most {found}, or hold out more.",
+            "env",
+            fits=[Fit(key, found, "there are no more held-out tasks")],
+        )
+    during = config.evaluation.num_tasks_during_training
+    if command == "train" and during is not None and found < during and (asked is None or asked >= during):
+        yield error(
+            f"evaluation.num_tasks_during_training={during}: there are only {found} held-out tasks. Use "
+            f"at most {found}, or hold out more."
+        )
 
 
 def _is_of_network(problem: Exception) -> bool:
@@ -189,7 +229,7 @@ def _check_ids(env: EnvConfig, tasks: TaskSample) -> Iterator[Finding]:
 
 def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
     """Check that no training task is also held out, by prompt and, for environments, by fields."""
-    unseen = {_prompt_key(task) for task in tasks.held_out}
+    unseen = {_prompt_key(task) for task in tasks.held_out if not task.is_trained_on}
     if seen := [task for task in tasks.train if _prompt_key(task) in unseen]:
         yield error(
             f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
@@ -235,9 +275,9 @@ def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]
             if key not in refused and (problem := _misfit(function, arguments)):
                 refused.add(key)
                 yield error(
-                    f"{key}.fn={_name(function)} {problem}, for {task.task_id} with the fields {sorted(task.fields)}, "
-                    "so its trajectories could not be scored. Add the missing fields to the tasks, or change the "
-                    "parameters of the reward; **_ accepts fields that it does not use.",
+                    f"the reward {_name(function)} {problem}, for {task.task_id} with the fields "
+                    f"{sorted(task.fields)}, so its trajectories could not be scored. Add the missing fields to the "
+                    "tasks, or change the parameters of the reward; **_ accepts fields that it does not use.",
                     "reward",
                     "env",
                 )
@@ -269,6 +309,51 @@ def _prompt_key(task: Task) -> str:
         return task.prompt
     seen = task.prompt if task.environment is None else [task.prompt, dict(task.fields)]
     return json.dumps(seen, sort_keys=True, default=repr)
+
+
+def check_room(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+    """Check that most prompts of both splits fit the context together with an answer of full length.
+
+    A default context is as long as they need, if the model has the positions, and default answers take what is left.
+    """
+    try:
+        if (codec := _load_codec(config)) is None:
+            return
+        measured = [sorted(len(codec.encode_prompt(task.prompt)) for task in split) for split in tasks]
+    except Exception:  # noqa: BLE001 - `check_prompts` reports what cannot be tokenised
+        return
+    for split, lengths in zip(("training", "held-out"), measured, strict=True):
+        if lengths:
+            yield from _room_for(config, lengths, f"the first {len(lengths)} {split} prompts")
+
+
+def _room_for(config: RunConfig, lengths: Sequence[int], which: str) -> Iterator[Finding]:
+    """`check_room` for the prompts of one split, by their lengths in ascending order."""
+    answer, context, path = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens, config.model.path
+    median, usual = lengths[(len(lengths) - 1) // 2], lengths[int(MOST_PROMPTS * (len(lengths) - 1))]
+    if median + answer <= context:
+        return
+    positions = num_positions(config) or usual + answer
+    told = f"more than half of {which} have {median} tokens or more"
+    if positions <= median:
+        yield error(
+            f"env: {told}, and the model has {positions} positions for prompt and answer (model.path={path}): they "
+            "cannot be answered. Use shorter prompts, or a model with a longer context.",
+            *("model", "env"),
+        )
+        return
+    fits = []
+    if context < positions:
+        fits.append(Fit("model.max_context_tokens", min(usual + answer, positions), told))
+    left = (context if config.is_typed("model.max_context_tokens") else max(context, positions)) - median
+    if 0 < left < answer:
+        fits.append(Fit("rollout.sampling.max_new_tokens", left, f"{told}, and the context has {context}"))
+    yield error(
+        f"env: {told}; with rollout.sampling.max_new_tokens={answer} that is {median + answer}, above "
+        f"model.max_context_tokens={context}. Use a longer context, or a smaller max_new_tokens.",
+        *("model", "env"),
+        fits=fits,
+    )
 
 
 def check_prompts(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
@@ -449,7 +534,9 @@ def _too_long(
             return
         elif len(long) > MAX_SKIPPED_SHARE * len(lengths):
             told = f"env: {found} are too long, which is more than half: {sentence(task, longest)}"
-            yield error(told, "env", "model")
+            most = min(longest, num_positions(config) or longest)
+            fit = Fit("model.max_context_tokens", most, f"the longest of the {split} tasks has {longest} tokens")
+            yield error(told, "env", "model", fits=[fit])
             return
         else:
             yield warning(

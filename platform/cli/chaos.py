@@ -106,8 +106,8 @@ def run_chaos(overrides: Sequence[str], num_kills: int, seed: int, num_nodes: in
     if not outcome.problems:
         summary = json.loads((Path(config.run_dir) / SUMMARY_FILE).read_text())
         console.print(
-            f"completed: {summary['steps']} steps, {summary['trained_groups']} groups trained, each once; accuracy "
-            f"{summary['eval_before']} -> {summary['eval_after']}"
+            f"completed: {summary['steps']} steps, {summary['trained_groups']} groups trained, each once"
+            + (f"; accuracy {summary['eval_before']} -> {summary['eval_after']}" if summary["evaluated_on"] else "")
         )
     return 1 if outcome.problems else 0
 

@@ -13,7 +13,8 @@ from penstock.actors.bundles import described
 from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import LoadedConfig
 from penstock.platform.cluster.bundles import device_bundles
-from penstock.platform.cluster.memory import published_gib, shared_gib
+from penstock.platform.cluster.hardware import total_memory_bytes
+from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
 from penstock.platform.cluster.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.compose import to_yaml
@@ -41,9 +42,10 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
     if bundles := device_bundles(config, command):
         console.print(f"reserved at once: {described(bundles)}")
     for pool, load in device_load_gib(config, placements).items():
-        of_one = config.cluster.pools[pool].memory_gib
+        of_one = config.cluster.pools[pool].limit_gib
         console.print(f"pool {pool}: up to {load:.1f} of {of_one:g} GiB on a GPU (estimate)")
-    console.print(f"main memory: {host_load_gib(placements):.1f} GiB in all (estimate)")
+    here = f", {total_memory_bytes() / GIB:.1f} GiB on this machine" if config.cluster.address == "local" else ""
+    console.print(f"main memory: {host_load_gib(placements):.1f} GiB in all (estimate){here}")
     if command == "train":
         route = weight_route(config)
         if route in DEVICE_BUFFER_ROUTES:

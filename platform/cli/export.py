@@ -199,14 +199,15 @@ def _card_rows(
     yield "seed", config.seed
     yield "steps", f"{version} of {config.total_steps}"
     accuracy = reward_mean = None
+    kind = summary.get("evaluated_on") or "held-out"
     if version == summary.get("policy_version"):
         accuracy, reward_mean = summary.get("eval_after"), summary.get("eval_reward_after")
     elif version == best.get("step"):
         accuracy, reward_mean = best["accuracy"], best["reward_mean"]
     if accuracy is not None:
-        yield "held-out accuracy", _change(summary.get("eval_before"), accuracy)
+        yield f"{kind} accuracy", _change(summary.get("eval_before"), accuracy)
     if reward_mean is not None:
-        yield "held-out reward", _change(summary.get("eval_reward_before"), reward_mean)
+        yield f"{kind} reward", _change(summary.get("eval_reward_before"), reward_mean)
     prompts = summary.get("skipped_prompts", {})
     if accuracy is not None and prompts.get("held_out"):
         total = prompts["evaluated"] + prompts["held_out"]

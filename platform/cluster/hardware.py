@@ -54,6 +54,13 @@ def num_nvidia_gpus() -> int | None:
     return None if listed is None else sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def gpu_memory_gib() -> float | None:
+    """Memory of the smallest GPU that nvidia-smi lists, GiB; None if it cannot be run."""
+    said = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    sizes = [int(line) for line in said.splitlines() if line.strip().isdecimal()]
+    return min(sizes) / 1024 if sizes else None
+
+
 def installed_version(package: str) -> str | None:
     """Installed version of a distribution; None if it is not installed."""
     try:
@@ -95,6 +102,11 @@ def free_disk_bytes(path: Path) -> int:
     """Free space of the file system of `path`, which need not exist yet."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def disk_bytes(path: Path) -> int:
+    """Size of the file system of an existing `path`."""
+    return shutil.disk_usage(path).total
 
 
 def _run_nvidia_smi(*arguments: str) -> str | None:

@@ -199,10 +199,10 @@ def _num_nodes(widths: Sequence[int], gpus_per_node: int) -> int:
 def _check_types(config: RunConfig, placements: Sequence[RolePlacement]) -> None:
     names = dict.fromkeys(placement.pool for placement in placements if placement.device == "gpu")
     pools = {name: config.cluster.pools[name] for name in names if name is not None}
-    sizes = {(pool.accelerator_type, pool.memory_gib) for pool in pools.values()}
+    sizes = {(pool.accelerator_type, pool.limit_gib) for pool in pools.values()}
     if len(sizes) > 1 and any(pool.accelerator_type is None for pool in pools.values()):
         told = ", ".join(
-            f"{name}: {pool.memory_gib:g} GiB, {pool.accelerator_type or 'any'}" for name, pool in pools.items()
+            f"{name}: {pool.limit_gib:g} GiB, {pool.accelerator_type or 'any'}" for name, pool in pools.items()
         )
         raise ConfigError(
             f"cluster.pools: their GPUs differ ({told}), and one that accepts any could get the other's nodes. Name "

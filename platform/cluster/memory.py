@@ -42,6 +42,7 @@ Sources, measurements and a table: docs/concepts/memory.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple
 
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
@@ -327,7 +328,7 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
         taken = sum(_engine_without_cache(config).values())
         if config.cluster.colocated:  # vLLM cannot measure it: a trainer's moments are only allocated in the first step
             taken += resident_gib(config, trainer_memory(config, pool))
-        return max(pool.memory_gib * engine.gpu_memory_utilization - taken, 0.0)
+        return max(pool.limit_gib * engine.gpu_memory_utilization - taken, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 
 
@@ -335,6 +336,11 @@ def sequence_kv_gib(config: RunConfig) -> float:
     """Size of the KV cache of one trajectory of full length, GiB."""
     model = config.model
     return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
+
+
+def round_up(gib: float) -> float:
+    """To two digits after the point, for a setting."""
+    return ceil(100 * gib) / 100
 
 
 def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> float:

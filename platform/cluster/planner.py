@@ -208,10 +208,10 @@ def excess_gib(config: RunConfig) -> float:
     A KV cache that does not hold one trajectory of full length lacks memory as well.
     """
     placements, pools = plan_placement(config), config.cluster.pools
-    excess = [load - pools[name].memory_gib for name, load in device_load_gib(config, placements).items()]
+    excess = [load - pools[name].limit_gib for name, load in device_load_gib(config, placements).items()]
     on_cpu = {one.pool for one in placements if one.pool is not None and one.device == "cpu"}
     if on_cpu:
-        excess.append(host_load_gib(placements) - sum(pools[name].memory_gib for name in on_cpu))
+        excess.append(host_load_gib(placements) - sum(pools[name].limit_gib for name in on_cpu))
     return max([*excess, _lacking_cache_gib(config)])
 
 
@@ -229,7 +229,7 @@ def _engine_options(config: RunConfig, split: Split, too_large: list[TooLarge]) 
             continue
         plan = replace(Plan.of(config), num_ranks=split.ranks, num_engines=num_engines, tensor_parallel_size=tp)
         run = plan.applied(config)
-        excess = max(engine_memory(run, pool).device_gib - pool.memory_gib, _lacking_cache_gib(run))
+        excess = max(engine_memory(run, pool).device_gib - pool.limit_gib, _lacking_cache_gib(run))
         if excess > 0 and not cluster.colocated:  # where it depends on the trainer
             too_large.append(TooLarge(excess, f"engines over {tp}"))
         else:
@@ -269,7 +269,7 @@ def _sized(config: RunConfig, sequence_parallel_size: int, zero_stage: int, eigh
 def _trainer_excess_gib(config: RunConfig) -> float:
     """How much memory a rank lacks, or the whole run where ranks and engines have the same devices or main memory."""
     pool = config.cluster.pools[config.cluster.trainer_pool]
-    alone = trainer_memory(config, pool).device_gib - pool.memory_gib
+    alone = trainer_memory(config, pool).device_gib - pool.limit_gib
     is_shared = config.cluster.colocated or pool.device == "cpu"
     return excess_gib(config) if is_shared and alone <= 0 else alone
 

@@ -199,7 +199,7 @@ def _devices(answered: Sequence[NodeReport], taking_part: Sequence[NodeReport], 
             node.name: f"{least:.0f} GiB"
             for node in of_type
             if (least := min((memory for _, memory in node.gpus), default=0.0))
-            and least < _MEMORY_TOLERANCE * pool.memory_gib
+            and least < _MEMORY_TOLERANCE * pool.limit_gib
         }
         if small:
             yield warning(

@@ -2,6 +2,11 @@
 
 Field errors do not hide cross-field errors. An invalid key falls back to its value without the override, the checks run
 on the result, and findings that depend on a replaced key are omitted.
+
+What nobody has set is never refused: where a default does not fit, the checks say which value does (`Finding.fits`).
+It is used instead, with one line that says so (`Composition.settle`). Set is a key that is on the command line or in
+a file of the user's (`--config-dir`). Values of Penstock's own files are defaults, whoever has chosen the file, but for
+the type of what a choice names: `rollout/engine=torch` sets rollout.engine.type.
 """
 
 from __future__ import annotations
@@ -9,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 from pydantic import ValidationError
@@ -46,6 +53,8 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 _TEXTS = ("rollout.sampling.stop", "env.reasoning.", "warm_start")
 """Keys, or beginnings of keys, of text that a model or a parser reads. Other strings name things."""
 _LITERAL_ESCAPE = re.compile(r"(?<!\\)\\(?:n|[tr](?![a-z]))")
+_MAX_FITS = 8
+"""How often a default is replaced before the finding counts: two checks may each want what the other one refuses."""
 
 
 @dataclass(slots=True)
@@ -57,8 +66,10 @@ class Composition:
         problems: One sentence per invalid override or key.
         wrong_paths: The dotted keys that `problems` are about.
         remarks: One sentence per value that could be misunderstood: how it was read.
-        typed: Dotted keys that the user has set on the command line.
+        typed: Dotted keys that the user has set, on the command line or in a file of theirs.
         has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
+        raw: What `config` was validated from.
+        derived: Key that nobody has set -> a sentence about its value, which is not the default.
     """
 
     config: RunConfig | None = None
@@ -67,6 +78,58 @@ class Composition:
     wrong_paths: list[str] = field(default_factory=list)
     typed: list[str] = field(default_factory=list)
     has_experiment: bool = True
+    raw: Raw = field(default_factory=dict)
+    derived: dict[str, str] = field(default_factory=dict)
+    _defaults: Raw = field(default_factory=dict)
+    _num_fits: Counter[str] = field(default_factory=Counter)
+
+    def settle(self, check: Callable[[RunConfig], Iterable[Finding]]) -> list[Finding]:
+        """Run a check, again and again while a default that nobody has set is refused and a value is known that fits.
+
+        Args:
+            check: Yields findings about a configuration; after a replaced default it is not asked for the rest of them.
+
+        Returns:
+            The relevant findings about the final `config`.
+        """
+        while True:
+            assert self.config is not None, "it could be validated"
+            findings: list[Finding] = []
+            for finding in check(self.config):
+                if self._replaces_a_default(finding):
+                    break
+                findings.append(finding)
+            else:
+                return self.relevant(findings)
+
+    def _replaces_a_default(self, finding: Finding) -> bool:
+        """Set the first value that fits of a key that nobody has set; whether there is one."""
+        assert self.config is not None, "the finding is about it"
+        for key, value, why in finding.fits if self.relevant([finding]) else ():
+            if self.config.is_typed(key) or self._num_fits[key] == _MAX_FITS:
+                continue
+            old = _value_at(self.config.model_dump(mode="json"), key)
+            default = self._defaults.setdefault(key, old)
+            self._num_fits[key] += 1
+            _set_at(self.raw, key, value)
+            self.validate()
+            self.derived[key] = f"{key}={_shown(value)}, not the default {_shown(default)}: {why}."
+            if value == default:
+                del self.derived[key]
+            return True
+        return False
+
+    def validate(self) -> None:
+        """Validate `raw` as `config`.
+
+        Raises:
+            ValidationError: If a value is invalid.
+        """
+        # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
+        # What is no UTF-8 is reported by `_unusable_values`.
+        text = json.dumps(self.raw, default=str, ensure_ascii=False).encode(errors="replace")
+        self.config = RunConfig.model_validate_json(text, strict=True)
+        self.config._typed = tuple(self.typed)  # noqa: SLF001 - nothing else sets it
 
     def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
         """Findings that do not depend on a replaced key."""
@@ -93,15 +156,17 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
         choices = ", ".join(groups["experiment"])
         overrides.problems.append(f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}.")
     result.problems += overrides.problems
-    result.typed = list(overrides.typed)
-    raw = _compose_values(overrides, config_dir, result)
+    result.typed = [*overrides.typed, *overrides.types]
+    result.raw = _compose_values(overrides, config_dir, result)
     result.remarks += overrides.remarks.values()
     result.remarks += [
         said
-        for path, said in _literal_escapes(raw)
+        for path, said in _literal_escapes(result.raw)
         if not any(f"{path}.".startswith(f"{key}.") for key in overrides.remarks)
     ]
-    _validate(raw, overrides, config_dir, result)
+    if config_dir is not None:
+        result.typed += _keys_of_files(overrides.choices, config_dir)
+    _validate(overrides, config_dir, result)
     return result
 
 
@@ -157,7 +222,7 @@ def _compose_base(choices: Sequence[str], config_dir: Path | None) -> Raw:
 
 
 def _compose(choices: Sequence[str], values: Sequence[str], config_dir: Path | None) -> Raw:
-    search_path = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    search_path = [_search_path(config_dir)] if config_dir else []
     GlobalHydra.instance().clear()
     with initialize_config_module("penstock.conf", version_base=None):
         composed = compose("config", [*search_path, *choices, *values])
@@ -166,19 +231,67 @@ def _compose(choices: Sequence[str], values: Sequence[str], config_dir: Path | N
     return {str(key): value for key, value in raw.items()}
 
 
-def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: Composition) -> None:
+def _keys_of_files(choices: Sequence[str], config_dir: Path) -> Iterator[str]:
+    """Dotted keys of the files of `config_dir` that these choices use, directly or by their defaults lists."""
+    GlobalHydra.instance().clear()
+    with initialize_config_module("penstock.conf", version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        used = loader.compute_defaults_list("config", [_search_path(config_dir), *choices], RunMode.RUN).defaults
+    for one in used:
+        file = config_dir / f"{one.config_path}.yaml"
+        if file.is_file():
+            values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+            package = f"{one.package}." if one.package else ""
+            yield from (f"{package}{key}" for key in _leaves({k: v for k, v in values.items() if k != "defaults"}))
+
+
+def _leaves(tree: Raw) -> Iterator[str]:
+    """Dotted keys of the values in nested sections; an empty section is a value."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{key}.{inner}" for inner in _leaves(value))
+        else:
+            yield str(key)
+
+
+def _search_path(config_dir: Path) -> str:
+    return f"hydra.searchpath=[file://{config_dir.resolve()}]"
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value of a dotted key; None if there is none."""
+    for key in path.split("."):
+        raw = raw.get(key) if isinstance(raw, dict) else None
+    return raw
+
+
+def _set_at(raw: Raw, path: str, value: Any) -> None:
+    *sections, last = path.split(".")
+    for key in sections:
+        if not isinstance(raw.get(key), dict):
+            raw[key] = {}
+        raw = raw[key]
+    raw[last] = value
+
+
+def _shown(value: Any) -> str:
+    """As in YAML."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(str, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _validate(overrides: Overrides, config_dir: Path | None, result: Composition) -> None:
     """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
+    raw = result.raw
     misread = fill_shapes(raw, overrides.typed)
     result.problems += misread.values()
     result.wrong_paths += misread
     for _ in range(3):
         wrong = dict(_unusable_values(raw))
         try:
-            # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
-            # What is no UTF-8 is reported above.
-            text = json.dumps(raw, default=str, ensure_ascii=False).encode(errors="replace")
-            result.config = RunConfig.model_validate_json(text, strict=True)
+            result.validate()
         except ValidationError as error:
             wrong |= describe_errors(error, overrides.typed)
         if not wrong:

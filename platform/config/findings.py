@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 Severity = Literal["error", "absent", "warning", "note"]
 Command = Literal["train", "sft", "rm", "dpo", "eval", "sample"]
@@ -13,6 +13,22 @@ WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
 """Commands that train on given answers. They start no engines and no reward workers."""
 _NAMED_KEYS = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+(?==)|^[a-z_]+")
 """Matches `model.path` anywhere in a sentence, `num_kv_heads=4` without a section, and a first word as in `env: …`."""
+
+
+class Fit(NamedTuple):
+    """A value that fits where the configured one does not.
+
+    It takes the place of a default that nobody has set (compose.py, `Composition.settle`), instead of a refusal.
+
+    Attributes:
+        key: Dotted key.
+        value: The value.
+        why: What it follows from, for the line that says so.
+    """
+
+    key: str
+    value: Any
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +41,13 @@ class Finding:
         severity: `error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a
             dataset, memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start.
             `note` is what a check has found in order, which only a dry run shows.
+        fits: Each of these alone mends what a finding refuses; the first one is used whose key nobody has set.
     """
 
     message: str
     other_keys: tuple[str, ...] = ()
     severity: Severity = "error"
+    fits: tuple[Fit, ...] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -49,14 +67,14 @@ class Finding:
         )
 
 
-def error(message: str, *other_keys: str) -> Finding:
-    """Create a finding that prevents the start."""
-    return Finding(message, other_keys)
+def error(message: str, *other_keys: str, fits: Sequence[Fit] = ()) -> Finding:
+    """Create a finding that prevents the start, unless a default that nobody has set can give way to one of `fits`."""
+    return Finding(message, other_keys, fits=tuple(fits))
 
 
-def absent(message: str, *other_keys: str) -> Finding:
-    """Create a finding about something that this machine lacks."""
-    return Finding(message, other_keys, "absent")
+def absent(message: str, *other_keys: str, fits: Sequence[Fit] = ()) -> Finding:
+    """Create a finding about something that this machine lacks; `fits` as of `error`."""
+    return Finding(message, other_keys, "absent", tuple(fits))
 
 
 def warning(message: str, *other_keys: str) -> Finding:
@@ -64,6 +82,6 @@ def warning(message: str, *other_keys: str) -> Finding:
     return Finding(message, other_keys, "warning")
 
 
-def note(message: str, *other_keys: str) -> Finding:
-    """Create a finding that only a dry run shows."""
-    return Finding(message, other_keys, "note")
+def note(message: str, *other_keys: str, fits: Sequence[Fit] = ()) -> Finding:
+    """Create a finding that only a dry run shows; `fits` as of `error`."""
+    return Finding(message, other_keys, "note", tuple(fits))

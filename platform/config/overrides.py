@@ -44,6 +44,7 @@ class Overrides:
         choices: Overrides that choose group members, ready for Hydra.
         values: Overrides that set or delete values, ready for Hydra.
         typed: Dotted key -> the value override as typed.
+        types: Keys `GROUP.type` of the groups that are chosen.
         problems: One sentence per invalid override.
         remarks: Dotted key -> a sentence that says how its value was read, where Hydra alone would read it otherwise.
     """
@@ -51,6 +52,7 @@ class Overrides:
     choices: list[str] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
     typed: dict[str, str] = field(default_factory=dict)
+    types: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
 
@@ -212,3 +214,4 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
             )
             return
     result.choices.append(text.lstrip("+"))
+    result.types.append(f"{group.replace('/', '.')}.type")

@@ -6,9 +6,10 @@ Sections are defined next to the component that they configure. A component rece
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from math import inf
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from penstock.dataflow.limits import MAX_TIMEOUT_S
 from penstock.dataflow.staleness import ExpiryPolicy
@@ -48,16 +49,28 @@ class PoolConfig(Section):
     Attributes:
         device: Kind of device in the pool.
         count: Accelerators (or CPU slots) in the pool.
-        memory_gib: Memory of one accelerator, GiB; for a CPU pool the memory of the machine.
+        memory_gib: Memory of one accelerator, GiB; for a CPU pool what the run may take of the machine's memory, null
+            is what the machine has free.
         accelerator_type: Ray accelerator label, e.g. `H100`; None accepts any.
         devices_per_node: Accelerators of one node, which the devices of an engine never leave; None: all are on one.
     """
 
     device: Literal["cpu", "gpu"]
     count: int = Field(ge=1, le=100_000)
-    memory_gib: float = Field(gt=0)
+    memory_gib: float | None = Field(default=None, gt=0)
     accelerator_type: str | None = None
     devices_per_node: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _gpus_have_a_size(self) -> Self:
+        if self.device == "gpu" and self.memory_gib is None:
+            raise ValueError("a pool of GPUs needs memory_gib, the memory of one GPU, from which the run is planned.")
+        return self
+
+    @property
+    def limit_gib(self) -> float:
+        """What the run may take, GiB; infinite where only the machine limits it, which is checked there."""
+        return inf if self.memory_gib is None else self.memory_gib
 
 
 class ExtraRolloutConfig(Section):
@@ -70,6 +83,11 @@ class ExtraRolloutConfig(Section):
 
     num_engines: int = Field(ge=1, le=10_000)
     engine: EngineConfig | None = None
+
+
+def is_within(key: str, section: str) -> bool:
+    """Whether a dotted key is this section, or in it."""
+    return key == section or key.startswith(f"{section}.")
 
 
 def _cluster_address(value: str) -> str:
@@ -144,7 +162,8 @@ class DataflowConfig(Section):
             logprobs (of a policy with adapters) of the ready groups. The gradient is the same. It has no effect if the
             algorithm needs none of these, with colocated roles, and with `stream_micro_batches`.
         max_retries: Retries of one trajectory after its environment or reward failed.
-        min_group_size: Smallest number of members with which a group trains after others have failed.
+        min_group_size: Smallest number of members with which a group trains after others have failed; null is 2, and 1
+            for groups of one.
         max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
         filters: Which ready groups are not trained.
         batch_timeout_s: Longest wait for a batch without a new token, score or ready group, seconds, before the run
@@ -152,7 +171,7 @@ class DataflowConfig(Section):
     """
 
     batch_groups: int = Field(ge=1, le=65_536)
-    group_size: int = Field(ge=2, le=1024)
+    group_size: int = Field(ge=1, le=1024)
     pass_reward: float = 1.0
     group_sizing: str | None = None
     length_limiting: str | None = None
@@ -164,17 +183,23 @@ class DataflowConfig(Section):
     stream_micro_batches: bool = False
     early_logprobs: bool = True
     max_retries: int = Field(default=2, ge=0)
-    min_group_size: int = Field(default=2, ge=2)
+    min_group_size: int | None = Field(default=None, ge=1)
     max_live_gib: float | None = Field(default=None, gt=0)
     filters: FilterConfig = FilterConfig()
     batch_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
+
+    @property
+    def fewest_members(self) -> int:
+        """Smallest number of members with which a group trains."""
+        return min(2, self.group_size) if self.min_group_size is None else self.min_group_size
 
 
 class EvaluationConfig(Section):
     """Evaluation on held-out tasks (docs/guides/evaluation.md).
 
     Attributes:
-        num_tasks: Held-out tasks of the first and the last evaluation; null is all of them, at most 1024.
+        num_tasks: Held-out tasks of the first and the last evaluation; null is all of them, at most 1024; 0 is a run
+            without evaluations.
         every_steps: Steps between evaluations that run concurrently with training; 0 disables them.
         num_tasks_during_training: The first so many of these tasks are those of such an evaluation; null is 256, and
             all of them with `keep_best`, which compares evaluations.
@@ -190,7 +215,7 @@ class EvaluationConfig(Section):
             never does.
     """
 
-    num_tasks: int | None = Field(default=None, ge=1)
+    num_tasks: int | None = Field(default=None, ge=0)
     every_steps: int = Field(default=20, ge=0)
     num_tasks_during_training: int | None = Field(default=None, ge=1)
     answers_per_task: int = Field(default=1, ge=1, le=1024)
@@ -299,6 +324,22 @@ class RunConfig(Section):
     warm_start: tuple[str, ...] | None = None
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
+    _typed: tuple[str, ...] = PrivateAttr(default=())
+
+    def __eq__(self, other: object) -> bool:
+        # Equal values are equal, whoever has set them.
+        return isinstance(other, RunConfig) and self.__dict__ == other.__dict__
+
+    __hash__ = Section.__hash__
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """Dotted keys that somebody has set, on the command line or in a file of theirs; all others are defaults."""
+        return self._typed
+
+    def is_typed(self, key: str) -> bool:
+        """Whether somebody has set a key, a section around it or a key in it."""
+        return any(is_within(key, one) or is_within(one, key) for one in self._typed)
 
     @property
     def partner_view(self) -> RunConfig:

@@ -66,8 +66,9 @@ _FIGURES: dict[str, Callable[[RunRecord], str]] = {
         if not record.summary
         else f"{record.summary['steps']:,}"
     ),
-    "held-out accuracy": _change("eval_before", "eval_after", ".1%"),
-    "held-out reward": _change("eval_reward_before", "eval_reward_after", ".3f"),
+    "evaluated on": lambda record: f"{record.evaluated_on} tasks" if record.evaluated_on else "nothing",
+    "accuracy": _change("eval_before", "eval_after", ".1%"),
+    "reward on these tasks": _change("eval_reward_before", "eval_reward_after", ".3f"),
     "reward, first → last steps": _change("reward_first", "reward_last", ".3f"),
     "wall time": lambda record: format_duration(record.summary["wall_s"]),
     "trained tokens per second": lambda record: f"{record.summary['tokens_trained'] / record.summary['wall_s']:,.0f}",

@@ -188,11 +188,16 @@ class RunConsole:
         prompts = summary.skipped_prompts
         on = f" on {prompts.evaluated} of {prompts.evaluated + prompts.held_out} tasks" if prompts.held_out else ""
         rewards = f"{_number(summary.eval_reward_before)} → {_number(summary.eval_reward_after)}"
-        if summary.is_graded:
-            self._fact("eval", f"mean reward {rewards}{on}  (none solved: all below dataflow.pass_reward)", "bold")
+        tasks = "" if summary.evaluated_on == "held-out" else f" on {summary.evaluated_on} tasks"
+        if summary.evaluated_on is None:
+            self._fact("eval", "none: the run has no evaluations (evaluation.num_tasks=0)")
+        elif summary.is_graded:
+            self._fact(
+                "eval", f"mean reward {rewards}{tasks}{on}  (none solved: all below dataflow.pass_reward)", "bold"
+            )
         else:
             shares = f"{_share(summary.eval_before)} → {_share(summary.eval_after)}"
-            self._fact("eval", f"accuracy {shares}, mean reward {rewards}{on}", "bold")
+            self._fact("eval", f"accuracy {shares}, mean reward {rewards}{tasks}{on}", "bold")
         self._fact("reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (first → last steps)")
         self._fact(
             "staleness",

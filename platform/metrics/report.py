@@ -134,12 +134,14 @@ def _headline(record: RunRecord) -> list[tuple[str, str, str]]:
     total = record.lookup("total_steps")
     figures = [("Steps", f"{steps:,}", f"of {total:,}" if isinstance(total, int) else "")]
     before, after = summary.get("eval_before"), summary.get("eval_after")
-    if after is not None:
+    if record.evaluated_on is None:
+        figures.insert(0, ("Evaluation", "none", "evaluation.num_tasks=0"))
+    elif after is not None:
         prompts = summary.get("skipped_prompts", {})
         evaluated, skipped = prompts.get("evaluated", 0), prompts.get("held_out", 0)
         details = [f"from {before:.1%}"] if before is not None else []
         details += [f"on {evaluated} of {evaluated + skipped} tasks"] if skipped else []
-        figures.insert(0, ("Held-out accuracy", f"{after:.1%}", ", ".join(details)))
+        figures.insert(0, (f"{record.evaluated_on.capitalize()} accuracy", f"{after:.1%}", ", ".join(details)))
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if last is not None:
         figures.insert(1, ("Reward, last steps", f"{last:.3f}", f"from {first:.3f}" if first is not None else ""))

@@ -63,18 +63,24 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     if any(skipped := record.values("eval/skipped")):
         num_tasks = record.values("eval/tasks")[-1]
         counted = f" On {num_tasks:.0f} of {num_tasks + skipped[-1]:.0f} tasks: the other prompts are too long."
+    kind = (record.evaluated_on or "held-out").capitalize()
+    trained = (
+        "none of which is trained on" if kind == "Held-out" else "which are trained on, too: it says what is learned"
+    )
+    if kind == "Held-out and training":
+        trained = "some of which are trained on, too"
     charts += _evaluation_chart(
-        record, "Held-out accuracy", f"Share of solved tasks, none of which is trained on.{counted}", "eval/accuracy",
+        record, f"{kind} accuracy", f"Share of solved tasks, {trained}.{counted}", "eval/accuracy",
         Series(sorted(accuracy), [accuracy[step] for step in sorted(accuracy)]), ".0%",
     )  # fmt: skip
     rewards = record.values("eval/reward_mean")
     if rewards != logged.values:  # with rewards of 0 and 1 they are the same
         overall = record.series.get("eval/reward_mean", Series([], []))
         caption = f"Mean reward on the same tasks.{counted}"
-        charts += _evaluation_chart(record, "Held-out reward", caption, "eval/reward_mean", overall, "")
+        charts += _evaluation_chart(record, f"{kind} reward", caption, "eval/reward_mean", overall, "")
     passed = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/pass_at/\d+", name)}
     lines = [(f"pass@{k}", passed[k], color) for k, color in zip(sorted(passed, key=int), itertools.cycle(_COLORS))]
-    return charts + _line_chart(record, "Held-out pass@k", "Share of tasks that one of k answers solves.", lines, ".0%")
+    return charts + _line_chart(record, f"{kind} pass@k", "Share of tasks that one of k answers solves.", lines, ".0%")
 
 
 def _evaluation_chart(

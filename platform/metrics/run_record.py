@@ -75,6 +75,17 @@ class RunRecord:
     failures: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    @property
+    def evaluated_on(self) -> str | None:
+        """The kind of tasks that evaluations measure, also of a run that has not ended; None: it has no evaluations."""
+        if "evaluated_on" in self.summary or self.lookup("evaluation.num_tasks") == 0:
+            kind: str | None = self.summary.get("evaluated_on")
+            return kind
+        trained, all_tasks = (self.values(f"eval/{name}")[-1:] for name in ("tasks_trained_on", "tasks"))
+        if not any(trained):
+            return "held-out"
+        return "training" if trained == all_tasks else "held-out and training"
+
     def lookup(self, path: str) -> Any:
         """The configuration value at a dotted path, or None."""
         node: Any = self.config

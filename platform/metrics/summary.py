@@ -14,6 +14,8 @@ from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import FAILURES_FILE, STALENESS_FILE, SUMMARY_FILE
 
 RunStatus = Literal["completed", "interrupted", "failed"]
+EvaluatedOn = Literal["held-out", "training", "held-out and training"]
+"""Kind of the tasks of evaluations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,9 +56,10 @@ class RunSummary:
         status: How the run ended.
         ended_by: What told it to end: a signal, or `max_hours`; None if nothing did.
         version: Version of Penstock.
-        eval_before: Held-out accuracy before the first step, 0..1.
+        evaluated_on: The tasks of the evaluations; None: the run has no evaluations (`evaluation.num_tasks=0`).
+        eval_before: Accuracy on these tasks before the first step, 0..1.
         eval_after: The same after the last step.
-        eval_reward_before: Mean held-out reward before the first step.
+        eval_reward_before: Mean reward on these tasks before the first step.
         eval_reward_after: The same after the last step.
         partner_eval_before: `eval_before` of the partner in a run of two policies.
         partner_eval_after: `eval_after` of the partner.
@@ -100,6 +103,7 @@ class RunSummary:
     ledger: LedgerCounts
     partner_eval_before: float | None = None
     partner_eval_after: float | None = None
+    evaluated_on: EvaluatedOn | None = "held-out"
     eval_reward_before: float | None = None
     eval_reward_after: float | None = None
     policy_version: int | None = None

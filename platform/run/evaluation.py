@@ -17,6 +17,7 @@ from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import EvaluationTable
+from penstock.platform.metrics.summary import EvaluatedOn
 from penstock.platform.run.lifecycle import first_error
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
@@ -125,6 +126,14 @@ def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
     partner = saved["partner"]
     sets = {name: SetScore(**score) for name, score in saved.get("sets", {}).items()}
     return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner), "sets": sets})
+
+
+def evaluated_on(tasks: Sequence[Task]) -> EvaluatedOn | None:
+    """Which tasks an evaluation measures; None if there are none, and so no evaluation."""
+    kinds = {task.is_trained_on for task in tasks}
+    if len(kinds) == 2:
+        return "held-out and training"
+    return None if not kinds else "training" if True in kinds else "held-out"
 
 
 def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import cast
@@ -28,6 +29,7 @@ from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.ledger import JournalEntry, LedgerCounts
 from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
+from penstock.envs.loading import load_task_source
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
 from penstock.platform.cluster.session import is_joined, with_absolute_paths
@@ -64,7 +66,7 @@ from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
-from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.evaluation import Evaluator, evaluated_on
 from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
@@ -445,7 +447,10 @@ async def build_run(
         sampling = rollout_sampling(config, codec)
         limit = prompt_limit(config, codec)
         fitting = [task for task in held_out if limit is None or limit.fits(task)]
-        probes = [codec.encode_prompt(task.prompt) for task in fitting[:NUM_PARITY_PROMPTS]]
+        # A run without evaluations takes the prompts of its first training tasks.
+        asked = fitting or islice(load_task_source(config.env, config.seed).train(), 1024)
+        probed = islice((task for task in asked if limit is None or limit.fits(task)), NUM_PARITY_PROMPTS)
+        probes = [codec.encode_prompt(task.prompt) for task in probed]
         runner = make_runner(config, actors.engines, codec, episodes)
         table = EvaluationTable(instruments.run_dir, token_texts=codec.token_texts)
         runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes, table))
@@ -460,7 +465,7 @@ async def build_run(
             partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes, table))
             runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
-        core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
+        core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.fewest_members, bounds.max_retries))
         incarnation = next_incarnation(instruments.run_dir)
         log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
         stack.callback(close_file, log, "the ledger's log", instruments)
@@ -615,6 +620,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         seed=run.config.seed,
         status=status,
         version=__version__,
+        evaluated_on=evaluated_on(run.held_out),
         eval_before=None if before is None else before.accuracy,
         eval_after=None if after is None else after.accuracy,
         eval_reward_before=None if before is None else before.reward_mean,

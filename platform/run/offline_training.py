@@ -129,7 +129,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         async with saved_if_ended(trainer, policy, lambda: rule.best_step is None):
             for step in range(1, sft.max_steps + 1):
                 metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
-                if step % sft.eval_every_steps and step != sft.max_steps:
+                if not held_out or (step % sft.eval_every_steps and step != sft.max_steps):
                     hub.log(step, metrics)
                     continue
                 greedy, sampled = await trainer.teacher_forced(held_out)
@@ -143,7 +143,8 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
                     break
         if rule.best_step is None:
             await trainer.save(policy)
-            kept = "the last step: none was within sft.max_greedy_accuracy"
+            why = "none was within sft.max_greedy_accuracy" if held_out else "nothing is held out to measure on"
+            kept = f"the last step: {why}"
         else:
             kept = f"step {rule.best_step}: gold answers {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
         console.note(f"policy written to {policy} ({kept})")
@@ -269,12 +270,12 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
         async with saved_if_ended(trainer, folder):
             started = time.monotonic()
             references = await trainer.preference_logprobs(pairs) if is_policy else None
-            start = await trainer.preference_margins(held_out) if is_policy else np.zeros(len(held_out))
+            start = await trainer.preference_margins(held_out) if is_policy and held_out else np.zeros(len(held_out))
             for step in range(1, preference.num_steps + 1):
                 first, last = (step - 1) * size, step * size
                 of_batch = None if references is None else references[2 * first : 2 * last]
                 metrics = await trainer.preference_step(pairs[first:last], of_batch)
-                if step % preference.eval_every_steps == 0 or step == preference.num_steps:
+                if held_out and (step % preference.eval_every_steps == 0 or step == preference.num_steps):
                     accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
                     metrics = metrics | {"preference/accuracy": accuracy}
                     elapsed = format_duration(time.monotonic() - started)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,9 @@ from pydantic import ValidationError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
-from penstock.platform.checks.configuration import check_config
-from penstock.platform.checks.machine import check_machine
+from penstock.platform.checks.load import check_all
 from penstock.platform.checks.run_dir import read_data
-from penstock.platform.checks.tasks import check_plugins
-from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.compose import Composition, to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
@@ -133,18 +132,24 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             f"evaluations were no longer better. To train on, use a larger one: penstock resume {run_dir} "
             "evaluation.patience=null"
         )
-    findings = [*check_config(config, "train"), *check_machine(config, "train", is_resumed=True)]
-    findings += check_plugins(config, "train")
+    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
+    findings = composition.settle(partial(check_all, command="train", is_resumed=True))
+    assert composition.config is not None, "settling replaces it by another one"
+    config = composition.config
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
+    environment = read_environment(run_dir) | {"typed": sorted(config.typed)}
+    write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
     TrajectoryTable(run_dir).drop_after(checkpoint.version)
     EvaluationTable(run_dir).drop_after(checkpoint.version)
     reached = 0
     if (run_dir / METRICS_FILE).exists():
         reached = max((record.step for record in read_metrics(run_dir)), default=0)
     again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
+    for sentence in composition.derived.values():
+        print(f"warning {sentence}")
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return launch.train_in(config, run_dir, checkpoint)
 
@@ -195,12 +200,18 @@ def read_saved_config(run_dir: Path) -> dict[str, Any]:
 
 def enter_folder_of(run_dir: Path) -> None:
     """Change to the folder in which the run was started: its relative paths and the user's modules are there."""
-    try:
-        folder = Path(json.loads((run_dir / ENVIRONMENT_FILE).read_text())["folder"])
-    except (OSError, ValueError, KeyError):
-        return
-    if folder.is_dir():
+    folder = read_environment(run_dir).get("folder")
+    if folder is not None and Path(folder).is_dir():
         os.chdir(folder)
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """What is known about the start of a run; empty if nothing is."""
+    try:
+        found = json.loads((run_dir / ENVIRONMENT_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: Path) -> RunConfig:
@@ -215,12 +226,16 @@ def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: 
             [f"{word}: a resumed run takes single keys, KEY=VALUE, and no choices of groups." for word in choices]
         )
     typed = {word.partition("=")[0]: word for word in overrides}
+    began_with = read_environment(run_dir).get("typed", _flat(saved))  # older runs do not know what was typed
     try:
         merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
         raw = OmegaConf.to_container(merged, resolve=True)
         assert isinstance(raw, dict)
         raw |= {"run_dir": str(run_dir), "overwrite": False}
-        return RunConfig.model_validate_json(json.dumps(raw), strict=True)
+        composition = Composition(raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *typed])
+        composition.validate()
+        assert composition.config is not None, "it is valid"
+        return composition.config
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).splitlines()[0]]) from error
     except ValidationError as error:

@@ -30,6 +30,7 @@ from penstock.platform.run.evaluation import (
     Evaluation,
     SupportsEvaluation,
     best_of,
+    evaluated_on,
     evaluation_from,
     num_since_best,
 )
@@ -72,6 +73,7 @@ class Run:
         total_steps: Batches to train; `evaluation.patience` lowers it to those that were trained.
         has_begun: Whether the flow was started.
         evaluations: Successful evaluations, in order.
+        held_out: Tasks of the first and the last evaluation; empty: the run has no evaluations.
         policy_version: Version of the policy saved in the run directory; None before the first save.
     """
 
@@ -97,7 +99,7 @@ class Run:
         self._published = 0  # or being published
         self._evaluator = runtime.evaluator
         self._monitor = runtime.monitor
-        self._held_out = held_out
+        self.held_out = held_out
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
@@ -219,8 +221,10 @@ class Run:
     async def evaluate_first(self) -> None:
         """Evaluate before training, on all held-out tasks. A resumed run repeats the evaluation that was cut off."""
         self._end_without_progress()
+        if not self.held_out:
+            return
         if not self.evaluations and not self.version:
-            await self._evaluate(self._held_out)
+            await self._evaluate(self.held_out)
         elif all(evaluation.step != self.version for evaluation in self.evaluations):
             self.evaluate_concurrently()
 
@@ -228,7 +232,8 @@ class Run:
         """Evaluate after training, on all held-out tasks, once the engines have the last published version."""
         if self._evaluation_task is not None:
             await self._evaluation_task
-        await self._evaluate(self._held_out, after=self.publisher.delivered())
+        if self.held_out:
+            await self._evaluate(self.held_out, after=self.publisher.delivered())
 
     def evaluate_concurrently(self) -> None:
         """Every `evaluation.every_steps` steps, start an evaluation task that shares the engines with the rollouts.
@@ -237,7 +242,7 @@ class Run:
         """
         self._end_without_progress()
         every = self.config.evaluation.every_steps
-        if not every or self.version % every or self.version in (0, self.total_steps):
+        if not self.held_out or not every or self.version % every or self.version in (0, self.total_steps):
             return
         if self._evaluation_task is not None:
             if not self._evaluation_task.done():
@@ -245,7 +250,7 @@ class Run:
                 return
             # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
             self._evaluation_task.result()
-        tasks = self._held_out[: self.config.evaluation.first_tasks(len(self._held_out))]
+        tasks = self.held_out[: self.config.evaluation.first_tasks(len(self.held_out))]
         self._evaluating = self.version
         self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
@@ -455,14 +460,15 @@ class Run:
         if self._timeline is not None:
             self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
         self.evaluations.append(evaluation)
-        self._instruments.hub.log(self.version, evaluation.metrics())
+        num_trained_on = sum(task.is_trained_on for task in tasks)
+        self._instruments.hub.log(self.version, evaluation.metrics() | {"eval/tasks_trained_on": num_trained_on})
         is_best = self._write_best() is evaluation
         size = self.config.evaluation.answers_per_task
         self._instruments.note(
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.evaluation.part) else "")
-            + f": {evaluation.score} on {evaluation.score.counted} held-out tasks"
+            + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
             + (f" with {size} answers each" if size > 1 else "")
             + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
             + "".join(f"; {name}: {score} on {score.counted}" for name, score in evaluation.sets.items())

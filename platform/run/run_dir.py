@@ -54,6 +54,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
         "penstock": __version__,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "folder": str(Path.cwd()),
+        "typed": sorted(config.typed),
         "git": _git_revision(),
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

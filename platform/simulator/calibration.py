@@ -153,7 +153,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         on_expiry=flow["on_expiry"],
         surplus=flow["surplus"],
         gang=flow["gang"],
-        min_group_size=flow["min_group_size"],
+        min_group_size=min(2, flow["group_size"]) if (least := flow["min_group_size"]) is None else least,
         stream=flow["stream_micro_batches"],
         routing=rollout["routing"],
         adaptive_concurrency=True,

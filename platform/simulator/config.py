@@ -272,7 +272,7 @@ class SimulationConfig(BaseModel):
     reward_workers: int = Field(default=64, ge=1)
     steps: int = Field(default=12, ge=1)
     batch: int = Field(default=4, ge=1)
-    group_size: int = Field(default=4, ge=2)
+    group_size: int = Field(default=4, ge=1)
     eta: int = Field(default=2, ge=0)
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     surplus: int = Field(default=0, ge=0)

@@ -28,6 +28,7 @@ from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
+from tests.command_line import read_summary, run_cli
 
 VOCAB_SIZE, CONTEXT, NUM_PROMPT, NUM_NEW = 259, 128, 20, 60
 SIZES: Mapping[str, object] = {
@@ -132,6 +133,20 @@ async def test_engine_and_trainer_agree_on_a_model_that_was_published(model_type
             ours, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], 1.0)
         assert np.std(logprobs) > 0.05, "the model tells tokens apart"
         np.testing.assert_allclose(logprobs, ours.numpy(), atol=1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
+def test_a_model_of_512_positions_is_trained_by_its_path_alone(model_type: str, tmp_path: Path) -> None:
+    folder = make_model(model_type, tmp_path / "model", 1, max_position_embeddings=512)
+    done = run_cli("train", "experiment=text", f"model.path={folder}", "total_steps=3", cwd=tmp_path, timeout_s=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model.max_context_tokens=512, not the default 1024" in done.stderr
+    summary = read_summary(tmp_path / "runs" / "text")
+    assert (summary["status"], summary["steps"], summary["ledger"]["failed"]) == ("completed", 3, 0)
 
 
 async def answer(engine: Any, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:

@@ -36,12 +36,21 @@ def empty_folder(tmp_path, monkeypatch):
     ("overrides", "words"),
     [
         (["dataflow.batch_groups=3", "trainer.num_ranks=4"], ["dataflow.batch_groups=3", "unequal work", "Use 4."]),
-        (["trainer.num_ranks=5"], ["dataflow.batch_groups=32", "trainer.num_ranks=5", "unequal work", "Use 30 or 35"]),
-        (["dataflow.min_group_size=9"], ["min_group_size=9", "group_size=8", "forever", "2..8"]),
+        (
+            ["dataflow.batch_groups=32", "trainer.num_ranks=5"],
+            ["dataflow.batch_groups=32", "trainer.num_ranks=5", "unequal work", "Use 30 or 35"],
+        ),
+        (
+            ["dataflow.min_group_size=9", "dataflow.group_size=8"],
+            ["min_group_size=9", "group_size=8", "forever", "Use at most 8"],
+        ),
         (["trainer=torch", "trainer.num_ranks=2"], ["trainer.backend=torch", "num_ranks=2", "deepspeed"]),
         (["trainer=torch", "trainer.zero_stage=1"], ["zero_stage=1"]),
         (["trainer.offload_optimizer=true"], ["offload_optimizer", "zero_stage=0", "Use zero_stage=1"]),
-        (["trainer.max_tokens_per_micro_batch=100"], ["100", "max_context_tokens=128", "never be trained"]),
+        (
+            ["trainer.max_tokens_per_micro_batch=100", "model.max_context_tokens=128"],
+            ["100", "max_context_tokens=128", "never be trained"],
+        ),
         (["trainer.optimizer.betas=[0.9,1.0]"], ["[0.9, 1.0]", "[0, 1)"]),
         (["rollout.sampling.top_p=0.9"], ["top_p=0.9 without", "top_k", "renormalises over the same", "from 2 to 64"]),
         (["rollout.sampling.min_p=0.1"], ["min_p=0.1 without", "Use a top_k from 2 to 64"]),
@@ -57,13 +66,16 @@ def empty_folder(tmp_path, monkeypatch):
             ["rollout.sampling.top_k=20", "model.head_dtype=model", "model.dtype=bfloat16"],
             ["top_k=20", "tie", "Use model.head_dtype=float32"],
         ),
-        (["rollout.sampling.max_new_tokens=128"], ["max_new_tokens=128", "max_context_tokens=128", "no space"]),
+        (
+            ["rollout.sampling.max_new_tokens=128", "model.max_context_tokens=128"],
+            ["max_new_tokens=128", "max_context_tokens=128", "no space"],
+        ),
         (["model.path=null"], ["model.path is not set"]),
         (["dataflow.max_staleness=-1"], ["dataflow.max_staleness=-1", "must be >= 0"]),
         (["model.from_scratch=true"], ["penstock sft"]),
         (["model.shape.num_kv_heads=3"], ["num_heads=4", "num_kv_heads=3"]),
         (["cluster.trainer_pool=cpus"], ["cluster.trainer_pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
-        (["cluster.colocated=true"], ["max_staleness=0, not 1", "dataflow=synchronous"]),
+        (["cluster.colocated=true", "dataflow.max_staleness=1"], ["max_staleness=0, not 1", "dataflow=synchronous"]),
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
         (["dataflow.max_live_gib=0.0001"], ["holds 52 trajectories", "a batch has 256", "Use at least 0.000493"]),
@@ -157,7 +169,7 @@ def empty_folder(tmp_path, monkeypatch):
             ["batch_groups=33", "the data-parallel size 2 of trainer.num_ranks=4", "Use 32 or 34"],
         ),
         (
-            [*ULYSSES, "trainer.num_ranks=2", "trainer.max_tokens_per_micro_batch=60"],
+            [*ULYSSES, "trainer.num_ranks=2", "trainer.max_tokens_per_micro_batch=60", "model.max_context_tokens=128"],
             ["60", "max_context_tokens=128 over sequence_parallel_size=2 ranks", "Use at least 64"],
         ),
     ],
@@ -192,7 +204,7 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
                 "rollout.num_engines=3",
                 "reward.num_parameters=70_000_000_000",
             ],
-            ["cluster.pools.generate.memory_gib=80", "GiB"],
+            ["a GPU of the pool generate has 80 GiB", "133.7 GiB"],
         ),
         (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 GPUs in all"]),
         (["rollout.engine.tensor_parallel_size=2"], ["cluster.pools.generate.count=4", "8 for engines"]),
@@ -227,7 +239,7 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
         ),
         (
             ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
-            ["cluster.pools.train.memory_gib=80", "zero_stage"],
+            ["a GPU of the pool train has 80 GiB", "zero_stage"],
         ),
         (
             ["trainer.share_prompts=true"],
@@ -294,7 +306,7 @@ def test_rolling_needs_two_engines_and_is_fine_with_them():
 
 def test_a_warm_start_needs_its_section_and_equal_work():
     assert "sft is not set" in refused("arithmetic", command="sft")
-    assert "sft.batch_size=128" in refused("arithmetic_sft", "trainer.num_ranks=3", command="sft")
+    assert "sft.batch_size=128" in refused("arithmetic_sft", "sft.batch_size=128", "trainer.num_ranks=3", command="sft")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_file_in_the_way_of_the_run_directory_is_refused(overrides):
 def test_gpu_pools_without_a_driver_are_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
     found = absent([*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"])
-    assert "cluster.pools.gpu.device=gpu" in found
+    assert "the pool gpu is one of GPUs" in found
     assert "no NVIDIA driver" in found
 
 
@@ -135,12 +135,12 @@ def test_reward_workers_on_gpus_that_are_not_there_are_refused(overrides, monkey
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
     load_config("train", [*overrides, pool])
     found = absent([*overrides, pool, "reward.pool=judge"])
-    assert "cluster.pools.judge.device=gpu, but this machine has no NVIDIA driver" in found
+    assert "the pool judge is one of GPUs, but this machine has no NVIDIA driver" in found
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: False)
     monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
     found = absent([*overrides, pool, "reward.pool=judge", "reward.num_workers=2"])
-    assert "2 GPUs are configured, but nvidia-smi lists 1" in found
+    assert "the run uses 2, but nvidia-smi lists 1" in found
 
 
 def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
         load_config("train", typed)
     build, count = raised.value.violations
     assert "FLAVOR=cuda" in build
-    assert "1 GPUs are configured, but nvidia-smi lists 0" in count
+    assert "the run uses 1, but nvidia-smi lists 0" in count
 
 
 def on_a_gpu(monkeypatch, driver="580.65.06", capabilities=None):
@@ -184,20 +184,21 @@ def test_too_little_memory_and_disk_are_refused_with_both_numbers(overrides, mon
     monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
     found = absent(overrides)
     assert "memory" in found
-    assert "1.0 GiB are free" in found
+    assert "but 1.0 of " in found
     monkeypatch.undo()
 
 
 def test_too_little_disk_is_refused_with_both_numbers(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk_bytes", lambda path: 0 if "runs" in str(path) else 1 << 40)
     found = absent(overrides)
-    assert "need about 0.5 GiB of disk, 0.0 GiB are free" in found
+    assert "need about 0.5 GiB below" in found
+    assert "0.0 GiB are free" in found
 
 
 def test_too_little_shared_memory_is_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk_bytes", lambda path: 0 if "shm" in str(path) else 1 << 40)
     found = absent(overrides)
-    assert "weights.directory: two versions of the policy need" in found
+    assert "shared memory: two versions of the policy need" in found
     assert "--shm-size" in found
 
 
@@ -280,7 +281,8 @@ def test_too_few_held_out_tasks_for_a_warm_start_name_its_own_key(overrides):
 
 
 def test_problems_of_keys_machine_and_plug_ins_come_in_one_message(overrides):
-    typed = ["dataflow.max_stalness=1", "trainer.num_ranks=5", "model.path=/no/model", "reward.fn=my_plugin.reword"]
+    typed = ["dataflow.max_stalness=1", "dataflow.batch_groups=32", "trainer.num_ranks=5"]
+    typed += ["model.path=/no/model", "reward.fn=my_plugin.reword"]
     with pytest.raises(ConfigError) as raised:
         load_config("train", [*overrides, *typed])
     starts = ("dataflow.max_stalness", "dataflow.batch_groups=32", "model.path=/no/model", "reward.fn=")

@@ -48,8 +48,8 @@ def test_only_differing_keys_are_shown_and_a_run_that_goes_on_has_gaps(tmp_path:
     told = {name: cells for name, *cells in results}
     assert told["status"] == ["completed", "incomplete"]
     assert told["steps"] == ["5", "3"]
-    assert told["held-out accuracy"] == ["40.0% → 90.0%", "–"]
-    assert told["held-out reward"] == ["0.500 → 0.950", "–"]
+    assert told["accuracy"] == ["40.0% → 90.0%", "–"]
+    assert told["reward on these tasks"] == ["0.500 → 0.950", "–"]
     assert told["trained tokens per second"] == ["500", "–"]
     assert told["mean staleness, last 10 steps"] == ["1.00", "1.00"]
     assert "peak memory" not in told, "measured in neither"

@@ -342,6 +342,7 @@ def test_all_problems_come_in_one_message():
         "+dataflow.group_siz=3",
         "total_steps=abc",
         "rollout.sampling.temperature=0",
+        "dataflow.batch_groups=32",
         "trainer.num_ranks=5",
         "rollout.sampling.top_p=1.5",
         "model.path=${nme}",
