@@ -224,7 +224,6 @@ def check_cpu_engines(config: RunConfig) -> Iterator[Finding]:
             f"own. Use at most {pool.count}, or a larger pool.",
             "rollout.engine",
             "cluster.pools",
-            fits=[Fit(f"cluster.pools.{name}.count", tp_size, f"rollout.engine.tensor_parallel_size={tp_size}")],
         )
     elif pool.device == "cpu" and rollout.num_engines * tp_size > pool.count:
         yield warning(

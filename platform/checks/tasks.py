@@ -78,7 +78,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from check_sample(config.env, tasks)
     yield from _check_data(config)
     if reward is not None:
-        misfits = list(check_reward(reward, tasks))
+        misfits = list(check_reward(reward, tasks, is_set=config.is_typed("reward")))
         yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
     measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
     yield from check_spelled_tokens(config, [*measured.train, *measured.held_out])
@@ -258,8 +258,8 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
-    """Check that each reward can be called with the fields of the tasks."""
+def check_reward(reward: RewardFunction, tasks: TaskSample, *, is_set: bool = True) -> Iterator[Finding]:
+    """Check that each reward can be called with the fields of the tasks; `is_set`: somebody has set its key."""
     refused: set[str] = set()
     if taken := [task for task in (*tasks.train, *tasks.held_out) if "trajectory" in task.fields]:
         yield error(
@@ -274,8 +274,9 @@ def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]
         for key, function, arguments in calls_of(reward, task.fields):
             if key not in refused and (problem := _misfit(function, arguments)):
                 refused.add(key)
+                where = f"{key}.fn=" if is_set else "the reward "
                 yield error(
-                    f"the reward {_name(function)} {problem}, for {task.task_id} with the fields "
+                    f"{where}{_name(function)} {problem}, for {task.task_id} with the fields "
                     f"{sorted(task.fields)}, so its trajectories could not be scored. Add the missing fields to the "
                     "tasks, or change the parameters of the reward; **_ accepts fields that it does not use.",
                     "reward",

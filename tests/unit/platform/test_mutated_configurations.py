@@ -112,7 +112,7 @@ REFUSED = [
     ("seed=99999999999999999999", "seed"),
     ("checkpoint.keep=99999999999", "checkpoint.keep"),
     ("evaluation.num_tasks=8 evaluation.num_tasks_during_training=100", "evaluation.num_tasks_during_training=100"),
-    ("evaluation.num_tasks=8 evaluation.answers_per_task=4", "evaluation.answers_per_task=4"),
+    ("evaluation.num_tasks=8 evaluation.answers_per_task=4 evaluation.temperature=0", "evaluation.answers_per_task=4"),
     ("evaluation.num_tasks=8 evaluation.max_failed_share=1", "evaluation.max_failed_share"),
     ("evaluation.num_tasks=8 evaluation.keep_best=true evaluation.every_steps=0", "evaluation.keep_best=true"),
     ("evaluation.num_tasks=8 evaluation.patience=3 evaluation.every_steps=0", "evaluation.patience=3"),
