@@ -324,8 +324,10 @@ def check_room(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
     except Exception:  # noqa: BLE001 - `check_prompts` reports what cannot be tokenised
         return
     for split, lengths in zip(("training", "held-out"), measured, strict=True):
-        if lengths:
-            yield from _room_for(config, lengths, f"the first {len(lengths)} {split} prompts")
+        found = list(_room_for(config, lengths, f"the first {len(lengths)} {split} prompts")) if lengths else []
+        yield from found
+        if found:
+            return
 
 
 def _room_for(config: RunConfig, lengths: Sequence[int], which: str) -> Iterator[Finding]:
