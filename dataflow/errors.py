@@ -74,6 +74,10 @@ class TrainingError(PenstockError):
     """Training cannot continue: non-finite values, a lost rank, or no learning signal."""
 
 
+class StepEndedError(TrainingError):
+    """A step was ended before it changed the weights, because the run ends."""
+
+
 class CheckpointError(PenstockError):
     """A checkpoint could not be written or read."""
 

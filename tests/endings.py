@@ -1,8 +1,8 @@
 """SIGTERM at random moments of runs whose steps take 40 s: `python -m tests.endings --moments 8 --early 2`.
 
 Every run is told to end by a signal to its process group, as `timeout` and schedulers send it. Then its policy, summary
-and report are there; the policy equals, tensor by tensor, what the engines were sent at the version that summary.json
-names; `penstock eval` loads it, `penstock resume` goes on, no group is trained twice, and no process is left. A run that
+and report are there. The policy equals, tensor by tensor, what the engines were sent at the version that the summary
+names. `penstock eval` loads it, `penstock resume` goes on, no group is trained twice, no process is left. A run that
 was ended before its first step has a summary and a report, and its last line is the command that starts it again.
 `--slow reward` has a reward that sleeps instead of the loss. It prints a line for each moment, and exits with 1 if one
 fails.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
-from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
+from penstock.dataflow.trajectory import Task
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -24,6 +25,7 @@ from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow
 
 STEPS, GROUPS = 4, 20
+HELD_OUT = [Task(TaskId("held_out/0"), "1+1=")]
 
 
 @dataclass
@@ -156,4 +158,4 @@ def run_of(
         notes.append,
         in_thread=at_once,
     )
-    return Run(simulated.model_copy(update={"trainer": trainer}), side, [], flows, kept, checkpointer)
+    return Run(simulated.model_copy(update={"trainer": trainer}), side, HELD_OUT, flows, kept, checkpointer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -112,7 +113,8 @@ class PolicyTrainer:
             sequences = self._forwards.sequences(payloads, version)
             updates, trained_tokens = [], {}
             num_updates = self._algorithm.updates_per_batch
-            if num_updates > 1:  # from the first to the last one, the weights are those of no version
+            has_critic = self.critic is not None
+            if num_updates > 1 or has_critic:  # from the first to the last one, the weights are those of no version
                 self._before_updates = on_cpu(self.held_weights())
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
@@ -120,11 +122,12 @@ class PolicyTrainer:
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
                 opened.learns = learns
                 self._backward(opened, part, self._objective, is_last=True)
-                updates.append(self._update(opened, is_last=len(updates) + 1 == num_updates))
+                is_last = len(updates) + 1 == num_updates
+                updates.append(self._update(opened, is_last=is_last and not has_critic))
                 trained_tokens |= opened.trained_tokens
                 if self.critic is not None:
                     self._wait_until_copied()
-                    self.critic.update(part)
+                    self.critic.update(part, self.stop, is_last=is_last)
             self._before_updates = None
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
@@ -427,6 +430,17 @@ class PolicyTrainer:
             self._copy_wait_s = snapshot.wait()
 
 
-def on_cpu(held: HeldWeights) -> HeldWeights:
-    """A copy in host memory, each tensor with a storage of its own, so that it can be sent to another process."""
-    return {prefix: {name: one.to("cpu", copy=True) for name, one in of.items()} for prefix, of in held.items()}
+def on_cpu(held: HeldWeights, *, copies: bool = True) -> HeldWeights:
+    """The parts in host memory, copied beside what the device computes.
+
+    Args:
+        held: `PolicyTrainer.held_weights`.
+        copies: Also those that are in host memory, each into a storage of its own, which is what is sent.
+    """
+    with beside_the_step():
+        return {prefix: {name: one.to("cpu", copy=copies) for name, one in of.items()} for prefix, of in held.items()}
+
+
+def beside_the_step() -> AbstractContextManager[object]:
+    """Within it, work on a GPU does not wait for that of a step, in which a collective may never end."""
+    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext()

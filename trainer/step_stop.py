@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import StepEndedError
 
 AllReduce = Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
 
@@ -51,16 +51,16 @@ class StepStop:
         """Call it before each micro-batch.
 
         Raises:
-            TrainingError: If the step is to end.
+            StepEndedError: If the step is to end.
         """
         if self._is_requested and not self._is_decided:
-            raise TrainingError("trainer: the step was ended before it changed the weights, since the run ends.")
+            raise StepEndedError("the step was ended before it changed the weights, since the run ends")
 
     def decide(self, all_reduce: AllReduce, *, is_last: bool) -> None:
         """Agree with all ranks whether the update is made. Collective; call it directly before each update.
 
         Raises:
-            TrainingError: If the step is to end on any rank.
+            StepEndedError: If the step is to end on any rank.
         """
         with self._lock:
             mine = self._is_requested

@@ -30,7 +30,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.kernels.portable.products import use_onednn
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
-from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, on_cpu
+from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, beside_the_step, on_cpu
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -263,9 +263,11 @@ class TrainerRank:
         return on_cpu(self._running().held_weights())
 
     @ray.method(concurrency_group="saving")
+    @gives_memory_back
     def save_hf(self, path: str, *held: HeldWeights) -> None:
         """Write the policy and its tokenizer in Hugging Face form. On rank 0; `held` is of the other ranks."""
-        save_policy(self._running(), path, self._spec.model_path, [self._running().held_weights(), *held])
+        own = on_cpu(self._running().held_weights(), copies=False)  # a GPU has no space for the whole model
+        save_policy(self._running(), path, self._spec.model_path, [own, *held])
 
     def snapshot(self, version: int) -> None:
         """Begin to copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
@@ -274,7 +276,8 @@ class TrainerRank:
     @ray.method(concurrency_group="saving")
     def snapshot_now(self, version: int) -> None:
         """`snapshot` during a step that `stop_step` has ended."""
-        self.snapshot(version)
+        with beside_the_step():
+            self.snapshot(version)
 
     # Its own group, so that training and publishing continue while the disk is written.
     @ray.method(concurrency_group="checkpoint")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit, wait_started
-from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
+from penstock.dataflow.errors import CheckpointError, StepEndedError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example, Preference
@@ -252,8 +252,18 @@ class TrainerClient:
             self.version = self._version_before
         return self._is_stopped
 
+    async def wait_for_step(self) -> None:
+        """Wait until the ranks have ended the step that they are in."""
+        await self._all("device")
+
     async def save(self, path: str) -> None:
-        """Write the policy in Hugging Face form to `path`. Waits for no step: see `stop_step`."""
+        """Write the policy in Hugging Face form to `path`. Waits for no step: see `stop_step`.
+
+        Raises:
+            TrainingError: If a step is changing the weights, or a rank cannot write.
+        """
+        if self.version == UNKNOWN:
+            raise TrainingError("trainer: a step that changes the weights was given up, so they are of no version.")
         first, *others = self._ranks
         held = [rank.held_weights.remote() for rank in others]
         await self._answers("save_hf", [first.save_hf.remote(path, *held)])
@@ -330,6 +340,10 @@ class TrainerClient:
         try:
             return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
         except TrainingError as error:
+            if isinstance(error.__cause__, StepEndedError):
+                self._is_stopped = True
+                self.version = self._version_before
+                raise StepEndedError(str(error)) from error
             # Not by `isinstance`: Ray makes the exception of a rank that raised one a `TimeoutError` too.
             self._hangs = self._hangs or (not timeout_s and type(error.__cause__) is TimeoutError)
             raise

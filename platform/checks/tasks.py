@@ -320,11 +320,13 @@ def check_room(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
     try:
         if (codec := _load_codec(config)) is None:
             return
-        measured = [sorted(len(codec.encode_prompt(task.prompt)) for task in split) for split in tasks]
+        # Each once: the stream of a small set has several epochs of it.
+        unique = [{task.task_id: task for task in split}.values() for split in tasks]
+        measured = [sorted(len(codec.encode_prompt(task.prompt)) for task in split) for split in unique]
     except Exception:  # noqa: BLE001 - `check_prompts` reports what cannot be tokenised
         return
     for split, lengths in zip(("training", "held-out"), measured, strict=True):
-        found = list(_room_for(config, lengths, f"the first {len(lengths)} {split} prompts")) if lengths else []
+        found = list(_room_for(config, lengths, f"of the first {len(lengths)} {split} tasks")) if lengths else []
         yield from found
         if found:
             return
@@ -337,7 +339,11 @@ def _room_for(config: RunConfig, lengths: Sequence[int], which: str) -> Iterator
     if median + answer <= context:
         return
     positions = num_positions(config) or usual + answer
-    told = f"more than half of {which} have {median} tokens or more"
+    num_long = sum(length + answer > context for length in lengths)
+    told = (
+        f"{num_long} {which} ({num_long / len(lengths):.1%}) are too long, which is more than half: the prompt of half "
+        f"of them has {median} tokens or more"
+    )
     if positions <= median:
         yield error(
             f"env: {told}, and the model has {positions} positions for prompt and answer (model.path={path}): they "

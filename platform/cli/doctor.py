@@ -5,7 +5,6 @@ Heavy imports run in child processes with a time limit, so a package that hangs 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import subprocess
@@ -75,12 +74,17 @@ def run_cluster_doctor(address: str, console: Console) -> int:
     from penstock.actors.cluster import JobNeeds, ray_session
     from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
     from penstock.platform.cluster.preflight import NodeNeeds, show_nodes
+    from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
 
-    async def probe() -> tuple[NodeReport, list[NodeReport]]:
+    found: list[tuple[NodeReport, list[NodeReport]]] = []
+
+    async def probe() -> int:
         async with ray_session(address, needs=JobNeeds()):
-            return await probe_nodes(ProbeRequest(Path.cwd() if os.access(Path.cwd(), os.W_OK) else None))
+            found.append(await probe_nodes(ProbeRequest(Path.cwd() if os.access(Path.cwd(), os.W_OK) else None)))
+        return EXIT_OK
 
-    here, nodes = asyncio.run(probe())
+    run_to_end(probe)
+    ((here, nodes),) = found
     problems = show_nodes(here, nodes, NodeNeeds(), console)
     for problem in problems:
         console.print(Text("bad  ", style=_STYLES["bad"]).append(problem, style="default"))

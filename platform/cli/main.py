@@ -138,20 +138,21 @@ def add_run(command: Command, summary: str) -> None:
         # A dry run uses no network. Set before huggingface_hub is imported, which reads the variable once.
         if dry_run:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        with checking():
-            from rich.console import Console
+        with startable_again():
+            with checking():
+                from rich.console import Console
 
-            from penstock.platform.checks.load import load_config
-            from penstock.platform.cli.dry_run import print_dry_run, print_warnings
+                from penstock.platform.checks.load import load_config
+                from penstock.platform.cli.dry_run import print_dry_run, print_warnings
 
-            loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
-        if dry_run:
-            print_dry_run(loaded, command, Console())
-            return 0
-        if loaded.warm_start is not None:
-            return start("sft", loaded.warm_start) or restart_command(loaded.config)
-        print_warnings(loaded.warnings, Console(stderr=True))
-        return start(command, loaded.config)
+                loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
+            if dry_run:
+                print_dry_run(loaded, command, Console())
+                return 0
+            if loaded.warm_start is not None:
+                return start("sft", loaded.warm_start) or restart_command(loaded.config)
+            print_warnings(loaded.warnings, Console(stderr=True))
+            return start(command, loaded.config)
 
 
 @contextmanager
@@ -172,19 +173,26 @@ def unwinding() -> Iterator[None]:
 
 
 @contextmanager
-def checking() -> Iterator[None]:
-    """Within it, the console says what is waited for; a signal ends the command with the line that starts it again."""
-    from penstock.platform.metrics.progress import Progress, ProgressLine
-
-    console = plain_console(stderr=True)
-    doing = Progress("checking the configuration, the tasks and the machine")
+def startable_again() -> Iterator[None]:
+    """Within it, a signal that comes before anything is started ends the command with the line that starts it again."""
     try:
-        with unwinding(), ProgressLine(console).showing(lambda: doing):
+        with unwinding():
             yield
     except (KeyboardInterrupt, SystemExit):
+        console = plain_console(stderr=True)
         console.print("ended before anything was started; the same command starts it again:")
         console.print(own_command(), markup=False)
         raise
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Within it, the console says what is waited for."""
+    from penstock.platform.metrics.progress import Progress, ProgressLine
+
+    doing = Progress("checking the configuration, the tasks and the machine")
+    with ProgressLine(plain_console(stderr=True)).showing(lambda: doing):
+        yield
 
 
 def own_command() -> str:
@@ -338,7 +346,10 @@ def resume(
     """Continue an interrupted run from its newest checkpoint, exactly once."""
     from penstock.platform.run.resume import resume as resume_run
 
-    return with_trace(run / "error.txt", lambda: resume_run(run, overrides or [], step, allows_changed=allow_changed))
+    with startable_again():
+        return with_trace(
+            run / "error.txt", lambda: resume_run(run, overrides or [], step, allows_changed=allow_changed)
+        )
 
 
 @app.command(no_args_is_help=True)

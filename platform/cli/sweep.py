@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -46,7 +47,7 @@ SEED = "seed"
 STALENESS_METRIC = "staleness/mean_versions"
 KL_METRIC, KL_STEPS = "loss/reference_kl", 10
 _PROGRAM = "from penstock.platform.cli.main import main; main()"
-_GRACE_S = 30.0
+_KILL_RESERVE_S = 5.0
 _LOG_TAIL_BYTES = 2000
 _MAX_NAME = 120
 
@@ -249,7 +250,7 @@ def run_trials(
             log = folder / f"{trial.name}.log"
             cause = f"it ended without completing; its output is in {log}."
             try:
-                _run([*own_yaml, *_overrides(grid, trial, folder)], log, timeout_s, trial.name)
+                _run([*own_yaml, *_overrides(grid, trial, folder)], log, timeout_s, trial.name, config.stop_grace_s)
             except PenstockError as failure:
                 cause = str(failure)
             result = find_completed(config)
@@ -265,11 +266,20 @@ def run_trials(
     return results
 
 
+def _without_keep(text: str) -> dict[str, Any]:
+    """A configuration without the number of checkpoints that are kept, whose default depends on the free disk."""
+    tree: dict[str, Any] = yaml.safe_load(text)
+    tree["checkpoint"].pop("keep", None)
+    return tree
+
+
 def find_completed(config: RunConfig) -> Result | None:
     """Return the result of a completed run of the same configuration; None if there is none."""
     run_dir = Path(config.run_dir)
     written, summary_file = run_dir / CONFIG_FILE, run_dir / SUMMARY_FILE
-    if not summary_file.exists() or not written.exists() or written.read_text() != to_yaml(config):
+    if not summary_file.exists() or not written.exists():
+        return None
+    if _without_keep(written.read_text()) != _without_keep(to_yaml(config)):
         return None
     summary = json.loads(summary_file.read_text())
     if summary["status"] != "completed":
@@ -386,8 +396,8 @@ def _overrides(grid: Grid, trial: Trial, folder: Path) -> list[str]:
     return [*grid.fixed, *trial.overrides, *own]
 
 
-def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> None:
-    """Run `penstock train` with its output in `log`. An interrupt stops it together with its child processes."""
+def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
+    """Run `penstock train` with its output in `log`. An interrupt ends it within its grace time, with its processes."""
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments],
@@ -403,7 +413,7 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> No
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 try:
-                    process.wait(_GRACE_S)
+                    process.wait(grace_s + _KILL_RESERVE_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()

@@ -23,6 +23,7 @@ from penstock.dataflow.errors import (
     AccountingError,
     PenstockError,
     StalenessError,
+    StepEndedError,
     TrainingError,
     TrajectoryError,
     WeightSendError,
@@ -159,20 +160,26 @@ class Flow:
             error, AccountingError | StalenessError | TrainingError | WeightSendError
         )
         are_books_right = not isinstance(error, AccountingError | StalenessError)
-        if self._is_step_ended is not None and are_books_right and await asyncio.shield(self._is_step_ended):
-            is_resumable = True
-            self.core.ledger.on_event = None  # what a resume continues has not ended
-            self._return_batch()
-        if is_resumable and not self.core.in_training:
-            self._last_snapshot = self.snapshot()
-        if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
-            self.core.ledger.on_event = None
-        if self._admission is not None:
-            self._admission.cancel()
-        for run in self._groups.values():
-            self._cancelled_jobs.update(run.cancel())
-        await asyncio.gather(*(job for job in (self._admission, *self._cancelled_jobs) if job), return_exceptions=True)
-        self.core.finish()
+        try:
+            was_step_ended = isinstance(error, StepEndedError)
+            if self._is_step_ended is not None and not was_step_ended:
+                was_step_ended = await asyncio.shield(self._is_step_ended)
+            if was_step_ended and are_books_right:
+                is_resumable = True
+                self.core.ledger.on_event = None  # what a resume continues has not ended
+                self._return_batch()
+            if is_resumable and not self.core.in_training:
+                self._last_snapshot = self.snapshot()
+            if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
+                self.core.ledger.on_event = None
+        finally:
+            if self._admission is not None:
+                self._admission.cancel()
+            for run in self._groups.values():
+                self._cancelled_jobs.update(run.cancel())
+            jobs = (job for job in (self._admission, *self._cancelled_jobs) if job)
+            await asyncio.gather(*jobs, return_exceptions=True)
+            self.core.finish()
 
     async def next_batch(self) -> AsyncIterator[GroupRef]:
         """Yield the groups of the next batch in deadline order.

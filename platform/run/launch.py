@@ -24,7 +24,14 @@ from penstock.actors.cluster import draining_nodes
 from penstock.actors.restart_budget import RestartBudget
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.errors import CheckpointError, EngineLostError, PenstockError, PlacementError, TrainingError
+from penstock.dataflow.errors import (
+    CheckpointError,
+    EngineLostError,
+    PenstockError,
+    PlacementError,
+    StepEndedError,
+    TrainingError,
+)
 from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.ledger import JournalEntry, LedgerCounts
 from penstock.dataflow.ports import EarlyLogprobWorker
@@ -130,31 +137,47 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         return Progress("ending: saving what there is") if stop.reason else run.progress()
 
     def write(end: RunStatus) -> RunSummary:
-        """Write how the run ended, in the order of importance."""
-        untrained = unstarted_summary(config, end, time.monotonic() - began_at, memory.latest_gib)
-        summary = untrained if run is None or not run.has_begun else summarise(run, hub, end, memory.latest_gib)
-        summary = replace(summary, ended_by=stop.reason or None)
-        write_summary(run_dir, summary)
-        if run is not None and run.has_begun:
+        """Write `summary.json` and what belongs to it."""
+        ended_by = stop.reason or None if end == "interrupted" else None
+        if run is not None:
+            summary = replace(summarise(run, hub, end, memory.latest_gib), ended_by=ended_by)
             write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
-        write_report(run_dir)
+            write_summary(run_dir, summary)
+            return summary
+        steps = 0 if resumed is None else resumed.version
+        summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.latest_gib)
+        summary = replace(summary, ended_by=ended_by, steps=steps)
+        if resumed is None:  # else what is there is of the training before
+            write_summary(run_dir, summary)
         return summary
+
+    def make_report() -> None:
+        try:
+            write_report(run_dir)
+        except (OSError, PenstockError) as error:
+            console.note(f"the report could not be made: {error}")
+
+    async def saved() -> None:
+        write("interrupted")
+        await asyncio.to_thread(make_report)
 
     shown = ExitStack()
     shown.enter_context(console.showing(progress))
     try:
         async with (
             limited(config.max_hours, stop),
-            reports(run_dir, console.note),
+            reports(make_report),
             start_parts(config, instruments, resumed, pending) as parts,
         ):
             while status == "failed":
                 try:
                     async with build_run(config, parts, instruments, events, resumed) as run:
-                        await train_to_end(run, parts.actors, stop, lambda: write("interrupted"))
+                        await train_to_end(run, parts.actors, stop, saved)
                     status = "completed"
                 except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
+                    if stop.reason:
+                        raise
                     lost = await ranks_lost(parts.actors, error)
                     resumed = await newest_checkpoint(run_dir, lost)
                     reached = 0 if run is None else run.version
@@ -173,6 +196,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         summary = None
         if status == "interrupted" or (run is not None and run.has_begun):
             summary = write(status)
+            make_report()
         hub.close(summary)
         if summary is not None:
             console.final(summary, run_dir, next_command(run_dir, summary))
@@ -193,19 +217,16 @@ async def limited(max_hours: float | None, stop: Stop) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def reports(run_dir: Path, note: Callable[[str], None]) -> AsyncIterator[None]:
-    """Within it, `report.html` is there, and made again every `REPORT_S` seconds, or less often if that takes long."""
+async def reports(make: Callable[[], None]) -> AsyncIterator[None]:
+    """Within it, a report is made at once, and every `REPORT_S` seconds, or less often if that takes long."""
 
-    async def make() -> None:
+    async def repeat() -> None:
         while True:
             began_at = time.monotonic()
-            try:
-                await asyncio.to_thread(write_report, run_dir)
-            except (OSError, PenstockError) as error:
-                note(f"the report could not be made: {error}")
+            await asyncio.to_thread(make)
             await asyncio.sleep(max(REPORT_S, REPORT_PAUSE * (time.monotonic() - began_at)))
 
-    task = asyncio.create_task(make(), name="reports")
+    task = asyncio.create_task(repeat(), name="reports")
     try:
         yield
     finally:
@@ -266,7 +287,13 @@ async def ranks_lost(actors: RunActors, error: PenstockError) -> RanksLostError:
     return RanksLostError(f"lost {', '.join(lost)}: {error}")
 
 
-async def train_to_end(run: Run, actors: RunActors, stop: Stop, on_saved: Callable[[], object] = lambda: None) -> None:
+async def nothing() -> None:
+    """What follows a saved policy where there is no summary to write."""
+
+
+async def train_to_end(
+    run: Run, actors: RunActors, stop: Stop, on_saved: Callable[[], Awaitable[None]] = nothing
+) -> None:
     """Train; however it ends, the policy is saved, and if possible also a checkpoint.
 
     If it is told to end (`stop`), the policy comes first, then `on_saved`, then the checkpoint, as far as time allows.
@@ -306,26 +333,33 @@ async def train_to_end(run: Run, actors: RunActors, stop: Stop, on_saved: Callab
         told.cancel()
 
 
-async def end_training(run: Run, training: asyncio.Task[None], stop: Stop, on_saved: Callable[[], object]) -> None:
+async def end_training(
+    run: Run, training: asyncio.Task[None], stop: Stop, on_saved: Callable[[], Awaitable[None]]
+) -> None:
     """End the training since it was told to, and save what there is: the policy, the summary, a checkpoint.
 
     Raises:
-        asyncio.CancelledError: At the end.
+        asyncio.CancelledError: At the end, unless the training was completed meanwhile.
     """
     note = run.note
     limit = f"within {stop.grace_s:g} s" if stop.signum is not None else "after this step"
     note(f"{stop.reason}: the run ends {limit}; policy, summary and a checkpoint are saved first …")
     if stop.signum is None:
         run.end_at_cut()
-        await asyncio.wait({training})
-    else:
+        signalled = asyncio.create_task(stop.signalled.wait(), name="a signal")
+        await asyncio.wait({training, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+    if not training.done():
         await run.stop(training, stop.left_s / 2)
+    if training.done() and not training.cancelled() and training.exception() is None:
+        return  # it has just been completed
     error = training.exception() if training.done() and not training.cancelled() else None
-    if error is not None and not isinstance(error, StopRequestedError):
+    if error is not None and not isinstance(error, StopRequestedError | StepEndedError):
         note(f"while the run was ending: {first_error(error)}")
     await within(stop, run.save_policy_at_end(even_untrained=True), "the policy is not saved", note)
-    on_saved()
+    report = asyncio.ensure_future(on_saved())
     await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
+    await within(stop, report, "the report is not complete", note)
     raise asyncio.CancelledError
 
 

@@ -67,6 +67,7 @@ class Stop:
         reason: What ends it, e.g. `SIGTERM`; empty while nothing does.
         signum: The signal; None for another reason.
         told: Set when it is to end.
+        signalled: Set when a signal has told so.
         ends_itself: Whether the command watches `told`. If not, it is cancelled.
         loses: What a second signal would lose, as the end of a sentence.
     """
@@ -80,16 +81,20 @@ class Stop:
         self.reason = ""
         self.signum: int | None = None
         self.told = asyncio.Event()
+        self.signalled = asyncio.Event()
         self.ends_itself = False
         self.loses: Callable[[], str] = lambda: "what was not saved yet"
         self.grace_s = grace_s
         self._ends_at = float("inf")
 
     def begin(self, reason: str, signum: int | None = None) -> None:
-        """Tell the command to end; only a signal has a time limit."""
+        """Tell the command to end. Only a signal has a time limit, and nothing else counts after it."""
+        if self.signum is not None:
+            return
         self.reason, self.signum = reason, signum
         if signum is not None:
             self._ends_at = time.monotonic() + self.grace_s
+            self.signalled.set()
         self.told.set()
 
     @property
@@ -127,9 +132,11 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], stop: Stop | None =
                     if time.monotonic() - first_at >= SAME_SIGNAL_S:
                         end_now(how, f"a second {signal.Signals(number).name} ends it at once")
 
+                signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # between the two calls one would end the process
                 for one in handled:
                     loop.remove_signal_handler(one)
                     signal.signal(one, again)  # the event loop may be busy
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
                 how.begin(signal.Signals(signum).name, signum)
                 late = f"it has not ended within stop_grace_s={how.grace_s:g}"
                 limit = threading.Timer(how.grace_s, end_now, (how, late))

@@ -78,7 +78,8 @@ async def saved_if_ended(
     except BaseException:
         # The error that ended it is reported, not a follow-up error of saving from a dead rank.
         with suppress(PenstockError):
-            await trainer.stop_step()
+            if not await trainer.stop_step():
+                await trainer.wait_for_step()
             if is_wanted():
                 await trainer.save(folder)
         raise
@@ -126,7 +127,8 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         examples = limit.only(encode_example(source, codec, task) for task in source.train())
         rule = StopRule(sft)
         started = time.monotonic()
-        async with saved_if_ended(trainer, policy, lambda: rule.best_step is None):
+        is_kept = False
+        async with saved_if_ended(trainer, policy, lambda: not is_kept):
             for step in range(1, sft.max_steps + 1):
                 metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
                 if not held_out or (step % sft.eval_every_steps and step != sft.max_steps):
@@ -139,10 +141,12 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
                 console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
                 if rule.is_best(step, sampled, greedy):
                     await trainer.save(policy)
+                    is_kept = True
                 if rule.is_over(sampled):
                     break
+            if not is_kept:
+                await trainer.save(policy)
         if rule.best_step is None:
-            await trainer.save(policy)
             why = "none was within sft.max_greedy_accuracy" if held_out else "nothing is held out to measure on"
             kept = f"the last step: {why}"
         else:
@@ -282,7 +286,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                     loss = f"loss {metrics['preference/loss']:.4f}"
                     console.note(f"step {step:4d}  {loss}  held-out pairs ranked right {accuracy:.3f}  {elapsed}")
                 hub.log(step, metrics)
-        await trainer.save(folder)
+            await trainer.save(folder)
     return EXIT_OK
 
 

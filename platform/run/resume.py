@@ -19,6 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
@@ -29,6 +30,7 @@ from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.evaluation_table import EvaluationTable
+from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
@@ -79,7 +81,8 @@ def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, 
     run_dir = run_dir.resolve()
     saved = read_saved_config(run_dir)
     with locked(run_dir):
-        checkpoint = choose_checkpoint(run_dir, step)
+        with ProgressLine(Console(stderr=True)).showing(lambda: Progress("reading the checkpoint")):
+            checkpoint = choose_checkpoint(run_dir, step)
         enter_folder_of(run_dir)
         config = changed_config(saved, overrides, run_dir)
         return _continue(config, saved, checkpoint, allows_changed=allows_changed)
@@ -113,6 +116,10 @@ def train(config: RunConfig) -> int:
 def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoint, *, allows_changed: bool) -> int:
     """Continue a run whose lock is held."""
     run_dir = Path(config.run_dir)
+    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
+    findings = composition.settle(partial(check_all, command="train", is_resumed=True))
+    assert composition.config is not None, "settling replaces it by another one"
+    config = composition.config
     problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
     before, now = (saved["rollout"]["sampling"].get("top_k", 0), config.rollout.sampling.top_k)
     if bool(before) != bool(now):
@@ -132,10 +139,6 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             f"evaluations were no longer better. To train on, use a larger one: penstock resume {run_dir} "
             "evaluation.patience=null"
         )
-    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
-    findings = composition.settle(partial(check_all, command="train", is_resumed=True))
-    assert composition.config is not None, "settling replaces it by another one"
-    config = composition.config
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

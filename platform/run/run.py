@@ -349,18 +349,20 @@ class Run:
         """
         began_at = time.monotonic()
         if self._flow.is_running:
-            is_ended = asyncio.get_running_loop().create_future()
-            self._flow.stop(is_ended)
+            answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._flow.stop(answer)
+            is_ended = False
             try:
-                is_ended.set_result(await self.trainer.stop_step())
+                is_ended = await self.trainer.stop_step()
             except PenstockError as error:
-                is_ended.set_result(False)
                 self._instruments.note(f"the running step cannot be ended: {error}")
-            if is_ended.result() and self._flow.is_running:
+            finally:
+                answer.set_result(is_ended)
+            if is_ended and self._flow.is_running:
                 training.cancel()
         else:
             training.cancel()
-        await asyncio.wait({training}, timeout=max(0.0, left_s - (time.monotonic() - began_at)))
+        await asyncio.wait({training}, timeout=max(0.0, left_s - ABANDON_S - (time.monotonic() - began_at)))
         training.cancel()
         await asyncio.wait({training}, timeout=ABANDON_S)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.actors.trainer.client import TrainerClient
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher, WrittenFile
 from penstock.dataflow.trajectory import GroupRef, Task, iterate_groups
@@ -52,6 +52,7 @@ class TwoPolicyTrainer:
         self._trainers: dict[PolicyId, TrainerClient] = {POLICY: policy, PARTNER: partner}
         self._max_bad_steps = max_bad_steps
         self._consecutive_skips: Counter[PolicyId] = Counter()
+        self._is_one_ahead = False
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         """Train both policies on one batch.
@@ -87,8 +88,10 @@ class TwoPolicyTrainer:
         await asyncio.gather(*(trainer.early_logprobs(group) for trainer in self._trainers.values()))
 
     async def stop_step(self) -> bool:
-        """End the step of both trainers. If only one of them can, the other one's policy is one step newer."""
-        return any(await asyncio.gather(*(trainer.stop_step() for trainer in self._trainers.values())))
+        """End the step of both trainers. If only one of them can, the policy of the other one is one step newer."""
+        ended = await asyncio.gather(*(trainer.stop_step() for trainer in self._trainers.values()))
+        self._is_one_ahead = any(ended) and not all(ended)
+        return any(ended)
 
     async def save(self, path: str) -> None:
         """Write the policy to `path` and the partner to the sibling folder `partner`."""
@@ -97,7 +100,16 @@ class TwoPolicyTrainer:
         )
 
     async def snapshot(self) -> float:
-        """Copy the state of both trainers to host memory, concurrently; returns the longer of the two times."""
+        """Copy the state of both trainers to host memory, concurrently; returns the longer of the two times.
+
+        Raises:
+            CheckpointError: If the step was ended for one of them only.
+        """
+        if self._is_one_ahead:
+            raise CheckpointError(
+                "trainer: the step was ended for one of the two policies, and the other one has completed it. Both are "
+                "saved; a resume uses an earlier checkpoint."
+            )
         return max(await asyncio.gather(*(trainer.snapshot() for trainer in self._trainers.values())))
 
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:

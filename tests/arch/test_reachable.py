@@ -59,7 +59,6 @@ ALLOWED = {
     "trainer/backends/deepspeed.py:_hf_config": "kept, since transformers has a weak reference to it",
     "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
-    "weights/layout/tracing.py:types": "a parameter of torch's __torch_dispatch__",
     "weights/transport/process_group/group.py:_timeout": "an attribute of torch's process group",
 }
 """What no pass finds a use of -> why it is here. A module by its path, a name by `path:name`, a file by `path:*`."""

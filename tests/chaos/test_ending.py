@@ -44,7 +44,9 @@ def test_a_signal_ends_every_process(
     process = start_train(workspace, *train_overrides, f"rollout/engine={engine}", f"name={name}", "total_steps=1000")
     later_s = 6.0 if marker == "starting Ray" else 0.0  # Ray is up then, the engine is loading
     end_at(process, marker, later_s, signum)
-    assert not (workspace / "runs" / name / "policy").exists(), "nothing was trained"
+    summary = read_summary(workspace / "runs" / name)
+    assert (summary["status"], summary["steps"], summary["ended_by"]) == ("interrupted", 0, signum.name)
+    assert summary["policy_version"] in (None, 0), "nothing was trained"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])

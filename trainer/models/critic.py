@@ -22,6 +22,7 @@ from penstock.trainer.batches.sequences import after_cut, sampled_tokens
 from penstock.trainer.config import CriticConfig
 from penstock.trainer.passes import Passes
 from penstock.trainer.spec import TrainerSpec
+from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import learning_rate
 from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
@@ -65,13 +66,20 @@ class Critic:
             for sequences in of_groups
         ]
 
-    def update(self, sequences: Sequence[TrainingSequence]) -> None:
-        """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""
+    def update(self, sequences: Sequence[TrainingSequence], stop: StepStop, *, is_last: bool) -> None:
+        """One optimizer step towards the returns of these sequences; skipped if anything is not finite.
+
+        Args:
+            sequences: Of the mini-batch.
+            stop: Ends the step.
+            is_last: Whether it is the last update of the batch.
+        """
         plan = self._passes.plan(sequences)
         self._work.computed(sequences, plan.shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
+            stop.check()
             values, _ = self.backend.forward(micro_batch.inputs, temperature=1.0)
             zeros = torch.zeros_like(values, requires_grad=False)  # logprobs, which this loss does not read
             tokens = LossTokens(
@@ -93,6 +101,7 @@ class Critic:
             if micro_batch.num_tokens:
                 num_clipped = (is_clipped[0] | is_clipped[1]).sum()
                 totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
+        stop.decide(self.backend.all_reduce, is_last=is_last)
         self.backend.set_lr(learning_rate(self._config.optimizer, self.num_steps))
         result = self.backend.optimizer_step()
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")

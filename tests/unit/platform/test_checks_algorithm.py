@@ -62,6 +62,8 @@ def test_presets_that_need_a_frozen_policy_start_one():
     assert compose_config(["experiment=arithmetic", *in_reward]).num_frozen("reference") == 1
 
 
+CONTEXT = "model.max_context_tokens=128"
+SIZES = (CONTEXT, "dataflow.group_size=8")
 SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "model.attention=varlen"]
 
 
@@ -85,9 +87,12 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
             f"algorithm.loss={OWN}:squared with trainer",
         ),
         (["algorithm/loss=reinforce", "algorithm.proximal=behavior", "algorithm/correction=none"], "has no ρ"),
-        (["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
         (
-            ["algorithm=online_dpo", "algorithm.loss.pairs=all", "trainer.max_tokens_per_micro_batch=512"],
+            ["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200", CONTEXT],
+            "below 2 x model.max_context_tokens=128",
+        ),
+        (
+            ["algorithm=online_dpo", "algorithm.loss.pairs=all", "trainer.max_tokens_per_micro_batch=512", *SIZES],
             "Use at least 1024",
         ),
         (["algorithm.overlong.mode=penalty", "algorithm.overlong.ramp_share=1.5"], "must be in (0, 1]"),
@@ -127,7 +132,10 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
         (["algorithm=distill", "teacher.path=x", "teacher.pool=cpus"], "Did you mean cpu?"),
         (["algorithm=ppo", "algorithm.epochs=1", "dataflow.stream_micro_batches=true"], "trained on whole batches"),
         (["algorithm=ppo", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"], "a second engine in that process"),
-        (["algorithm.proximal=recompute", "algorithm.mini_batches=3"], "mini_batches=3 does not divide"),
+        (
+            ["algorithm.proximal=recompute", "algorithm.mini_batches=3", "dataflow.batch_groups=32"],
+            "mini_batches=3 does not divide",
+        ),
         (
             ["algorithm.proximal=recompute", "algorithm.epochs=2", "dataflow.stream_micro_batches=true"],
             "mini-batches are drawn from the whole batch",

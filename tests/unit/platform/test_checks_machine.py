@@ -226,7 +226,8 @@ def test_a_missing_folder_for_published_versions_is_refused(overrides):
     ],
 )
 def test_a_plug_in_that_cannot_work_is_named(overrides, override, words):
-    found = problem([*overrides, override], dry_run=True)
+    typed = ["model.max_context_tokens=128", "rollout.sampling.max_new_tokens=64"]
+    found = problem([*overrides, *typed, override], dry_run=True)
     assert all(word in found for word in words), found
 
 
@@ -253,7 +254,7 @@ def test_too_few_held_out_tasks_are_refused_with_both_numbers(overrides):
 
 
 def test_a_source_of_ones_own_that_raises_if_there_are_fewer_is_told_what_to_do(overrides):
-    found = problem([*overrides, "env.factory=my_plugin:Few"])
+    found = problem([*overrides, "env.factory=my_plugin:Few", "evaluation.num_tasks=1024"])
     assert "env.factory=my_plugin:Few: held_out(1024) raised ValueError: only 5. If there are fewer" in found
     load_config("train", [*overrides, "env.factory=my_plugin:Few", "evaluation.num_tasks=5"])
 
@@ -264,7 +265,12 @@ def test_a_warm_start_needs_worked_answers(overrides):
 
 
 def test_a_worked_example_longer_than_the_context_is_refused(overrides):
-    typed = ["experiment=arithmetic_sft", *overrides[2:], "env.args={answer_chars: 200}"]
+    typed = [
+        "experiment=arithmetic_sft",
+        *overrides[2:],
+        "model.max_context_tokens=128",
+        "env.args={answer_chars: 200}",
+    ]
     with pytest.raises(ConfigError, match=r"example of t0 has 205 tokens, above model.max_context_tokens=128"):
         load_config("sft", typed)
     load_config("sft", [*typed[:-1], "env.args={answer_chars: 20}"])

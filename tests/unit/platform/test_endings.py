@@ -242,7 +242,11 @@ async def test_a_run_that_is_told_to_end_in_a_long_step_keeps_its_policy_and_the
         await save(path)
 
     run.trainer.save = saved
-    ending = asyncio.create_task(train_to_end(run, LIVE_ACTORS, stop, lambda: order.append("summary")))
+
+    async def on_saved() -> None:
+        order.append("summary")
+
+    ending = asyncio.create_task(train_to_end(run, LIVE_ACTORS, stop, on_saved))
     await asyncio.wait_for(run.trainer.hangs.wait(), 60.0)
     assert stop.ends_itself
     assert "the policy" in stop.loses() or not hangs_in

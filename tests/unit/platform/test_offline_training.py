@@ -62,7 +62,8 @@ def test_sft_says_that_its_accuracies_are_those_of_gold_answers(tmp_path: Path, 
 def test_a_reward_model_says_that_its_accuracy_is_that_of_pairs(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     typed = ["preference.num_steps=1", "preference.eval_pairs=4", "preference.batch_size=2"]
-    monkeypatch.setattr(offline_training, "load_codec", lambda _path: offline_training.NEW_TOKENIZERS["characters"]())
+    characters = offline_training.NEW_TOKENIZERS["characters"]()
+    monkeypatch.setattr(offline_training, "load_codec", lambda _path, _env: characters)
     monkeypatch.setattr(offline_training, "encode_pairs", lambda *_: [None] * 4)
     shown = printed("arithmetic_preference", "rm", monkeypatch, capsys, *typed)
     assert "step    1  loss 0.5000  held-out pairs ranked right 0.750" in shown

@@ -157,7 +157,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     finish(first)
     started = []
 
-    def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
         started.append(arguments)
         finish(second, 0.7)
 
@@ -181,7 +181,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
 def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = two_trials(tmp_path)[1].values()
 
-    def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
         if name == "max_staleness-0":
             raise PenstockError("planted")
         finish(second, 0.7)
@@ -312,10 +312,10 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
 def test_a_run_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
     with pytest.raises(PenstockError, match=r"(?s)a-trial failed with exit code 3.*what went wrong"):
-        sweep._run(["x"], tmp_path / "log", 60.0, "a-trial")
+        sweep._run(["x"], tmp_path / "log", 60.0, "a-trial", 25.0)
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(PenstockError, match=r"a-trial took longer than 1 s"):
-        sweep._run(["x"], tmp_path / "log", 1.0, "a-trial")
+        sweep._run(["x"], tmp_path / "log", 1.0, "a-trial", 25.0)

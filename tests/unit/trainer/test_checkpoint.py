@@ -134,7 +134,7 @@ def test_an_optimizer_step_waits_for_the_copy(
         return copy(tensors)
 
     monkeypatch.setattr(checkpoint, "_host_copies", copies_after_a_step)
-    for backend in trainer._backends().values():
+    for backend in trainer.backends().values():
         monkeypatch.setattr(backend, "optimizer_step", then_set(has_stepped, backend.optimizer_step))
     taken = trainer.snapshot(2)
     first, second = (trainer.step(batch, version).metrics for version in (2, 3))
