@@ -159,7 +159,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
             console.note(f"the report could not be made: {error}")
 
     async def saved() -> None:
-        write("interrupted")
+        stop.next_command = next_command(run_dir, write("interrupted")) or ""
         await asyncio.to_thread(make_report)
 
     shown = ExitStack()
@@ -359,6 +359,7 @@ async def end_training(
     await within(stop, run.save_policy_at_end(even_untrained=True), "the policy is not saved", note)
     report = asyncio.ensure_future(on_saved())
     await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
+    await run.abandon_checkpoint()  # if it is not complete
     await within(stop, report, "the report is not complete", note)
     raise asyncio.CancelledError
 

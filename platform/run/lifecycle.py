@@ -33,8 +33,8 @@ SAME_SIGNAL_S = 1.0
 """Signals this soon after the first one count as the same: `timeout`, `uv run` and similar wrappers forward a signal
 that the terminal has already sent to the whole process group."""
 DEFAULT_GRACE_S = 25.0
-SHUTDOWN_S = 6.0
-"""Part of the grace time that is kept for ending Ray and its processes, or a quarter if that is less."""
+SHUTDOWN_S = 8.0
+"""Part of the grace time that is kept for ending Ray and its processes, or a third if that is less."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -70,6 +70,7 @@ class Stop:
         signalled: Set when a signal has told so.
         ends_itself: Whether the command watches `told`. If not, it is cancelled.
         loses: What a second signal would lose, as the end of a sentence.
+        next_command: What goes on with what was saved; empty before that.
     """
 
     def __init__(self, grace_s: float = DEFAULT_GRACE_S) -> None:
@@ -84,6 +85,7 @@ class Stop:
         self.signalled = asyncio.Event()
         self.ends_itself = False
         self.loses: Callable[[], str] = lambda: "what was not saved yet"
+        self.next_command = ""
         self.grace_s = grace_s
         self._ends_at = float("inf")
 
@@ -100,7 +102,7 @@ class Stop:
     @property
     def left_s(self) -> float:
         """Seconds left for saving what there is; infinite if there is no limit."""
-        return self._ends_at - time.monotonic() - min(SHUTDOWN_S, self.grace_s / 4)
+        return self._ends_at - time.monotonic() - min(SHUTDOWN_S, self.grace_s / 3)
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], stop: Stop | None = None) -> int:
@@ -169,7 +171,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], stop: Stop | None =
 def end_now(how: Stop, why: str) -> None:
     """Kill every process and this one, and say what is lost."""
     with suppress(Exception):  # of any kind: nothing may keep the process from ending
-        os.write(2, f"penstock: {why}. Lost: {how.loses()}.\n".encode())
+        os.write(2, f"penstock: {why}. Lost: {how.loses()}.\n{how.next_command}\n".encode())
         for process in descendants():
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -388,13 +388,13 @@ class Run:
 
     def unsaved(self) -> str:
         """What is not on the disk yet, as the end of a sentence."""
-        newest = self._checkpointer.newest
-        policy = "" if self.policy_version == self.trained_version else f"the policy of v{self.trained_version}; "
-        return (
-            f"{policy}all after the checkpoint of v{newest}"
-            if newest is not None
-            else f"{policy}there is no checkpoint"
-        )
+        newest, version = self._checkpointer.newest, self.trained_version
+        lost = [] if self.policy_version == version else [f"the policy of v{version}"]
+        if newest is None:
+            lost.append("what a checkpoint keeps: there is none")
+        elif newest != version:
+            lost.append(f"all after the checkpoint of v{newest}")
+        return ", ".join(lost) or "nothing"
 
     def progress(self) -> Progress:
         """What the run does now. Called in a thread."""
