@@ -12,6 +12,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.trainer.batches.sequences import Preference, mini_batches, policy_sequences
 from penstock.trainer.build import save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.step_stop import StepStop
 
 from .torch_trainer import VOCAB, scored, trainer_of, trajectory
 
@@ -39,7 +40,7 @@ def trained_on(trainer: PolicyTrainer, num_batches: int, rng: np.random.Generato
         batch = fresh_batch(rng)
         sequences = policy_sequences(scored(batch, values=critic.values(batch)), algorithm, 64)
         for part in mini_batches(sequences, algorithm, 64, version):
-            critic.update(part)
+            critic.update(part, StepStop(), is_last=True)
         found.append(critic.take_metrics(sequences)["critic/explained_variance"])
     return found
 
