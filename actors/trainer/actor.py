@@ -263,11 +263,14 @@ class TrainerRank:
         return on_cpu(self._running().held_weights())
 
     @ray.method(concurrency_group="saving")
-    @gives_memory_back
     def save_hf(self, path: str, *held: HeldWeights) -> None:
         """Write the policy and its tokenizer in Hugging Face form. On rank 0; `held` is of the other ranks."""
         own = on_cpu(self._running().held_weights(), copies=False)  # a GPU has no space for the whole model
-        save_policy(self._running(), path, self._spec.model_path, [own, *held])
+        try:
+            save_policy(self._running(), path, self._spec.model_path, [own, *held])
+        finally:  # not `gives_memory_back`: Ray would run a wrapped method behind the step, in no group
+            if self.shares_devices:
+                torch.cuda.empty_cache()
 
     def snapshot(self, version: int) -> None:
         """Begin to copy this rank's state to host memory for `write_checkpoint`. It is ordered with the steps."""
