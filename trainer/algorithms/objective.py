@@ -149,8 +149,8 @@ class Objective:
             terms = terms + config.nll_coefficient * negative_logprob(tokens)
         left, left_of_sequences = correction.factors, correction.of_sequences
         if config.correction.renormalize != "weights":
-            # A weight is never 0: log-ratios are clamped.
-            left, left_of_sequences = ((factor > 0).to(factor.dtype) for factor in (left, left_of_sequences))
+            # Only a mask makes a factor 0: log-ratios are clamped, and what is not a number is not masked.
+            left, left_of_sequences = ((factor != 0).to(factor.dtype) for factor in (left, left_of_sequences))
         ones = torch.ones_like(left)
         unit_shares = ones / tokens.spread(tokens.segment_sum(ones)) if config.aggregation in SEQUENCE_SUMS else ones
         return LossTerms(

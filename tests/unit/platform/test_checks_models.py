@@ -291,7 +291,7 @@ def test_longrope_beyond_its_original_context_is_refused_with_the_largest_that_w
     overrides, tmp_path, fields, engine
 ):
     write_model(tmp_path / "policy", **(PHI | fields))
-    typed = [*overrides, f"rollout/engine={engine}"]
+    typed = [*overrides, f"rollout/engine={engine}", "model.max_context_tokens=128"]
     found = problem(typed)
     assert "model.max_context_tokens=128 is above original_max_position_embeddings=100 of the checkpoint" in found
     assert "LongRoPE" in found
@@ -302,7 +302,7 @@ def test_longrope_beyond_its_original_context_is_refused_with_the_largest_that_w
 def test_longrope_of_a_teacher_is_refused_too(overrides, tmp_path):
     other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
     write_model(other, **PHI, original_max_position_embeddings=64, rope_parameters=longrope(64))
-    found = problem([*overrides, "algorithm=distill", f"teacher.path={other}"])
+    found = problem([*overrides, "algorithm=distill", f"teacher.path={other}", "model.max_context_tokens=128"])
     assert "model.max_context_tokens=128 is above original_max_position_embeddings=64" in found
     assert f"(teacher.path, {other}" in found
 
