@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-FailureKind = Literal["env", "reward", "engine"]
+FailureKind = Literal["env", "long_prompt", "reward", "engine"]
 _MAX_SUMMARY_CHARACTERS = 500
 _OF_CALL = re.compile(r"^(?:.* on \S+ \(\S+\)|(?:reset|step|step_all|run) of \S+): ")
 """The call that failed, before what happened: `my.reward on 3/0 (t/7): `, `reset of t/7: `."""
@@ -103,7 +103,8 @@ class TrajectoryError(Exception):
     """One attempt at a trajectory failed. The failure is data: recorded, counted and retried up to a limit.
 
     Attributes:
-        kind: The component that failed: `env`, `reward` or `engine`.
+        kind: The component that failed: `env`, `reward` or `engine`; or `long_prompt`: the prompt of the task, with the
+            tools of its environment, leaves no space for an answer.
         detail: Description of the failure, with the remote traceback if there is one.
         is_final: Whether a retry is pointless (the task itself is at fault) or too expensive.
     """

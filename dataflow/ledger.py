@@ -61,6 +61,7 @@ class Reason(StrEnum):
     USER = "user"
     ABSTAINED = "abstained"
     ENV = "env"
+    LONG_PROMPT = "long_prompt"
     REWARD = "reward"
     ENGINE = "engine"
 
@@ -80,7 +81,7 @@ REASONS = {
         Reason.USER,
         Reason.ABSTAINED,
     },
-    GroupState.FAILED: {Reason.ENV, Reason.REWARD, Reason.ENGINE},
+    GroupState.FAILED: {Reason.ENV, Reason.LONG_PROMPT, Reason.REWARD, Reason.ENGINE},
 }
 
 

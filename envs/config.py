@@ -12,6 +12,7 @@ from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 STRICT, PROCESS = "strict", "process"
 PeerStyle = Literal["trl", "verl"]
 """Libraries whose reward functions are called as these libraries call them (envs/rewards/peer_styles.py)."""
+OnLongPrompt = Literal["skip", "error"]
 SpecialTokens = Literal["text", "tokens"]
 
 
@@ -160,7 +161,7 @@ class EnvConfig(BaseModel):
     curriculum: str | None = None
     episode: EpisodeConfig = EpisodeConfig()
     endpoint: EndpointConfig = EndpointConfig()
-    on_long_prompt: Literal["skip", "error"] = "skip"
+    on_long_prompt: OnLongPrompt = "skip"
     reasoning: ReasoningConfig | None = None
     special_tokens: SpecialTokens = "text"
 

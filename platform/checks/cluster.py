@@ -58,7 +58,7 @@ def of_each_rollout_pool(config: RunConfig, check: Callable[[RunConfig], Iterato
             message = finding.message.replace("rollout.num_engines", f"{of_pool}num_engines")
             if extra.engine is not None:
                 message = message.replace("rollout.engine.", f"{of_pool}engine.")
-            # Whoever has an extra pool has set its keys.
+            # The keys of an extra pool are the user's.
             yield replace(finding, message=message, other_keys=(*finding.other_keys, of_pool.rstrip(".")), fits=())
 
 

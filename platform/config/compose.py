@@ -3,10 +3,10 @@
 Field errors do not hide cross-field errors. An invalid key falls back to its value without the override, the checks run
 on the result, and findings that depend on a replaced key are omitted.
 
-What nobody has set is never refused: where a default does not fit, the checks say which value does (`Finding.fits`).
-It is used instead, with one line that says so (`Composition.settle`). Set is a key that is on the command line or in
-a file of the user's (`--config-dir`). Values of Penstock's own files are defaults, whoever has chosen the file, but for
-the type of what a choice names: `rollout/engine=torch` sets rollout.engine.type.
+A value that the user has not set is never refused: where a default does not fit, the checks say which value does
+(`Finding.fits`). It is used instead, with one line that says so (`Composition.settle`). Set is a key that is on the
+command line or in a file of the user's (`--config-dir`). Values of Penstock's own files are defaults, also of a file
+that the user chose, but for the type of what a choice names: `rollout/engine=torch` sets rollout.engine.type.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Composition:
         typed: Dotted keys that the user has set, on the command line or in a file of theirs.
         has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
         raw: What `config` was validated from.
-        derived: Key that nobody has set -> a sentence about its value, which is not the default.
+        derived: Key that the user has not set -> a sentence about its value, which is not the default.
     """
 
     config: RunConfig | None = None
@@ -84,7 +84,7 @@ class Composition:
     _num_fits: Counter[str] = field(default_factory=Counter)
 
     def settle(self, check: Callable[[RunConfig], Iterable[Finding]]) -> list[Finding]:
-        """Run a check, again and again while a default that nobody has set is refused and a value is known that fits.
+        """Repeat a check while it refuses a default and knows a value that fits.
 
         Args:
             check: Yields findings about a configuration; after a replaced default it is not asked for the rest of them.
@@ -103,7 +103,7 @@ class Composition:
                 return self.relevant(findings)
 
     def _replaces_a_default(self, finding: Finding) -> bool:
-        """Set the first value that fits of a key that nobody has set; whether there is one."""
+        """Set the first value that fits of a key that the user has not set; whether there is one."""
         assert self.config is not None, "the finding is about it"
         for key, value, why in finding.fits if self.relevant([finding]) else ():
             if self.config.is_typed(key) or self._num_fits[key] == _MAX_FITS:

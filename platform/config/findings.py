@@ -18,7 +18,7 @@ _NAMED_KEYS = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+(?==)|^[a-z_]+")
 class Fit(NamedTuple):
     """A value that fits where the configured one does not.
 
-    It takes the place of a default that nobody has set (compose.py, `Composition.settle`), instead of a refusal.
+    It takes the place of a default (compose.py, `Composition.settle`), instead of a refusal.
 
     Attributes:
         key: Dotted key.
@@ -41,7 +41,7 @@ class Finding:
         severity: `error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a
             dataset, memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start.
             `note` is what a check has found in order, which only a dry run shows.
-        fits: Each of these alone mends what a finding refuses; the first one is used whose key nobody has set.
+        fits: Each of these alone mends what a finding refuses; the first one whose key the user has not set is used.
     """
 
     message: str
@@ -68,7 +68,7 @@ class Finding:
 
 
 def error(message: str, *other_keys: str, fits: Sequence[Fit] = ()) -> Finding:
-    """Create a finding that prevents the start, unless a default that nobody has set can give way to one of `fits`."""
+    """Create a finding that prevents the start, unless a default can give way to one of `fits`."""
     return Finding(message, other_keys, fits=tuple(fits))
 
 

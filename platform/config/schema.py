@@ -285,7 +285,7 @@ class RunConfig(Section):
         max_hours: End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on.
             None: no limit.
         stop_grace_s: Longest time from a signal (SIGTERM, Ctrl-C, a closed terminal) to the end of all processes,
-            seconds. Less than what whoever sends it waits before it kills: docker 10, SLURM and Kubernetes 30.
+            seconds. Less than the time until the sender of the signal kills: docker 10, SLURM and Kubernetes 30.
         console: What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
         resume: `auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start
@@ -327,7 +327,7 @@ class RunConfig(Section):
     _typed: tuple[str, ...] = PrivateAttr(default=())
 
     def __eq__(self, other: object) -> bool:
-        # Equal values are equal, whoever has set them.
+        # Equal values are equal, typed or not.
         return isinstance(other, RunConfig) and self.__dict__ == other.__dict__
 
     __hash__ = Section.__hash__

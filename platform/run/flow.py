@@ -21,6 +21,7 @@ from penstock.dataflow.core import Dataflow
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
 from penstock.dataflow.errors import (
     AccountingError,
+    FailureKind,
     PenstockError,
     StalenessError,
     StepEndedError,
@@ -49,7 +50,12 @@ MIN_FAILURES_TO_STOP = 8
 """Lower limit of the number of consecutive failed groups that stops the run; the admission window if that is larger."""
 
 _Result = TypeVar("_Result")
-_FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason.ENGINE}
+_FAILURE_REASONS: dict[FailureKind, Reason] = {
+    "env": Reason.ENV,
+    "long_prompt": Reason.LONG_PROMPT,
+    "reward": Reason.REWARD,
+    "engine": Reason.ENGINE,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,22 @@ pairs of a chosen and a rejected answer.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
+from penstock.envs.config import OnLongPrompt
 from penstock.envs.contract import GoldSource, TaskSource
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import held_out_tasks
@@ -32,6 +35,7 @@ from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.metrics.trackers.build import build_trackers
+from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
@@ -108,7 +112,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
             "batch": f"{sft.batch_size} worked examples",
             "stop": "never early"
             if sft.stop_at_accuracy is None
-            else f"when one sample gives {sft.stop_at_accuracy:g} of the held-out gold answers",
+            else f"when one sample gives {sft.stop_at_accuracy:g} of the gold answers that it is measured on",
             "accuracy": "share of gold answers given token by token (teacher forcing); a reward may accept others, too",
             "run": str(run_dir),
         },
@@ -120,11 +124,11 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
 
     async with offline_training(config, run_dir, path, "sft", console, progress) as (trainer, hub):
         codec, policy = load_codec(path, config.env), str(run_dir / "policy")
-        limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
-        held_out = list(
-            limit.only(encode_example(source, codec, task) for task in held_out_tasks(source, sft.eval_tasks))
-        )
-        examples = limit.only(encode_example(source, codec, task) for task in source.train())
+        limit = ExampleLimit(config.model.max_context_tokens, config.env.on_long_prompt)
+        measured = held_out_tasks(source, sft.eval_tasks)
+        measured_on = evaluated_on(measured)
+        held_out = list(encode_examples(source, codec, measured, limit))
+        examples = encode_examples(source, codec, source.train(), limit)
         rule = StopRule(sft)
         started = time.monotonic()
         is_kept = False
@@ -137,7 +141,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
                 greedy, sampled = await trainer.teacher_forced(held_out)
                 hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
                 elapsed = format_duration(time.monotonic() - started)
-                scores = f"held-out gold answers {sampled:.3f} sampled, {greedy:.3f} greedy"
+                scores = f"{measured_on} gold answers {sampled:.3f} sampled, {greedy:.3f} greedy"
                 console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
                 if rule.is_best(step, sampled, greedy):
                     await trainer.save(policy)
@@ -152,8 +156,7 @@ async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_
         else:
             kept = f"step {rule.best_step}: gold answers {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
         console.note(f"policy written to {policy} ({kept})")
-        if limit.num_skipped:
-            console.note(f"{limit.num_skipped} examples with more than {limit.max_tokens} tokens were skipped")
+        limit.tell_skipped(console)
     return EXIT_OK
 
 
@@ -184,33 +187,55 @@ class StopRule:
         return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
 
 
-class Fitting:
-    """Leaves out examples that exceed the context, if `env.on_long_prompt` skips them.
+class ExampleLimit:
+    """Leaves out examples that exceed the context, or refuses them (`env.on_long_prompt`)."""
 
-    Attributes:
-        num_skipped: Examples that were left out.
-    """
-
-    def __init__(self, max_tokens: int, on_long_prompt: Literal["skip", "error"]) -> None:
-        self.max_tokens = max_tokens
-        self.num_skipped = 0
+    def __init__(self, max_tokens: int, on_long_prompt: OnLongPrompt) -> None:
+        self._max_tokens = max_tokens
         self._is_skipping = on_long_prompt == "skip"
+        # By id: each epoch leaves them out again.
+        self._skipped: set[TaskId] = set()
 
-    def skips(self, num_tokens: int) -> bool:
-        """Whether an example of so many tokens is left out, which is counted."""
-        is_skipped = self._is_skipping and num_tokens > self.max_tokens
-        self.num_skipped += is_skipped
-        return is_skipped
+    def fits(self, task: Task, num_tokens: int) -> bool:
+        """Whether an example of so many tokens, prompt and answer, is trained on.
 
-    def only(self, examples: Iterable[Example]) -> Iterator[Example]:
-        """The examples that fit."""
-        return (example for example in examples if not self.skips(sum(map(len, example))))
+        Raises:
+            ConfigError: If it does not fit and is not skipped.
+        """
+        if num_tokens <= self._max_tokens:
+            return True
+        if not self._is_skipping:
+            raise ConfigError(
+                [
+                    f"env: prompt and answer of {task.task_id} have {num_tokens} tokens, above "
+                    f"model.max_context_tokens={self._max_tokens}. Raise the context length, or set "
+                    "env.on_long_prompt=skip."
+                ]
+            )
+        self._skipped.add(task.task_id)
+        return False
+
+    def tell_skipped(self, console: RunConsole) -> None:
+        """Print how many were left out."""
+        if self._skipped:
+            console.note(
+                f"examples skipped, because they have more than {self._max_tokens} tokens: {len(self._skipped)}"
+            )
 
 
-def encode_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
-    """Encode a gold response as token ids, including the end token."""
-    response = codec.encode_prompt(source.gold_response(task))
-    return codec.encode_prompt(task.prompt), (*response, codec.stop_token_ids[0])
+def encode_examples(
+    source: GoldSource, codec: TokenCodec, tasks: Iterable[Task], limit: ExampleLimit
+) -> Iterator[Example]:
+    """Encode the gold responses that fit as token ids, each with the end token.
+
+    Raises:
+        ConfigError: If one exceeds the limit and is not skipped.
+    """
+    for task in tasks:
+        prompt = codec.encode_prompt(task.prompt)
+        response = (*codec.encode_prompt(source.gold_response(task)), codec.stop_token_ids[0])
+        if limit.fits(task, len(prompt) + len(response)):
+            yield prompt, response
 
 
 def initial_policy(config: RunConfig, run_dir: Path) -> str:
@@ -258,18 +283,23 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
         "run": str(run_dir),
     }
     console.header(config.name, facts)
-    source, codec = load_task_source(config.env, config.seed), load_codec(path, config.env)
-    limit = Fitting(config.model.max_context_tokens, config.env.on_long_prompt)
-    pairs = list(islice(encode_pairs(source, codec, source.train(), limit), size * preference.num_steps))
-    held_out = list(encode_pairs(source, codec, held_out_tasks(source, preference.eval_pairs), limit))
-    if limit.num_skipped:
-        console.note(f"{limit.num_skipped} pairs with more than {limit.max_tokens} tokens were skipped")
-    step = 0
+    pairs: list[Preference] = []
+    is_started, step, num_pairs = False, 0, size * preference.num_steps
 
     def progress() -> Progress:
-        return Progress("training", step - 1, preference.num_steps, "steps") if step else STARTING
+        if step:
+            return Progress("training", step - 1, preference.num_steps, "steps")
+        return Progress("encoding", len(pairs), num_pairs, "pairs") if is_started else STARTING
 
     async with offline_training(config, run_dir, path, command, console, progress) as (trainer, hub):
+        is_started = True
+        source, codec = load_task_source(config.env, config.seed), load_codec(path, config.env)
+        limit = ExampleLimit(config.model.max_context_tokens, config.env.on_long_prompt)
+        measured = held_out_tasks(source, preference.eval_pairs)
+        # Not on the event loop, which answers signals.
+        await asyncio.to_thread(pairs.extend, islice(encode_pairs(source, codec, source.train(), limit), num_pairs))
+        held_out = await asyncio.to_thread(list, encode_pairs(source, codec, measured, limit))
+        limit.tell_skipped(console)
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
         async with saved_if_ended(trainer, folder):
             started = time.monotonic()
@@ -283,14 +313,16 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                     accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
                     metrics = metrics | {"preference/accuracy": accuracy}
                     elapsed = format_duration(time.monotonic() - started)
-                    loss = f"loss {metrics['preference/loss']:.4f}"
-                    console.note(f"step {step:4d}  {loss}  held-out pairs ranked right {accuracy:.3f}  {elapsed}")
+                    loss, kind = f"loss {metrics['preference/loss']:.4f}", evaluated_on(measured)
+                    console.note(f"step {step:4d}  {loss}  {kind} pairs ranked right {accuracy:.3f}  {elapsed}")
                 hub.log(step, metrics)
             await trainer.save(folder)
     return EXIT_OK
 
 
-def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], limit: Fitting) -> Iterator[Preference]:
+def encode_pairs(
+    source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], limit: ExampleLimit
+) -> Iterator[Preference]:
     """Encode the preference pairs that fit as token ids; each answer includes the end token.
 
     Raises:
@@ -305,14 +337,5 @@ def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], l
         except ValueError as problem:
             raise ConfigError([f"env: {problem}"]) from problem
         pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*chosen, end), (*rejected, end))
-        length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
-        if limit.skips(length):
-            continue
-        if length > limit.max_tokens:
-            raise ConfigError(
-                [
-                    f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens="
-                    f"{limit.max_tokens}. Raise the context length, or set env.on_long_prompt=skip."
-                ]
-            )
-        yield pair
+        if limit.fits(task, len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))):
+            yield pair

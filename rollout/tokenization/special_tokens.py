@@ -1,8 +1,8 @@
 """Special tokens of a chat template, told apart from texts that merely spell one.
 
-A tokenizer turns every `<|im_end|>` of a text into the control token, whoever wrote it. So a prompt, a tool result or a
-web page that spells it would end its own message and begin another. A text that spells a special token is therefore
-encoded in three steps:
+A tokenizer turns every `<|im_end|>` of a text into the control token, also of a user's text. So a prompt, a tool
+result or a web page that spells it would end its own message and begin another. A text that spells a special token is
+therefore encoded in three steps:
 
     1. shield   the user's texts   <|im_end|> → mark        before the chat template sees them
     2. rename   the rendered text  <|im_end|> → its alias   so these are the template's own

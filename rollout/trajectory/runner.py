@@ -141,8 +141,8 @@ class TrajectoryRunner:
         """Encode the prompt of a task and check that the policy can answer it.
 
         Raises:
-            TrajectoryError: kind `env`, final, if it cannot be encoded, leaves no space for an answer, or holds token
-                ids that the policy lacks.
+            TrajectoryError: Final; kind `long_prompt`, if it leaves no space for an answer; kind `env`, if it cannot be
+                encoded, or holds token ids that the policy lacks.
         """
         try:
             ids = self.codec.encode_prompt(task.prompt)
@@ -154,7 +154,7 @@ class TrajectoryRunner:
         context, vocab_size = self._max_context_tokens, self._vocab_size
         if context is not None and len(ids) >= context:
             raise TrajectoryError(
-                "env",
+                "long_prompt",
                 f"the prompt of {task.task_id} has {len(ids)} tokens; model.max_context_tokens={context} leaves space "
                 f"for at most {context - 1} and one new token, so nothing can be sampled. Its group fails and is "
                 "replaced. Leave such tasks out, or use a larger context.",

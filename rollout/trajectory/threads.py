@@ -49,8 +49,8 @@ class Threads:
         """Apply a reply of the environment. Returns why the episode ends, or None if there are turns to sample.
 
         Raises:
-            TrajectoryError: kind `env`, if the observations are inconsistent or cannot be encoded, or the first prompt
-                exceeds the budget.
+            TrajectoryError: kind `env`, if the observations are inconsistent, cannot be encoded, or ask for more turns
+                than an episode has; kind `long_prompt`, final, if the first prompt, with its tools, exceeds the budget.
         """
         observations = self._names.check(reply)
         if not observations:
@@ -101,7 +101,8 @@ class Threads:
     def _end(self, end: EpisodeEnd, why: str) -> EpisodeEnd:
         """End the episode for an exhausted budget, which is an error if nothing was sampled yet."""
         if not self._order:
-            raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
+            told, is_long = f"reset of {self._task.task_id}: {why}, so nothing could be sampled", end == "max_tokens"
+            raise TrajectoryError("long_prompt" if is_long else "env", told, is_final=is_long)
         return end
 
     def _open(self, observation: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:

@@ -1,6 +1,6 @@
-"""What nobody has set is never what is refused: models, data and machines are drawn, and all other keys are defaults.
+"""Defaults are never what is refused: models, data and machines are drawn, and all other keys are defaults.
 
-A run starts, or is refused for the model, the data or the machine: no refusal names a key that nobody has set.
+A run starts, or is refused for the model, the data or the machine: no refusal names a key that the user has not set.
 """
 
 from __future__ import annotations

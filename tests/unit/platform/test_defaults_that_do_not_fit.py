@@ -184,7 +184,7 @@ def test_a_default_micro_batch_shrinks_until_the_machine_holds_the_run_and_then_
     assert line.startswith("trainer.max_tokens_per_micro_batch=1024, not the default 4096: the run fits into")
     found = refusal(at(6))
     assert found.startswith("memory: the run needs about")
-    assert "trainer.max_tokens" not in found, "nobody has set it"
+    assert "trainer.max_tokens" not in found, "it is a default"
     assert "or change trainer.max_tokens_per_micro_batch" in refusal(
         [*at(6), "trainer.max_tokens_per_micro_batch=4096"]
     )

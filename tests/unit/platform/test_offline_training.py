@@ -53,7 +53,7 @@ def printed(experiment: str, command: Command, monkeypatch: pytest.MonkeyPatch, 
 def test_sft_says_that_its_accuracies_are_those_of_gold_answers(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     shown = printed("arithmetic_sft", "sft", monkeypatch, capsys, "sft.max_steps=2")
-    assert "stop      when one sample gives 0.15 of the held-out gold answers" in shown
+    assert "stop      when one sample gives 0.15 of the gold answers that it is measured on" in shown
     assert "accuracy  share of gold answers given token by token (teacher forcing)" in shown
     assert "step    2  loss 1.2500  held-out gold answers 0.200 sampled, 0.500 greedy" in shown
     assert "(step 2: gold answers 0.200 sampled, 0.500 greedy)" in shown

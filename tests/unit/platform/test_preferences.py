@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 
 from penstock.dataflow.errors import ConfigError
@@ -12,7 +14,8 @@ from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.cluster.placement import plan_placement
-from penstock.platform.run.offline_training import Fitting, encode_pairs
+from penstock.platform.metrics.console import RunConsole
+from penstock.platform.run.offline_training import ExampleLimit, encode_pairs
 
 EXPERIMENT = ["experiment=arithmetic_preference"]
 SMALL = ["preference.eval_pairs=16"]
@@ -62,7 +65,7 @@ class Codec:
 
 def test_pairs_are_encoded_with_their_end_tokens() -> None:
     source = ArithmeticTasks(seed=0)
-    (pair,) = encode_pairs(source, Codec(), source.held_out(1), Fitting(128, "error"))
+    (pair,) = encode_pairs(source, Codec(), source.held_out(1), ExampleLimit(128, "error"))
     (task,) = source.held_out(1)
     assert pair.prompt == tuple(map(ord, task.prompt))
     assert pair.chosen == (*map(ord, source.gold_response(task)), 1)
@@ -73,10 +76,11 @@ def test_pairs_are_encoded_with_their_end_tokens() -> None:
 def test_a_pair_that_does_not_fit_the_context_is_named_with_both_numbers() -> None:
     task = Task(TaskId("rows/7"), "12+13=", {"chosen": "25", "rejected": "2" * 30})
     with pytest.raises(ConfigError, match="rows/7 have 37 tokens, above"):
-        list(encode_pairs(ArithmeticTasks(seed=0), Codec(), [task], Fitting(36, "error")))
-    limit = Fitting(36, "skip")
-    assert list(encode_pairs(ArithmeticTasks(seed=0), Codec(), [task], limit)) == []
-    assert limit.num_skipped == 1
+        list(encode_pairs(ArithmeticTasks(seed=0), Codec(), [task], ExampleLimit(36, "error")))
+    limit, printed = ExampleLimit(36, "skip"), StringIO()
+    assert list(encode_pairs(ArithmeticTasks(seed=0), Codec(), [task, task], limit)) == []
+    limit.tell_skipped(RunConsole(1, stream=printed))
+    assert "more than 36 tokens: 1\n" in printed.getvalue(), "of two epochs"
 
 
 def rows() -> list[dict[str, str]]:

@@ -334,3 +334,8 @@ async def test_a_list_that_does_not_fit_ends_the_episode_before_all_of_it() -> N
     opening = [Observation("1+1=", thread=name) for name in "abc"]
     with pytest.raises(TrajectoryError, match=r"asks for 3 turns, the episode has 2 .* nothing could be sampled"):
         await play(opening, lambda actions: Done(), budget=EpisodeBudget(2, 99, 8))
+    with pytest.raises(
+        TrajectoryError, match=r"the prompt has 4 tokens, the budget .* nothing could be sampled"
+    ) as caught:
+        await play(opening, lambda actions: Done(), budget=EpisodeBudget(9, 4, 8))
+    assert (caught.value.kind, caught.value.is_final) == ("long_prompt", True)
