@@ -208,6 +208,10 @@ class TrainerGroup(Protocol):
         """
         ...
 
+    async def wait_for_step(self) -> None:
+        """Wait until the running step is completed, if there is one."""
+        ...
+
     async def save(self, path: str) -> None:
         """Write the policy to `path`, between steps or after `stop_step`."""
         ...

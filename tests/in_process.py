@@ -76,8 +76,14 @@ class InProcessTrainer:
     async def stop_step(self) -> bool:
         return self._trainer.stop.request()
 
+    async def wait_for_step(self) -> None:
+        pass
+
     async def save(self, path: str) -> None:
-        await asyncio.to_thread(lambda: save_policy(self._trainer, path, self._spec.model_path))
+        await asyncio.to_thread(lambda: self._save(path))
+
+    def _save(self, path: str) -> None:
+        save_policy(self._trainer, path, self._spec.model_path, [self._trainer.held_weights(self.version)])
 
     async def snapshot(self) -> float:
         self._snapshot = await self._call(lambda: self._trainer.snapshot(self.version))

@@ -71,6 +71,9 @@ class Trainer:
     async def stop_step(self) -> bool:
         return True
 
+    async def wait_for_step(self) -> None:
+        pass
+
     async def save(self, path: str) -> None:
         if self.fails_to_save is not None:
             raise self.fails_to_save

@@ -89,7 +89,7 @@ def save_policy(
     """Write the policy with its tokenizer in Hugging Face form, and its critic next to it, as `critic`. On rank 0.
 
     Each is written under another name and renamed when it is complete. So a process that is killed meanwhile leaves the
-    previous policy, and no incomplete one.
+    previous policy, and no incomplete one; between the two renamings, under the name `policy.previous`.
 
     Args:
         trainer: That of rank 0.
@@ -106,9 +106,11 @@ def save_policy(
             shutil.rmtree(unfinished)
         backend.save_hf(str(unfinished), [one[prefix] for one in held])
         _copy_tokenizer(tokenizer_source, unfinished)
+        previous = target.with_name(f"{target.name}.previous")
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(previous)
         unfinished.rename(target)
+        shutil.rmtree(previous, ignore_errors=True)
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

@@ -80,7 +80,8 @@ class PolicyTrainer:
         self._streamed: OpenUpdate | None = None
         self._snapshot: TrainerSnapshot | None = None
         self._copy_wait_s: float | None = None
-        self._before_updates: HeldWeights | None = None
+        self._version = 0
+        self._before_update: tuple[int, HeldWeights] | None = None
         self.stop = StepStop()
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
@@ -100,6 +101,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         self.stop.begin()
+        self._version, self._before_update = version, None
         streamed, self._streamed = self._streamed, None
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         learns = self.critic is None or version >= self.critic.warmup_steps
@@ -114,8 +116,6 @@ class PolicyTrainer:
             updates, trained_tokens = [], {}
             num_updates = self._algorithm.updates_per_batch
             has_critic = self.critic is not None
-            if num_updates > 1 or has_critic:  # from the first to the last one, the weights are those of no version
-                self._before_updates = on_cpu(self.held_weights())
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.mini_batches
@@ -126,9 +126,8 @@ class PolicyTrainer:
                 updates.append(self._update(opened, is_last=is_last and not has_critic))
                 trained_tokens |= opened.trained_tokens
                 if self.critic is not None:
-                    self._wait_until_copied()
+                    self._prepare_update(is_last=False)
                     self.critic.update(part, self.stop, is_last=is_last)
-            self._before_updates = None
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
@@ -141,6 +140,8 @@ class PolicyTrainer:
         if learns and not is_skipped:  # else the policy stays as it is, so nothing follows the coefficients
             self._controllers.observe(metrics)
             self._use(self._controllers.algorithm)
+        if not self._spec.has_partner:
+            self._before_update = None
         early_logprobs, ahead_s = self._forwards.forget()
         metrics |= agreement(share, self.backend) | early_logprobs
         if self._copy_wait_s is not None:
@@ -270,9 +271,15 @@ class PolicyTrainer:
         for name, adapter in self.backend.gathered_adapters().items():
             yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
 
-    def held_weights(self) -> HeldWeights:
-        """This rank's parts of the newest version. Not collective; after `stop` also from another thread, in a step."""
-        return self._before_updates or {prefix: one.held_weights() for prefix, one in self.backends().items()}
+    def held_weights(self, version: int | None = None) -> HeldWeights:
+        """This rank's parts of a version. Not collective; after `stop` also from another thread, in a step.
+
+        Args:
+            version: That before the step or after it; None: what the weights are now.
+        """
+        if self._before_update is not None and self._before_update[0] == version:
+            return self._before_update[1]
+        return {prefix: one.held_weights() for prefix, one in self.backends().items()}
 
     def snapshot(self, version: int) -> TrainerSnapshot:
         """Begin to copy this rank's share of the state to host memory. Not collective.
@@ -282,7 +289,7 @@ class PolicyTrainer:
         Raises:
             CheckpointError: If a part of the updates of a batch was made.
         """
-        if self._before_updates is not None:
+        if self._before_update is not None and self._before_update[0] == version:
             raise CheckpointError(
                 f"trainer: v{version} cannot be kept as a checkpoint: its next step was ended between two of its "
                 "updates (algorithm.mini_batches x epochs). Its policy is saved; a resume uses an earlier checkpoint."
@@ -406,6 +413,7 @@ class PolicyTrainer:
 
     def _update(self, opened: OpenUpdate, *, is_last: bool = True) -> Update:
         """The optimizer step, if there is a gradient, unless the run ends; `is_last`: of its batch."""
+        self._prepare_update(is_last=is_last)
         self.stop.decide(self.backend.all_reduce, is_last=is_last)
         opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
@@ -417,17 +425,24 @@ class PolicyTrainer:
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))
             return Update(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
-        self._wait_until_copied()
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
+        if self.backend.device.type == "cuda":
+            torch.cuda.synchronize()  # saving reads the weights from another stream
         self._num_steps += not result.is_skipped
         return Update(sums, loss, lr, result, counts, efficiencies)
 
-    def _wait_until_copied(self) -> None:
-        """Call it before an optimizer step, which changes what a snapshot still copies."""
+    def _prepare_update(self, *, is_last: bool) -> None:
+        """Call it before each update of a step, and before `stop.decide`, from where on the step must end soon.
+
+        An update changes what a snapshot still copies. Before another update, and before the last one where a partner
+        may not complete its step, the weights are copied: from then on they may be those of no published version.
+        """
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             self._copy_wait_s = snapshot.wait()
+        if self._before_update is None and (not is_last or self._spec.has_partner):
+            self._before_update = self._version, on_cpu(self.held_weights())
 
 
 def on_cpu(held: HeldWeights, *, copies: bool = True) -> HeldWeights:

@@ -25,6 +25,7 @@ class TrainerSpec:
         kind: What the ranks train; a reward model by preferences only.
         restore_from: Folder of a checkpoint's trainer files to continue from; None: start from `model_path`.
         policy_id: Which policy of the run is trained.
+        has_partner: Whether there are two.
         critic: The critic of gae; None without one.
         pass_reward: Reward from which an answer passes, for `algorithm.nll_coefficient`.
         record_every: The tokens of one group in so many are reported with a step; 0: of none.
@@ -47,6 +48,7 @@ class TrainerSpec:
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"
     policy_id: PolicyId = POLICY
+    has_partner: bool = False
     restore_from: str | None = None
     record_every: int = 0
     pass_reward: float = 1.0

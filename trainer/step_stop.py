@@ -6,8 +6,10 @@ meanwhile (`PolicyTrainer.held_weights`), which needs them not to change:
     thread of the step     begin ─▶ check before every micro-batch ─▶ decide before the update ─▶ update ─▶ …
     another thread                        request: True if the step ends before its last update
 
-Invariant: if `request` returns True on any rank, no rank makes the last update of the batch. All ranks agree in
-`decide`, and the flag of a rank is read there under the lock under which `request` sets it.
+Invariant: if `request` returns True on any rank, no rank makes the last update of the batch. The ranks among which
+`decide` reduces (those of one tensor-parallel part) agree there, and the flag of a rank is read under the lock under
+which `request` sets it. A rank of another part that has decided otherwise waits for the first in the norm of its
+gradient, which is before the update.
 """
 
 from __future__ import annotations

@@ -258,14 +258,14 @@ class TrainerRank:
         return self._running().stop.request()
 
     @ray.method(concurrency_group="saving")
-    def held_weights(self) -> HeldWeights:
-        """This rank's parts of the newest version, for `save_hf` of rank 0."""
-        return on_cpu(self._running().held_weights())
+    def held_weights(self, version: int) -> HeldWeights:
+        """This rank's parts of a version, for `save_hf` of rank 0."""
+        return on_cpu(self._running().held_weights(version))
 
     @ray.method(concurrency_group="saving")
-    def save_hf(self, path: str, *held: HeldWeights) -> None:
+    def save_hf(self, path: str, version: int, *held: HeldWeights) -> None:
         """Write the policy and its tokenizer in Hugging Face form. On rank 0; `held` is of the other ranks."""
-        own = on_cpu(self._running().held_weights(), copies=False)  # a GPU has no space for the whole model
+        own = on_cpu(self._running().held_weights(version), copies=False)  # a GPU has no space for the whole model
         try:
             save_policy(self._running(), path, self._spec.model_path, [own, *held])
         finally:  # not `gives_memory_back`: Ray would run a wrapped method behind the step, in no group

@@ -62,6 +62,7 @@ class TrainerClient:
         self.step_lock = asyncio.Lock()
         self._hangs = False
         self._is_stopped = False
+        self._in_step = False
         self._version_before = 0
 
     async def start(self, timeout_s: float) -> None:
@@ -105,13 +106,14 @@ class TrainerClient:
                         part = []
                     part.append(group)
                 async with self.step_lock:
-                    self._version_before = self.version
+                    self._version_before, self._in_step = self.version, True
                     try:
                         reports = await self._all("step", part, self.version)
                     except BaseException:
                         if not self._is_stopped:  # the ranks may complete it all the same
                             self.version = UNKNOWN
                         raise
+                    self._in_step = False
                     self.version = self._version_before = reports[0].version
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -252,9 +254,14 @@ class TrainerClient:
             self.version = self._version_before
         return self._is_stopped
 
+    def return_to(self, version: int) -> None:
+        """Save this version from now on, though the next step may be complete (`TrainerSpec.has_partner`)."""
+        self._is_stopped, self.version = True, version
+
     async def wait_for_step(self) -> None:
-        """Wait until the ranks have ended the step that they are in."""
-        await self._all("device")
+        """Wait until the ranks have ended the step that they are in, if they are in one."""
+        if self._in_step:
+            await self._all("device")
 
     async def save(self, path: str) -> None:
         """Write the policy in Hugging Face form to `path`. Waits for no step: see `stop_step`.
@@ -265,8 +272,8 @@ class TrainerClient:
         if self.version == UNKNOWN:
             raise TrainingError("trainer: a step that changes the weights was given up, so they are of no version.")
         first, *others = self._ranks
-        held = [rank.held_weights.remote() for rank in others]
-        await self._answers("save_hf", [first.save_hf.remote(path, *held)])
+        held = [rank.held_weights.remote(self.version) for rank in others]
+        await self._answers("save_hf", [first.save_hf.remote(path, self.version, *held)])
 
     async def snapshot(self) -> float:
         """Begin to copy the state of all ranks to host memory; returns the seconds that the loop was blocked.
@@ -328,7 +335,10 @@ class TrainerClient:
 
     async def _learn(self, method: str, *arguments: Any) -> Any:
         """Rank 0's answer to a call of `TrainerRank.learn`."""
-        return (await self._answers(method, self._call("learn", method, *arguments)))[0]
+        self._in_step = method.endswith("_step")
+        answer = (await self._answers(method, self._call("learn", method, *arguments)))[0]
+        self._in_step = False
+        return answer
 
     def _call(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(rank, method).remote(*arguments) for rank in self._ranks]

@@ -13,6 +13,7 @@ from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.imports import check_imports
 from penstock.platform.checks.machine import check_gpu_memory, check_machine
 from penstock.platform.checks.model_files import awaits_warm_start, check_contexts
+from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.findings import Command, Finding
@@ -138,5 +139,6 @@ def load_warm_start(config: RunConfig, config_dir: Path | None, *, dry_run: bool
                 f"<run_dir>/{POLICY_FOLDER}: it would not be found there. Name it so, or set warm_start=null."
             ]
         )
-    own = [f"run_dir={path.parent}", f"seed={config.seed}", f"overwrite={str(config.overwrite).lower()}"]
+    overwrites = config.overwrite or is_unfinished_warm_start(path.parent)
+    own = [f"run_dir={path.parent}", f"seed={config.seed}", f"overwrite={str(overwrites).lower()}"]
     return load_config("sft", [*(config.warm_start or ()), *own], config_dir=config_dir, dry_run=dry_run).config

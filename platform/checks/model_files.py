@@ -14,6 +14,7 @@ from typing import Any, Literal
 from safetensors import safe_open
 
 from penstock.platform.checks.model_probe import Question, ask
+from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.cluster import hardware
 from penstock.platform.config.checkpoint_shapes import not_here
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, warning
@@ -84,9 +85,11 @@ def check_contexts(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def awaits_warm_start(config: RunConfig) -> bool:
-    """Whether the policy still has to be created by the warm start."""
+    """Whether the policy still has to be created by the warm start, or was left by one that has not ended."""
     path, is_named = config.model.path, config.warm_start is not None
-    return is_named and path is not None and local_path(f"{path}/{CONFIG_FILE}") is None
+    if path is None or not is_named:
+        return False
+    return local_path(f"{path}/{CONFIG_FILE}") is None or is_unfinished_warm_start(Path(path).parent)
 
 
 def check_policy(config: RunConfig, command: Command, key: str, path: str) -> Iterator[Finding]:

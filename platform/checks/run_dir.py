@@ -86,6 +86,11 @@ def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, tree
 
 
+def is_unfinished_warm_start(folder: Path) -> bool:
+    """Whether it is the directory of a supervised warm start that was ended early. Other runs have a summary."""
+    return is_run_dir(folder) and not (folder / FINISHED_FILE).exists() and not (folder / SUMMARY_FILE).exists()
+
+
 def is_finished(config: RunConfig) -> bool:
     """Whether the run directory holds a finished run of the same configuration on unchanged data."""
     marker = Path(config.run_dir) / FINISHED_FILE

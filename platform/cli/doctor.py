@@ -74,7 +74,7 @@ def run_cluster_doctor(address: str, console: Console) -> int:
     from penstock.actors.cluster import JobNeeds, ray_session
     from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
     from penstock.platform.cluster.preflight import NodeNeeds, show_nodes
-    from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
+    from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end
 
     found: list[tuple[NodeReport, list[NodeReport]]] = []
 
@@ -83,7 +83,10 @@ def run_cluster_doctor(address: str, console: Console) -> int:
             found.append(await probe_nodes(ProbeRequest(Path.cwd() if os.access(Path.cwd(), os.W_OK) else None)))
         return EXIT_OK
 
-    run_to_end(probe)
+    try:
+        run_to_end(probe)
+    except Interrupted as interrupted:
+        return interrupted.exit_code
     ((here, nodes),) = found
     problems = show_nodes(here, nodes, NodeNeeds(), console)
     for problem in problems:

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -86,7 +86,7 @@ def exits(body: Callable[Arguments, int]) -> Callable[Arguments, None]:
             code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
             print_error(error)
         except KeyboardInterrupt:
-            code = EXIT_SIGNAL + 2
+            code = EXIT_SIGNAL + signal.SIGINT
         raise typer.Exit(code)
 
     return command
@@ -179,9 +179,7 @@ def startable_again() -> Iterator[None]:
         with unwinding():
             yield
     except (KeyboardInterrupt, SystemExit):
-        console = plain_console(stderr=True)
-        console.print("ended before anything was started; the same command starts it again:")
-        console.print(own_command(), markup=False)
+        print_next("ended before anything was started; the same command starts it again:", own_command())
         raise
 
 
@@ -195,9 +193,9 @@ def checking() -> Iterator[None]:
         yield
 
 
-def own_command() -> str:
-    """The command that was typed."""
-    return shlex.join(["penstock", *sys.argv[1:]])
+def own_command(*more: str) -> str:
+    """The command that was typed, with more arguments."""
+    return shlex.join(["penstock", *sys.argv[1:], *more])
 
 
 def start(command: Command, config: RunConfig) -> int:
@@ -205,10 +203,18 @@ def start(command: Command, config: RunConfig) -> int:
     module, _, function = RUNS[command][0].partition(":")
     code = with_trace(Path(config.run_dir) / "error.txt", lambda: getattr(import_module(module), function)(config))
     if code > EXIT_SIGNAL and command != "train":  # a run of `train` says itself what goes on with it
-        console = plain_console(stderr=True)
-        console.print(f"ended by {signal.Signals(code - EXIT_SIGNAL).name}; the same command starts it again:")
-        console.print(own_command(), markup=False)
+        has_files = command != "eval" and Path(config.run_dir).exists()
+        told = f"ended by {signal.Signals(code - EXIT_SIGNAL).name}; this command starts it again:"
+        print_next(told, own_command(*(["overwrite=true"] if has_files and not config.overwrite else [])))
     return code
+
+
+def print_next(told: str, command: str) -> None:
+    """Print how a command ended, and what goes on with it. The terminal may be gone."""
+    with suppress(OSError):
+        console = plain_console(stderr=True)
+        console.print(told)
+        console.print(command, markup=False)
 
 
 def with_trace(trace: Path, run: Callable[[], int]) -> int:
@@ -218,7 +224,7 @@ def with_trace(trace: Path, run: Callable[[], int]) -> int:
     try:
         return run()
     except Interrupted as interrupted:
-        return EXIT_SIGNAL + interrupted.signum
+        return interrupted.exit_code
     except PenstockError:
         raise
     except Exception as error:
@@ -410,7 +416,8 @@ def chaos(
     """
     from penstock.platform.cli.chaos import run_chaos
 
-    return run_chaos(overrides or [], kills, seed, nodes, plain_console())
+    with unwinding():
+        return run_chaos(overrides or [], kills, seed, nodes, plain_console())
 
 
 @app.command()

@@ -383,6 +383,7 @@ def trainer_spec(
         shares_devices=cluster.colocated,
         kind=kind,
         policy_id=policy_id,
+        has_partner=config.partner is not None or policy_id != POLICY,
         record_every=sampled_every(config.dataflow.batch_groups, config.dataflow.group_size),
         critic=config.critic if config.algorithm.needs_critic else None,
         pass_reward=config.dataflow.pass_reward,

@@ -332,10 +332,10 @@ class Checkpointer:
             await asyncio.gather(writing, return_exceptions=True)
 
     async def written(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
+        """Wait for the checkpoint that is being written, if there is one. It goes on if this is cancelled."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of checkpoints since the last call."""

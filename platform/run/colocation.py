@@ -41,6 +41,9 @@ class TimeSharedTrainer:
     async def stop_step(self) -> bool:
         return await self._trainer.stop_step()
 
+    async def wait_for_step(self) -> None:
+        await self._trainer.wait_for_step()
+
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
 

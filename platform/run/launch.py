@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from typing import cast
 
@@ -49,7 +48,7 @@ from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.progress import Progress
 from penstock.platform.metrics.report import write_report
-from penstock.platform.metrics.run_files import POLICY_FOLDER
+from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.metrics.summary import (
     RunStatus,
     RunSummary,
@@ -78,7 +77,7 @@ from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts, StopRequestedError
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
-from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, Stop, first_error, run_to_end, write_failure
+from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir
@@ -96,18 +95,23 @@ REPORT_S, REPORT_PAUSE = 60.0, 50.0
 
 def train(config: RunConfig) -> int:
     """Run `penstock train` to its end; returns the exit code."""
-    run_dir = prepare_run_dir(config)
-    with locked(run_dir):
-        return train_in(config, run_dir)
+    stop = Stop(config.stop_grace_s)
+
+    async def prepared() -> int:  # from the first file on, a signal is answered in order
+        run_dir = prepare_run_dir(config)
+        with locked(run_dir):
+            return await _train(config, run_dir, None, stop)
+
+    return run_to_end(prepared, stop)
 
 
-def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = None) -> int:
-    """Train in a run directory whose lock is held; returns the exit code.
+def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint) -> int:
+    """Continue to train in a run directory whose lock is held; returns the exit code.
 
     Args:
         config: Configuration of the run.
         run_dir: Its directory.
-        resumed: Checkpoint in it to continue from; None starts a new run.
+        resumed: Checkpoint in it to continue from.
     """
     stop = Stop(config.stop_grace_s)
     return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
@@ -148,7 +152,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         steps = 0 if resumed is None else resumed.version
         summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.latest_gib)
         summary = replace(summary, ended_by=ended_by, steps=steps)
-        if resumed is None:  # else what is there is of the training before
+        if resumed is None or not (run_dir / SUMMARY_FILE).exists():  # else it is of the training before
             write_summary(run_dir, summary)
         return summary
 
@@ -183,7 +187,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     reached = 0 if run is None else run.version
                     await roll_back(config, parts, instruments, lost, resumed, rollbacks, reached)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
-    except (asyncio.CancelledError, Interrupted):
+    except asyncio.CancelledError:
         status = "interrupted"
         if stop.signum is not None or not stop.reason:
             raise
@@ -312,12 +316,14 @@ async def train_to_end(
             await end_training(run, training, stop, on_saved)
         else:
             await training
+            await within(stop, run.checkpoint_written(), "the last checkpoint is not complete", run.note)
     except PenstockError as error:
         try:
             lost = await ranks_lost(actors, error)
         except PenstockError:
-            await run.checkpoint_at_end()
-            await run.save_policy_at_end()
+            await run.end_failed_step()
+            await within(stop, run.save_policy_at_end(), "the policy is not saved", run.note)
+            await within(stop, run.checkpoint_at_end(), "the last checkpoint is not complete", run.note)
             raise
         await run.abandon_checkpoint()
         raise lost from error
@@ -350,7 +356,7 @@ async def end_training(
         await asyncio.wait({training, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
     if not training.done():
-        await run.stop(training, stop.left_s / 2)
+        await run.stop(training, stop.left_s)
     if training.done() and not training.cancelled() and training.exception() is None:
         return  # it has just been completed
     error = training.exception() if training.done() and not training.cancelled() else None
@@ -365,14 +371,25 @@ async def end_training(
 
 
 async def within(stop: Stop, saving: Awaitable[None], if_late: str, note: Callable[[str], None]) -> None:
-    """Save something in the time that is left; note it if that does not suffice."""
-    left_s = stop.left_s
+    """Save something in the time that a signal leaves, which may come meanwhile; note it if that does not suffice."""
+    task = asyncio.ensure_future(saving)
+    signalled = asyncio.create_task(stop.signalled.wait(), name="a signal")
     try:
-        async with asyncio.timeout(left_s if isfinite(left_s) else None):
-            await saving
-    except TimeoutError:
+        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        left_s = max(0.0, stop.left_s)
+        if not task.done():
+            await asyncio.wait({task}, timeout=left_s)
+    finally:
+        signalled.cancel()
+        is_late = not task.done()
+        if is_late:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    if not is_late:
+        await task
+    else:
         note(
-            f"{if_late}: {max(0.0, left_s):.0f} s were left of stop_grace_s={stop.grace_s:g}. Raise it if what ends "
+            f"{if_late}: {left_s:.0f} s were left of stop_grace_s={stop.grace_s:g}. Raise it if what ends "
             "the run waits longer before it kills."
         )
 

@@ -49,6 +49,11 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the user has stopped
         self.signum = signum
         super().__init__(signal.Signals(signum).name)
 
+    @property
+    def exit_code(self) -> int:
+        """That of a command which such a signal has ended, as shells count."""
+        return 128 + self.signum
+
 
 def set_gc_thresholds() -> None:
     """Raise the threshold of the cyclic garbage collector from 700 to 100,000 young objects.
@@ -118,64 +123,76 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]], stop: Stop | None =
     """
     how = stop or Stop()
     set_gc_thresholds()
-    limit: threading.Timer | None = None
-    handled = [signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    task: asyncio.Task[int] | None = None
+    signums: list[int] = []
+    first_at = 0.0
+    is_signalled, is_over = threading.Event(), threading.Event()
 
-        async def supervised() -> int:
-            task = asyncio.create_task(main(), name="run")
+    def begin(signum: int) -> None:
+        how.begin(signal.Signals(signum).name, signum)
+        if task is not None and not how.ends_itself:
+            task.cancel()
 
-            def begin(signum: int) -> None:
-                nonlocal limit
-                first_at = time.monotonic()
+    # One handler for the whole time, which runs also while the event loop is busy.
+    def heard(signum: int, _frame: FrameType | None) -> None:
+        nonlocal first_at
+        if not signums:
+            first_at = time.monotonic()
+            signums.append(signum)
+            is_signalled.set()
+            with suppress(RuntimeError):  # the loop is closed: all but threads has ended
+                loop.call_soon_threadsafe(begin, signum)
+        elif time.monotonic() - first_at >= SAME_SIGNAL_S:
+            end_now(how, f"a second {signal.Signals(signum).name} ends it at once", signums[0])
 
-                def again(number: int, _frame: FrameType | None) -> None:
-                    if time.monotonic() - first_at >= SAME_SIGNAL_S:
-                        end_now(how, f"a second {signal.Signals(number).name} ends it at once")
+    def keep_limit() -> None:
+        is_signalled.wait()
+        if not is_over.wait(how.grace_s):
+            end_now(how, f"it has not ended within stop_grace_s={how.grace_s:g}", signums[0])
 
-                signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # between the two calls one would end the process
-                for one in handled:
-                    loop.remove_signal_handler(one)
-                    signal.signal(one, again)  # the event loop may be busy
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-                how.begin(signal.Signals(signum).name, signum)
-                late = f"it has not ended within stop_grace_s={how.grace_s:g}"
-                limit = threading.Timer(how.grace_s, end_now, (how, late))
-                limit.daemon = True
-                limit.start()
-                if not how.ends_itself:
-                    task.cancel()
-
-            for signum in handled:
-                loop.add_signal_handler(signum, begin, signum)
-            try:
-                return await task
-            except asyncio.CancelledError:
-                if how.signum is not None:
-                    raise Interrupted(how.signum) from None
-                raise
-
+    async def supervised() -> int:
+        nonlocal task
+        task = asyncio.create_task(main(), name="run")
+        if how.signum is not None and not how.ends_itself:
+            task.cancel()
         try:
-            return runner.run(supervised())
-        # Task groups wrap errors; the console shows only the first one.
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
-        finally:
-            # Stops child processes that a failed component has left running.
-            end_processes(descendants())
-            if limit is not None:
-                limit.cancel()
+            return await task
+        except asyncio.CancelledError:
+            if how.signum is not None:
+                raise Interrupted(how.signum) from None
+            raise
+
+    threading.Thread(target=keep_limit, name="grace time", daemon=True).start()
+    handled = [signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, heard) for signum in handled}
+    try:
+        with runner:  # which ends only after all threads that the loop has started
+            try:
+                return runner.run(supervised())
+            # Task groups wrap errors; the console shows only the first one.
+            except BaseExceptionGroup as group:
+                raise first_error(group) from group
+            finally:
+                # Stops child processes that a failed component has left running.
+                end_processes(descendants())
+    finally:
+        is_over.set()
+        is_signalled.set()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
-def end_now(how: Stop, why: str) -> None:
+def end_now(how: Stop, why: str, signum: int = signal.SIGTERM) -> None:
     """Kill every process and this one, and say what is lost."""
-    with suppress(Exception):  # of any kind: nothing may keep the process from ending
+    with suppress(Exception):  # of any kind, such as a terminal that is gone: nothing may keep the process from ending
         os.write(2, f"penstock: {why}. Lost: {how.loses()}.\n{how.next_command}\n".encode())
+    with suppress(Exception):
         for process in descendants():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-    os._exit(128 + (how.signum or signal.SIGTERM))
+    os._exit(128 + signum)
 
 
 def first_error(error: BaseException) -> BaseException:

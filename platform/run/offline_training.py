@@ -7,13 +7,14 @@ pairs of a chosen and a rejected answer.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
 STARTING = Progress("starting Ray and the trainer")
+_Item = TypeVar("_Item")
 
 
 @asynccontextmanager
@@ -82,9 +84,9 @@ async def saved_if_ended(
     except BaseException:
         # The error that ended it is reported, not a follow-up error of saving from a dead rank.
         with suppress(PenstockError):
-            if not await trainer.stop_step():
-                await trainer.wait_for_step()
             if is_wanted():
+                if not await trainer.stop_step():
+                    await trainer.wait_for_step()
                 await trainer.save(folder)
         raise
 
@@ -96,13 +98,13 @@ def run_sft(config: RunConfig) -> int:
     if sft.reuse and is_finished(config):
         print(f"{config.run_dir}/policy exists and has the same configuration: it is reused (sft.reuse=true).")
         return EXIT_OK
+    return run_to_end(lambda: _train_sft(config, sft), Stop(config.stop_grace_s))
+
+
+async def _train_sft(config: RunConfig, sft: SftConfig) -> int:
+    """Train until the target accuracy or `sft.max_steps` is reached, and write the policy."""
     source = cast("GoldSource", load_task_source(config.env, config.seed))
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _train_sft(config, sft, source, run_dir), Stop(config.stop_grace_s))
-
-
-async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
-    """Train until the target accuracy or `sft.max_steps` is reached, and write the policy."""
     console = RunConsole(sft.max_steps, config.console)
     path = initial_policy(config, run_dir)
     console.header(
@@ -269,12 +271,12 @@ def _run_preferences(config: RunConfig, command: Command) -> int:
         correction=CorrectionConfig(),
     )
     paired = config.model_copy(update={"algorithm": pairs})
-    run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir), Stop(paired.stop_grace_s))
+    return run_to_end(lambda: _train_preferences(paired, preference, command), Stop(paired.stop_grace_s))
 
 
-async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
+async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command) -> int:
     """Train on all pairs and write the model. The reference of DPO is the policy before the first step."""
+    run_dir = prepare_run_dir(config)
     console, path, size = RunConsole(preference.num_steps, config.console), model_path(config), preference.batch_size
     is_policy = command == "dpo"
     facts = {
@@ -296,9 +298,9 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
         source, codec = load_task_source(config.env, config.seed), load_codec(path, config.env)
         limit = ExampleLimit(config.model.max_context_tokens, config.env.on_long_prompt)
         measured = held_out_tasks(source, preference.eval_pairs)
-        # Not on the event loop, which answers signals.
-        await asyncio.to_thread(pairs.extend, islice(encode_pairs(source, codec, source.train(), limit), num_pairs))
-        held_out = await asyncio.to_thread(list, encode_pairs(source, codec, measured, limit))
+        await collect(islice(encode_pairs(source, codec, source.train(), limit), num_pairs), pairs)
+        held_out: list[Preference] = []
+        await collect(encode_pairs(source, codec, measured, limit), held_out)
         limit.tell_skipped(console)
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
         async with saved_if_ended(trainer, folder):
@@ -318,6 +320,22 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                 hub.log(step, metrics)
             await trainer.save(folder)
     return EXIT_OK
+
+
+async def collect(items: Iterator[_Item], found: list[_Item]) -> None:
+    """Append the items in a thread, since the event loop answers signals. The thread ends if this is cancelled."""
+    is_over = threading.Event()
+
+    def append() -> None:
+        for one in items:
+            if is_over.is_set():
+                return
+            found.append(one)
+
+    try:
+        await asyncio.to_thread(append)
+    finally:
+        is_over.set()
 
 
 def encode_pairs(

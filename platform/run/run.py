@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -96,6 +97,7 @@ class Run:
         self.has_begun = False
         self.evaluations: list[Evaluation] = []
         self.policy_version: int | None = None
+        self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._published = 0  # or being published
         self._evaluator = runtime.evaluator
         self._monitor = runtime.monitor
@@ -330,12 +332,19 @@ class Run:
     async def save_policy(self) -> None:
         """Write the current policy into the run directory, unless that version is already there.
 
+        If this is cancelled, the writing goes on, and the next call waits for it.
+
         Raises:
             TrainingError: If a trainer rank is dead or hangs, or the disk is full.
         """
-        if self.policy_version != self.trained_version:
-            await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
-            self.policy_version = self.trained_version
+        version = self.trained_version
+        if self.policy_version == version:
+            return
+        if self._saving is None or self._saving[0] != version or self._saving[1].done():
+            writing = self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
+            self._saving = version, asyncio.ensure_future(writing)
+        await asyncio.shield(self._saving[1])
+        self.policy_version = version
 
     async def stop(self, training: asyncio.Task[None], left_s: float) -> None:
         """End the training loop with the weights of the newest published version.
@@ -345,7 +354,7 @@ class Run:
 
         Args:
             training: The running loop.
-            left_s: Longest wait for it, seconds.
+            left_s: Time that is left for it and for saving, seconds.
         """
         began_at = time.monotonic()
         if self._flow.is_running:
@@ -360,11 +369,24 @@ class Run:
                 answer.set_result(is_ended)
             if is_ended and self._flow.is_running:
                 training.cancel()
+            elif not is_ended:  # without the end of its update, there is no version to save
+                await self._wait_for_step(left_s - ABANDON_S)
         else:
             training.cancel()
-        await asyncio.wait({training}, timeout=max(0.0, left_s - ABANDON_S - (time.monotonic() - began_at)))
+        passed_s = time.monotonic() - began_at
+        await asyncio.wait({training}, timeout=max(0.0, (left_s - passed_s) / 2 - ABANDON_S))
         training.cancel()
         await asyncio.wait({training}, timeout=ABANDON_S)
+
+    async def _wait_for_step(self, limit_s: float) -> None:
+        with suppress(PenstockError, TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s)):
+                await self.trainer.wait_for_step()
+
+    async def end_failed_step(self) -> None:
+        """After an error in a step, have the ranks keep the weights that they had before it, if they still can."""
+        with suppress(PenstockError):
+            await self.trainer.stop_step()
 
     async def checkpoint_at_end(self, *, even_untrained: bool = False) -> None:
         """Take a checkpoint of a run that was stopped or has failed, unless it failed within a step.
@@ -376,6 +398,7 @@ class Run:
         """
         saved = self._flow.last_snapshot
         if saved is None or not (self.version or even_untrained):
+            await self.checkpoint_written()
             return
         try:
             await self._checkpointer.take_last(self.version, saved, self.state_dict())
@@ -416,6 +439,10 @@ class Run:
     def note(self, message: str) -> None:
         """Print a line on the console."""
         self._instruments.note(message)
+
+    async def checkpoint_written(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        await self._checkpointer.written()
 
     async def abandon_checkpoint(self) -> None:
         """Stop writing a checkpoint, since a trainer rank is lost."""

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice, product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,11 +39,11 @@ TASKS_PER_BATCH = 512
 
 def run_sample(config: RunConfig) -> int:
     """Run `penstock sample`. Prints one JSON line with the counts at the end and returns the exit code."""
+    return run_to_end(lambda: _run(config, config.sample), Stop(config.stop_grace_s))
+
+
+async def _run(config: RunConfig, sample: SampleConfig) -> int:
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _run(config, config.sample, run_dir), Stop(config.stop_grace_s))
-
-
-async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
     console, started = RunConsole(0), time.monotonic()
     console.header(
         config.name,

@@ -88,10 +88,19 @@ class TwoPolicyTrainer:
         await asyncio.gather(*(trainer.early_logprobs(group) for trainer in self._trainers.values()))
 
     async def stop_step(self) -> bool:
-        """End the step of both trainers. If only one of them can, the policy of the other one is one step newer."""
-        ended = await asyncio.gather(*(trainer.stop_step() for trainer in self._trainers.values()))
+        """End the step of both trainers. If only one of them can, the other one has kept the version before."""
+        trainers = list(self._trainers.values())
+        ended = await asyncio.gather(*(trainer.stop_step() for trainer in trainers))
         self._is_one_ahead = any(ended) and not all(ended)
+        if self._is_one_ahead:
+            version = trainers[ended.index(True)].version
+            for trainer in trainers:
+                trainer.return_to(version)
         return any(ended)
+
+    async def wait_for_step(self) -> None:
+        """Wait until both have completed the step that they are in."""
+        await asyncio.gather(*(trainer.wait_for_step() for trainer in self._trainers.values()))
 
     async def save(self, path: str) -> None:
         """Write the policy to `path` and the partner to the sibling folder `partner`."""

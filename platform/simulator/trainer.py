@@ -73,10 +73,10 @@ class SimulatedRank:
     async def export(self, version: int) -> WeightManifest:
         return cast("WeightManifest", await self._together("export", version))
 
-    async def held_weights(self) -> None:
+    async def held_weights(self, _version: int) -> None:
         """There are no weights."""
 
-    async def save_hf(self, _path: str, *_held: None) -> None:
+    async def save_hf(self, _path: str, _version: int, *_held: None) -> None:
         """There are no weights to save, but rank 0 answers only if its process does."""
 
     async def snapshot(self, version: int) -> None:

@@ -116,6 +116,45 @@ async def test_after_a_step_that_was_not_seen_to_end_the_version_is_unknown() ->
     assert failing.version == late.version == given_up.version == UNKNOWN, "the ranks may complete it all the same"
 
 
+class StopsItsStep(FakeRank):
+    """Its step fails, and it answers whether it failed before it decided to make the update."""
+
+    def __init__(self, is_ended: bool) -> None:
+        super().__init__(fails=True)
+        self.is_ended = is_ended
+        self.saved: list[tuple[Any, ...]] = []
+
+    def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        if method == "step":
+            return super()._call(method, *arguments)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_result(self.is_ended if method == "stop_step" else None)
+        if method == "save_hf":
+            self.saved.append(arguments)
+        return answer
+
+
+async def test_after_a_step_that_failed_before_its_update_the_version_before_it_can_be_saved() -> None:
+    ranks = [StopsItsStep(is_ended=True), StopsItsStep(is_ended=False)]
+    client = TrainerClient(ranks, 10.0)
+    client.version = 4
+    with pytest.raises((TrainingError, RuntimeError), match="planted"):
+        await client.step(batch([8]))
+    assert client.version == UNKNOWN
+    assert await client.stop_step()
+    await client.save("policy")
+    assert (client.version, ranks[0].saved[0][:2]) == (4, ("policy", 4))
+
+
+async def test_after_a_step_that_failed_in_its_update_nothing_can_be_saved() -> None:
+    client = TrainerClient([StopsItsStep(is_ended=False)], 10.0)
+    with pytest.raises((TrainingError, RuntimeError), match="planted"):
+        await client.step(batch([8]))
+    assert not await client.stop_step()
+    with pytest.raises(TrainingError, match="of no version"):
+        await client.save("policy")
+
+
 async def test_a_step_that_hangs_in_living_processes_has_lost_all_ranks() -> None:
     class Hangs(FakeRank):
         """Its process lives, and its collective never ends."""

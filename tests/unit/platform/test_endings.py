@@ -265,6 +265,47 @@ async def test_a_run_that_is_told_to_end_in_a_long_step_keeps_its_policy_and_the
     assert stats["trained"][0] == sum(run._flow.core.rules.group_size for _ in range(hangs_in * GROUPS))
 
 
+async def test_a_step_that_fails_before_its_update_leaves_the_policy_of_the_version_before(tmp_path: Path) -> None:
+    run, order = run_of(set(), tmp_path, []), []
+    step, save = run.trainer.step, run.trainer.save
+
+    async def fails_in_the_third(batch: Any) -> Any:
+        report = await step(batch)
+        if report.version == 3:
+            raise TrainingError("planted: out of memory")
+        return report
+
+    async def stop_step() -> bool:
+        order.append("asked to keep its weights")
+        return True
+
+    async def saved(path: str) -> None:
+        order.append("policy")
+        await save(path)
+
+    run.trainer.step, run.trainer.stop_step, run.trainer.save = fails_in_the_third, stop_step, saved
+    assert "planted" in str(await fails_to_the_end(run))
+    assert order == ["asked to keep its weights", "policy"]
+    assert run.version == run.policy_version == 2
+
+
+async def test_a_signal_to_a_run_that_has_failed_limits_what_it_still_saves(tmp_path: Path) -> None:
+    notes: list[str] = []
+    run, stop = run_of(set(), tmp_path, notes), Stop(grace_s=1.0)
+    fail_at(run, 2, lambda: run._flow.fail(PenstockError("the judge is down")))
+
+    async def never() -> float:
+        stop.begin("SIGTERM", 15)
+        await asyncio.Event().wait()
+        return 0.0
+
+    run.trainer.snapshot = never
+    with pytest.raises(PenstockError, match="the judge is down"):
+        await asyncio.wait_for(train_to_end(run, LIVE_ACTORS, stop), 30.0)
+    assert run.policy_version == 2, "it comes first"
+    assert any("the last checkpoint is not complete" in note for note in notes)
+
+
 async def test_a_step_that_is_about_to_be_completed_is_published_before_the_run_ends(tmp_path: Path) -> None:
     run, stop = run_of(set(), tmp_path, []), Stop(grace_s=20.0)
 

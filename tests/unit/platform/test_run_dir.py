@@ -11,7 +11,8 @@ import yaml
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
-from penstock.platform.checks.load import compose_config, load_config
+from penstock.platform.checks.load import compose_config, load_config, load_warm_start
+from penstock.platform.checks.model_files import awaits_warm_start
 from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.offline_training import run_sft
@@ -54,6 +55,23 @@ def test_a_run_is_finished_once_marked_and_for_its_own_configuration_only():
     assert not is_finished(warm_start("seed=1"))
     assert not is_finished(warm_start("sft.stop_at_accuracy=0.2"))
     assert not is_finished(warm_start("env.args.digits=2"))
+
+
+def test_the_policy_of_a_warm_start_that_was_ended_early_is_made_again():
+    named = 'warm_start=["experiment=arithmetic_sft","name=warm"]'
+    config = compose_config(["experiment=arithmetic_stages", "model.path=runs/warm/policy", named])
+    assert awaits_warm_start(config), "there is none"
+    prepare_run_dir(warm_start())
+    Path("runs/warm/policy").mkdir()
+    Path("runs/warm/policy/config.json").touch()
+    assert awaits_warm_start(config), "it is of an early step"
+    made = load_warm_start(config, None, dry_run=True)
+    assert (made.run_dir, made.overwrite) == ("runs/warm", True)
+    mark_finished(warm_start())
+    assert not awaits_warm_start(config)
+    Path("runs/warm/finished.yaml").unlink()
+    Path("runs/warm/summary.json").touch()
+    assert not awaits_warm_start(config), "it is of a run of reinforcement learning"
 
 
 def test_a_finished_warm_start_is_used_again_and_another_one_must_be_overwritten(capsys):

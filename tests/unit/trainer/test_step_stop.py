@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,11 +112,38 @@ def test_a_step_that_is_ended_between_two_updates_saves_the_version_before_it(
     with pytest.raises(TrainingError, match="the run ends"):
         trainer.step(batch, 0)
     assert any(not torch.equal(before[name], now) for name, now in trainer.export_weights()), "one update was made"
-    save_policy(trainer, str(tmp_path / "saved"), policy)
+    save_policy(trainer, str(tmp_path / "saved"), policy, [trainer.held_weights(0)])
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
     with pytest.raises(CheckpointError, match="between two of its updates"):
         trainer.snapshot(0)
+
+
+def test_a_step_that_is_ended_before_its_first_update_may_be_kept_as_a_checkpoint(
+    policy: str, batch: list[GroupPayload], tmp_path: Path
+) -> None:
+    trainer = trainer_of(policy, 40, mini_batches=2, proximal="recompute")
+    forward = trainer.backend.forward
+
+    def ends_in_the_first(*arguments: object) -> object:
+        trainer.stop.request()
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    trainer.backend.forward = ends_in_the_first  # type: ignore[method-assign,assignment]
+    with pytest.raises(TrainingError, match="the run ends"):
+        trainer.step(batch, 0)
+    trainer.snapshot(0).wait()
+
+
+def test_a_trainer_with_a_partner_keeps_the_version_before_its_step(policy: str, batch: list[GroupPayload]) -> None:
+    trainer = trainer_of(policy, 1000, lr=1.0, adam_epsilon=1.0)
+    trainer._spec = replace(trainer._spec, has_partner=True)
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    assert trainer.step(batch, 0).version == 1
+    held = trainer.held_weights(0)["model"]
+    now = trainer.held_weights(1)["model"]
+    assert all(torch.equal(held[name].flatten(), tensor.flatten()) for name, tensor in before.items())
+    assert any(not torch.equal(held[name].flatten(), now[name].flatten()) for name in before)
 
 
 def test_a_step_of_several_updates_that_is_completed_saves_its_own_result(
