@@ -186,7 +186,7 @@ STREAMED_PAIRS = [
 )
 def test_variants_train(name: str, overrides: list[str], workspace: Path, train_overrides: list[str]) -> None:
     done = run_cli("train", *train_overrides, *SMALL, f"name={name}", *overrides, cwd=workspace)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     run_dir = workspace / "runs" / name
     summary = read_summary(run_dir)
     assert summary["status"] == "completed"
