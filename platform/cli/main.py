@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -228,8 +229,10 @@ def with_trace(trace: Path, run: Callable[[], int]) -> int:
     except PenstockError:
         raise
     except Exception as error:
-        if not trace.exists():
+        if not trace.parent.is_dir():
             raise
+        if not trace.exists():  # it was raised after the run; typer would hide a broken pipe
+            trace.write_text(traceback.format_exc())
         last_line = (str(error).strip().splitlines() or [""])[-1]
         raise PenstockError(f"{type(error).__name__}: {last_line}\nThe full traceback is in {trace}.") from error
 

@@ -119,6 +119,19 @@ def test_a_foreign_error_is_one_line_with_the_path_of_its_traceback(invoke, monk
     assert "error.txt" in result.stderr
 
 
+def test_a_broken_pipe_of_a_run_is_no_silent_exit(invoke, monkeypatch):
+    def start(config):
+        Path(config.run_dir).mkdir(parents=True)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(learning_run, "run_sft", start)
+    result = invoke("sft", "experiment=arithmetic_sft")
+    assert result.exit_code == 1
+    assert "BrokenPipeError: [Errno 32] Broken pipe" in result.stderr
+    (trace,) = Path("runs").glob("*/error.txt")
+    assert "Traceback" in trace.read_text()
+
+
 def test_a_report_of_no_steps_says_that_there_are_none(invoke):
     result = invoke("report", "runs/none")
     assert result.exit_code == 2
