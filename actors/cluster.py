@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -177,7 +178,14 @@ async def ray_session(
         # Listed now: after the raylet has ended, its workers are no children of this process. Those of a joined cluster
         # are others', even if this process has started it.
         started = ray_processes() if needs is None else []
-        ray.shutdown()
+        # While Ray's worker of this process is gone and its Python object is not, freeing an object reference ends the
+        # process silently, with code 1 (`CoreWorkerProcess::EnsureInitialized`). Other threads collect garbage, too.
+        gc.collect()
+        gc.disable()
+        try:
+            ray.shutdown()
+        finally:
+            gc.enable()
         end_processes(started)
         remove_directories_of([process.pid for process in started], publish_in)
 
