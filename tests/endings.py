@@ -130,7 +130,7 @@ def one(folder: Path, options: argparse.Namespace, num_fast: int, later_s: float
     assert evaluated.returncode == 0, evaluated.stderr
     json.loads(evaluated.stdout.splitlines()[-1])
     if again[0] == "train":
-        assert version == 0, "nothing was trained, so nothing is lost"
+        assert version == 0, f"no checkpoint, {seen}: {lines[-12:]}"
         return f"{seen}: policy of v0 as published, eval, {again[0]} …"
     (folder / "slow.py").write_text(SLOW.format(seconds=0, fast=0, reward_s=0))
     assert again[0] == "resume", lines[-1]

@@ -94,17 +94,34 @@ def unreadable_files(config_dir: Path) -> list[str]:
     return found
 
 
+def quoted(word: str) -> str:
+    """`key='value'` of `key=value`: a path may have characters that Hydra's grammar does not read, such as `é`.
+
+    A value that begins as a list, a section or a quoted text stays: something is wrong with it.
+    """
+    key, mark, value = word.partition("=")
+    if not mark or not value or value[0] in "[{'\"$":
+        return word
+    return f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
+
+
 def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
     """Parse overrides into choices and values, without composing."""
     result = Overrides()
     parser = OverridesParser.create()
-    for text in typed:
+    for word in typed:
+        text = word
         try:
-            override = parser.parse_override(text)
+            try:
+                override = parser.parse_override(word)
+            except HydraException:
+                if (text := quoted(word)) == word:
+                    raise
+                override = parser.parse_override(text)
         except HydraException as error:
             detail = " ".join(str(error).split())
             hint = "Write key=value; quote text with spaces or brackets: key='\"a b\"'."
-            result.problems.append(f"{text!r} is not an override: {detail}. {hint}")
+            result.problems.append(f"{word!r} is not an override: {detail}. {hint}")
             continue
         _sort_one(override, text, groups, result)
     experiments = list(dict.fromkeys(choice for choice in result.choices if choice.startswith("experiment=")))

@@ -54,6 +54,24 @@ def test_a_stop_text_is_what_its_quotes_say_and_the_reading_is_told(
     assert said.casefold() in "".join(composition.remarks).casefold()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "models/modèle π 日本",
+        "runs/👨\u200d👩\u200d👧",
+        "a\u00a0b",
+        "it's (1) & co/x",
+        "C:\\x é\\",
+        "100% ok, really=1",
+    ],
+)
+def test_a_path_is_what_was_typed_whatever_characters_it_has(path: str) -> None:
+    composition = compose(f"run_dir={path}", f"model.path={path}")
+    assert not composition.problems
+    assert composition.config is not None
+    assert (composition.config.run_dir, composition.config.model.path) == (path, path)
+
+
 def test_every_text_of_the_command_line_has_the_same_rule() -> None:
     composition = compose(
         r"""env.args={a: "x\ny", b: [2.5, null, true, p q], c: "\frac\t12"}""",
