@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import random
 import re
 import shutil
@@ -95,6 +96,101 @@ def test_a_list_and_a_pattern_are_the_rows_of_their_files_in_order(tmp_path: Pat
     assert trained(RowTasks(0, f"{tmp_path}/[ab].*")) == trained(RowTasks(0, ["b.jsonl", "a.csv"]))
     order = {task.task_id: task.prompt for part in RowTasks(0, "*.*").stored().values() for task in part}
     assert order["rows/0"] == ROWS[50]["prompt"], "a pattern is sorted by name"
+
+
+def tasks_of(path: str, **settings: Any) -> list[Task]:
+    """All tasks of a path, in the order of the data."""
+    source = RowTasks(0, path, held_out=write("own.jsonl", [{"prompt": "own"}]), **settings)
+    return list(source.stored()["train"])
+
+
+@pytest.mark.parametrize(
+    "name", ["rows[1].parquet", "rows?.parquet", "*.parquet", "{a,b}.parquet", "data [v2]/x.parquet"]
+)
+def test_a_parquet_file_whose_name_looks_like_a_pattern_is_that_file(name: str) -> None:
+    for folder in ("data [v2]", "data 2"):
+        Path(folder).mkdir()
+    for decoy in ("rows1.parquet", "a.parquet", "data 2/x.parquet"):
+        write(decoy, [{"prompt": "decoy"}])
+    write(name, [{"prompt": "named"}])
+    assert [task.prompt for task in tasks_of(name)] == ["named"]
+    if "/" in name:
+        assert [task.prompt for task in tasks_of("data [v2]")] == ["named"]
+
+
+def test_a_parquet_file_that_replaces_another_of_the_same_time_is_read() -> None:
+    for number in (1, 2):
+        write("rows.parquet", [{"prompt": f"question {number}"}])
+        os.utime("rows.parquet", (1e9, 1e9))
+        assert [task.prompt for task in tasks_of("rows.parquet")] == [f"question {number}"]
+
+
+TEXTS = ["007", "true", "NA", "null", "1e5", "1.10", "2024-01-01", "12345678901234567890", "[1, 2]", '"quoted"', "x"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "list.json", "rows.csv", "rows.tsv"])
+def test_rows_of_a_folder_are_those_of_its_files(name: str) -> None:
+    Path("data").mkdir()
+    write(f"data/{name}", [{"prompt": f"{text} ", "answer": text} for text in TEXTS])
+    assert [(task.prompt, task.fields["answer"]) for task in tasks_of("data")] == [(f"{text} ", text) for text in TEXTS]
+    if name == "rows.jsonl":
+        answers = ["3", 3, 3.5, True, [1], None, 2**60 + 1, "null"]
+        write(f"data/{name}", [{"prompt": f"{n}", "answer": answer} for n, answer in enumerate(answers)])
+        assert [task.fields["answer"] for task in tasks_of("data")] == answers
+
+
+def test_splits_of_a_folder_are_chosen_by_the_names_of_files_or_by_its_card() -> None:
+    Path("data").mkdir()
+    write("data/train-00.jsonl", ROWS[:30])
+    write("data/train-01.jsonl", ROWS[30:40])
+    write("data/test.csv", ROWS[40:])
+    expected = [row["prompt"] for row in ROWS]
+    assert [task.prompt for task in tasks_of("data")] == expected[:40]
+    assert [task.prompt for task in tasks_of("data", split="test")] == expected[40:]
+    parts = tasks_of("data", split="train[28:32]+test[:10%]")
+    assert [task.prompt for task in parts] == expected[28:32] + expected[40:46]
+    card = (
+        "---\nconfigs:\n- config_name: easy\n  data_files: test.csv\n- config_name: hard\n  data_files: train*\n---\n"
+    )
+    Path("data/README.md").write_text(card)
+    assert [task.prompt for task in tasks_of("data", subset="easy")] == expected[40:]
+    assert [task.prompt for task in tasks_of("data", subset="hard")] == expected[:40]
+    with pytest.raises(ConfigError, match=r"subset=None; set it to one of \['easy', 'hard'\]"):
+        tasks_of("data")
+    Path("data/README.md").write_text(card.replace("test.csv", 'test.csv\n  sep: ";"'))
+    with pytest.raises(ConfigError, match=r"README.md there has \['sep'\] for the subset 'easy'"):
+        tasks_of("data", subset="easy")
+
+
+@pytest.mark.parametrize("kind", ["saved", "rows.parquet"])
+def test_a_column_of_mixed_types_that_datasets_keeps_as_json_is_refused_and_objects_are_not(kind: str) -> None:
+    def save(rows: list[dict[str, Any]]) -> str:
+        found = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        shutil.rmtree("saved", ignore_errors=True)
+        found.save_to_disk("saved") if kind == "saved" else found.to_parquet(kind)
+        return kind
+
+    rows = [{"prompt": "a", "answer": "3"}, {"prompt": "b", "answer": 3}]
+    with pytest.raises(ConfigError, match=r"row 0 has 3 in the column 'answer', which has values of several types"):
+        tasks_of(save(rows))
+    notes: list[Any] = [{"a": 1}, ["1"]]
+    rows = [{"prompt": str(index), "notes": note} for index, note in enumerate(notes)]
+    assert [task.fields["notes"] for task in tasks_of(save(rows))] == notes
+
+
+def test_short_floats_of_a_table_are_the_numbers_that_were_written() -> None:
+    table = pa.table(
+        {
+            "prompt": ["a"],
+            "answer": pa.array([0.1], pa.float32()),
+            "numbers": pa.array([[0.1, None, 2.5]], pa.list_(pa.float32())),
+            "nested": pa.array([{"x": [0.3]}], pa.struct({"x": pa.list_(pa.float32())})),
+            "half": pa.array([0.1], pa.float16()),
+        }
+    )
+    pq.write_table(table, "rows.parquet")
+    fields = {"answer": 0.1, "numbers": [0.1, None, 2.5], "nested": {"x": [0.3]}, "half": 0.1}
+    assert tasks_of("rows.parquet")[0].fields == fields
 
 
 def test_held_out_rows_come_from_a_share_a_split_or_a_path() -> None:
@@ -315,6 +411,24 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "home": (lambda: "~/no_such_rows.csv", "no such file"),
     "pattern": (lambda: "part-*.jsonl", r"part-\*.jsonl: no file matches"),
     "empty folder": (lambda: Path("none").mkdir() or "none", "none is a folder without rows"),
+    "two formats": (
+        lambda: Path("data").mkdir() or (write("data/a.jsonl", ROWS) and write("data/b.csv", ROWS) and "data"),
+        r"the split 'train' has files of several formats, a.jsonl and b.csv",
+    ),
+    "another packing": (
+        lambda: (
+            Path("data").mkdir() or (write("data/a.jsonl", ROWS) and bad_bytes("data/b.jsonl.zst", b"x")() and "data")
+        ),
+        r"several formats, a.jsonl and b.jsonl.zst",
+    ),
+    "splits in capitals": (
+        lambda: Path("data").mkdir() or (write("data/TRAIN.jsonl", ROWS) and write("data/TEST.jsonl", ROWS) and "data"),
+        r"TEST.jsonl seems to be of a split, and only names in small letters",
+    ),
+    "address": (
+        lambda: write("a.parquet", ROWS) and bad_bytes("a.parquet::b.parquet", b"x" * 9)(),
+        "'::' as part of an",
+    ),
     "empty": (bad_bytes("rows.csv", b""), "rows.csv is empty"),
     "blank": (bad_bytes("rows.jsonl", b"\n \n"), "rows.jsonl has no rows"),
     "header only": (bad_bytes("rows.csv", b"prompt,answer\n"), "rows.csv has no rows"),
@@ -457,7 +571,7 @@ def test_no_test_split_is_trained_on_unless_the_user_says_what_is_held_out() -> 
     refusals = {
         "only_test": "has no split 'train'; only_test has the splits \\['test'\\]",
         "one_test": "one_test holds the split 'test', which is not trained on",
-        "files": 'Unknown split "train"',
+        "files": "has no split 'train'; files has the splits \\['test'\\]",
     }
     for path, message in refusals.items():
         with pytest.raises(ConfigError, match=message):
