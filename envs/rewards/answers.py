@@ -28,6 +28,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _MAX_LIST_CHARACTERS = 20_000
 _MAX_LONGER = 8
 """Characters of a response for each of its list, if it is longer than that: escapes and white space take some."""
+NO_ANSWER = "no answer"
 _GAPS = ("", "nan", "NaN")
 
 
@@ -89,12 +90,12 @@ def checked_answer(answer: object, field: str = "answer") -> AnswerValue:
 
 
 def kind_of(value: object) -> str:
-    """Values of one kind are taken or refused alike: by `checked_answer`, and most likely by any reward."""
+    """The type of a value, with those of the items of a list, and `NO_ANSWER` if `checked_answer` refuses it."""
     value = _without_numpy(value)
     if isinstance(value, list | tuple):
         return f"list of {sorted(set(map(kind_of, value)))}"
     plain = _scalar(value)
-    return f"no answer, {type(value).__name__}" if plain is None else type(plain).__name__
+    return f"{NO_ANSWER} ({type(value).__name__})" if plain is None else type(plain).__name__
 
 
 def _without_numpy(value: Any) -> Any:
