@@ -238,6 +238,8 @@ class TextRows:
         except (ValueError, RecursionError) as error:
             # The library's own message counts lines within the row.
             cause = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            if isinstance(error, RecursionError):
+                cause = "it is nested too deeply"
             raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {cause}") from error
         return _checked(row, self, index)
 
@@ -516,7 +518,8 @@ def _text(file: Path, key: str) -> RowTable:
             parsed: Any = json.loads(content) if is_list or is_object else None
         except (ValueError, RecursionError) as error:
             if is_list:
-                raise ConfigError(f"{key}={file} is not JSON: {error}") from error
+                cause = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise ConfigError(f"{key}={file} is not JSON: {cause}") from error
             return TextRows(file, key)  # an object in each line
         if is_list:
             return TableRows(parsed, str(file))

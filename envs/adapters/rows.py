@@ -17,13 +17,17 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.adapters.chat_messages import (
+    TOO_DEEP,
     Message,
     MessageError,
     checked_message,
+    is_deep,
     is_unicode,
     messages_in,
     with_system,
@@ -266,9 +270,16 @@ class RowTasks:
         return self._as_task(part, index, part.table[index])
 
     def _as_task(self, part: _Part, index: int, row: Row) -> Task:
+        if is_deep([*row.values()]):
+            raise ConfigError(f"env: {part.table.where(index)} cannot be used: {TOO_DEEP}.")
         name = index
         if self._id_field is not None:
             name = self._value(self._id_field, "id_field", part, index, row)
+            if not is_unicode(str(name)):
+                raise ConfigError(
+                    f"env.args.id_field={self._id_field}: {part.table.where(index)} has the id {name!a}, with half of "
+                    "a surrogate pair, which no file can hold. Use another column, or null to number the rows."
+                )
         # Ids of other files may be those of the training rows.
         task_id = f"{part.prefix}/{name}" if self._id_field is None or part.prefix != "rows" else str(name)
         prompt = self._prompt(self._value(self._prompt_field, "prompt_field", part, index, row), part.table, index)
@@ -301,6 +312,8 @@ class RowTasks:
         where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}"
         try:
             messages = messages_in(value) if isinstance(value, str) else value
+            if isinstance(messages, np.ndarray):  # as pandas has them
+                messages = messages.tolist()
             if isinstance(messages, list) and messages:
                 chat = [checked_message(number, message) for number, message in enumerate(messages)]
                 return chat if self._system is None else with_system(chat, self._system)

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from datetime import date
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -437,7 +438,34 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "cut off": (bad_bytes("rows.jsonl", GOOD * 3 + GOOD[:17]), r"rows.jsonl, line 4 is not JSON"),
     "no object": (bad_bytes("rows.jsonl", GOOD + b"[1]\n"), r"rows.jsonl, line 2 is a list; expected a dict"),
     "no object in a list": (bad_bytes("rows.json", b"[1]"), r"rows.json, row 0 is a int"),
-    "deep": (bad_bytes("rows.jsonl", GOOD + b"[" * 100_000), r"rows.jsonl, line 2 is not JSON"),
+    "deep": (
+        bad_bytes("rows.jsonl", GOOD + b"[" * 100_000),
+        r"rows.jsonl, line 2 is not JSON: it is nested too deeply",
+    ),
+    "deep list": (bad_bytes("rows.json", b"[" * 100_000), r"rows.json is not JSON: it is nested too deeply"),
+    "deep field": (
+        bad_bytes("rows.jsonl", GOOD + b'{"prompt": "1", "answer": %s1%s}' % (b'{"a": [' * 300, b"]}" * 300)),
+        r"rows.jsonl, line 2 cannot be used: it is nested deeper than 64 levels",
+    ),
+    "deep field in a list": (
+        bad_bytes("rows.json", b'[{"prompt": "1"},{"prompt": "2", "x": %s}]' % (b"[" * 80 + b"]" * 80)),
+        r"rows.json, row 1 cannot be used: it is nested deeper than 64 levels",
+    ),
+    "deep arguments": (
+        bad_bytes(
+            "rows.jsonl",
+            b'{"prompt": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
+            % (b"[" * 600 + b"]" * 600),
+        ),
+        r"line 1 .* calls 'f' with arguments that cannot be used: it is nested deeper than 64 levels",
+    ),
+    "deep messages as text": (
+        bad_bytes(
+            "rows.tsv",
+            b"prompt\n[{'role': 'user', 'content': '1', 'x': %s}]\n".replace(b"'", b'"') % (b"[" * 600 + b"]" * 600),
+        ),
+        r"rows.tsv, line 2 .*nested deeper than 64 levels",
+    ),
     "latin-1": (bad_bytes("rows.jsonl", GOOD + '{"prompt": "ü"}'.encode("latin-1")), "line 2 is not UTF-8: byte 0xfc"),
     "latin-1 csv": (bad_bytes("rows.csv", "prompt\na\nü\n".encode("latin-1")), "rows.csv, line 3 is not UTF-8"),
     "utf-16": (bad_bytes("rows.jsonl", GOOD.decode().encode("utf-16")), "line 1 is not UTF-8: byte 0xff"),
@@ -451,6 +479,18 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "null prompt": (bad_bytes("rows.jsonl", GOOD + b'{"prompt": null}'), "line 2 has the prompt None"),
     "number": (bad_bytes("rows.jsonl", b'{"prompt": 3}'), "line 1 has the prompt 3; expected valid text"),
     "half a pair": (bad_bytes("rows.jsonl", b'{"prompt": "\\ud800"}'), "line 1 has the prompt .*expected valid text"),
+    "half a pair in a role": (
+        bad_bytes("rows.jsonl", GOOD + b'{"prompt": [{"role": "u\\ud800", "content": "1"}]}'),
+        r"line 2 .*message 0 \('u\\ud800'\) has half of a surrogate pair in role",
+    ),
+    "half a pair in a name": (
+        bad_bytes("rows.jsonl", GOOD + b'{"prompt": [{"role": "user", "name": ["\\ud800"], "content": "1"}]}'),
+        r"line 2 .*message 0 \('user'\) has half of a surrogate pair in name",
+    ),
+    "date in a message": (
+        lambda: write("rows.parquet", [{"prompt": [{"role": "user", "content": "1", "at": date(2024, 1, 1)}]}]),
+        r"rows.parquet, row 0 .*message 0 \(user\) has the key 'at' of type date, which no chat template takes",
+    ),
     "no role": (bad_bytes("rows.jsonl", b'{"prompt": [{"content": "1"}]}'), "line 1 has the prompt .*role and content"),
     "no parquet": (bad_bytes("rows.parquet", GOOD), "rows.parquet is no Parquet file"),
     "cut parquet": (lambda: cut(write("rows.parquet", ROWS)), "rows.parquet is no Parquet file"),
@@ -549,6 +589,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
         ({"columns": {"answer": "anser"}}, r"columns\.answer=anser: .*line 1 has no column 'anser'.*'answer'"),
         ({"columns": {"prompt": "answer"}}, "write prompt_field=answer"),
         ({"columns": {"a b": "answer"}}, "'a b' is no name"),
+        ({"path": "ids.jsonl", "id_field": "id"}, r"line 3 has the id 'b\\ud83d', with half of a surrogate pair"),
         ({"required_fields": ["anser"]}, "line 1 has no 'anser'.*Did you mean 'answer'"),
         ({"path": []}, "expected a path"),
         ({"path": 3}, "expected a path"),
@@ -557,6 +598,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
     write("rows.jsonl", ROWS)
     write("saved", ROWS)
+    write("ids.jsonl", [{"prompt": "1", "id": "a"}, {"prompt": "2", "id": "b\ud83d"}])
     with pytest.raises(ConfigError, match=message):
         next(RowTasks(0, **{"path": "rows.jsonl"} | settings).train())
 
