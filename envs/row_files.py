@@ -49,6 +49,14 @@ EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 _OTHER_FORMATS = (".txt", ".arrow", PACKED, ".zst", ".bz2", ".xz", ".zip", ".tar", ".xlsx", ".pkl", ".npy", ".yaml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _BATCH = 1000
+_NO_TEXT = {
+    b"\x1f\x8b": "is packed by gzip. Give its name the ending .gz",
+    b"PK\x03\x04": "is a zip archive. Unpack it",
+    b"PAR1\x15": "is a Parquet file. Give its name the ending .parquet",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16. Save it as UTF-8"),
+}
+"""First bytes of files that are no text in UTF-8 -> what to do."""
+_SEPARATORS = ",;|\t"
 _SHORT_FLOATS = ("float16", "float32")
 _INEXACT = re.compile(rf"'({'|'.join(_SHORT_FLOATS)})'|Json\(")
 """In the description of a column of a dataset whose values are others than those that were written."""
@@ -114,7 +122,12 @@ def open_rows(
             if value is not None:
                 raise ConfigError(
                     f"{key}={place}: {name}={value} was asked for, but files have no {name}s: all rows would be used. "
-                    f"Leave it out; held_out names the rows for evaluation: held_out={value}.jsonl, or a share, 0.1."
+                    "Leave it out"
+                    + (
+                        "."
+                        if value == "train"
+                        else f"; rows for evaluation are held_out={value}.jsonl, or a share, 0.1."
+                    )
                 )
         parts += [_file(file, key) for file in files]
     if not any(map(len, parts)):
@@ -147,8 +160,13 @@ class TextRows:
         with self._opened() as file:
             if self._unpacked is None:
                 self._state = _state(os.fstat(file.fileno()))
-            mark = file.read(len(_UTF8_MARK)) == _UTF8_MARK
-            file.seek(len(_UTF8_MARK) if mark else 0)
+            head = file.read(64)
+            what = next((what for mark, what in _NO_TEXT.items() if head.startswith(mark)), None)
+            if what is None and b"\0" in head:
+                what = "has zero bytes, as UTF-16 has. Save it as UTF-8"
+            if what is not None:
+                raise ConfigError(f"{key}={path} {what}.")
+            file.seek(len(_UTF8_MARK) if head.startswith(_UTF8_MARK) else 0)
             if self._delimiter is None:
                 self._scan_json(file)
             else:
@@ -205,7 +223,7 @@ class TextRows:
         reader = csv.reader(lines(), delimiter=delimiter, strict=True)
         number = 1
         try:
-            self._header = [name.strip() for name in next(reader, [])]
+            self._header = [name.strip() for name in next(filter(None, reader), [])]
             begin, number = position, reader.line_num + 1
             for values in reader:
                 if values:
@@ -213,7 +231,15 @@ class TextRows:
                     self._lines.append(number)
                 begin, number = position, reader.line_num + 1
         except csv.Error as error:
-            raise ConfigError(f"{self._key}={self._path}: the row at line {number} is broken: {error}.") from error
+            # The library means its own arguments.
+            cause = "a line ends with \\r alone; save it with \\n" if "new-line" in str(error) else error
+            raise ConfigError(f"{self._key}={self._path}: the row at line {number} is broken: {cause}.") from error
+        others = [one for one in _SEPARATORS if one != delimiter and one in "".join(self._header)]
+        if len(self._header) == 1 and others:
+            raise ConfigError(
+                f"{self._key}={self._path}, line 1: the columns seem to be separated by {others[0]!r}; a .csv file has "
+                "commas, and a .tsv file has tabs. Save it so."
+            )
         wrong = [name for name in self._header if not name or self._header.count(name) > 1]
         if wrong:
             what = f"the column {wrong[0]!r} twice" if wrong[0] else "a column without a name"
@@ -240,6 +266,8 @@ class TextRows:
             cause = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             if isinstance(error, RecursionError):
                 cause = "it is nested too deeply"
+            elif text.strip() in ("[", "{", "[{"):
+                cause = "a row has one line here. Save it so, or a list of rows as .json"
             raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {cause}") from error
         return _checked(row, self, index)
 
@@ -411,6 +439,11 @@ def _checked(row: Any, table: RowTable, index: int) -> Row:
     if not isinstance(row, Mapping):
         raise ConfigError(
             f"env: {table.where(index)} is a {type(row).__name__}; expected a dict, a value for each column."
+            + (" A list of rows is read from a file that ends with .json." if isinstance(row, list) else "")
+        )
+    if wrong := [name for name in row if not isinstance(name, str)]:
+        raise ConfigError(
+            f"env: {table.where(index)} has the column {wrong[0]!r}, of type {type(wrong[0]).__name__}; names are text."
         )
     return row
 
@@ -513,6 +546,8 @@ def _text(file: Path, key: str) -> RowTable:
             return TextRows(file, key)  # which names the line
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{key}={file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        if "\0" in content[:64]:
+            return TextRows(file, key)  # which says what it is
         is_list, is_object = (content.lstrip().startswith(mark) for mark in "[{")
         try:
             parsed: Any = json.loads(content) if is_list or is_object else None
@@ -523,9 +558,19 @@ def _text(file: Path, key: str) -> RowTable:
             return TextRows(file, key)  # an object in each line
         if is_list:
             return TableRows(parsed, str(file))
-        if is_object and "\n" in content.strip():
+        if is_object and ("\n" in content.strip() or not _is_row(parsed)):
             raise ConfigError(f"{key}={file} {_one_object(parsed)}")
     return TextRows(file, key)
+
+
+def _is_row(found: Mapping[str, Any]) -> bool:
+    """Whether the only object of a file can be a row: it has a value that is no table, such as text or messages."""
+
+    def is_table(value: Any) -> bool:
+        first = value[0] if isinstance(value, list) and value else value
+        return isinstance(value, list | dict) and not (isinstance(first, dict) and {"role", "from"} & first.keys())
+
+    return not all(map(is_table, found.values()))
 
 
 def _one_object(found: Mapping[str, Any]) -> str:
@@ -536,7 +581,7 @@ def _one_object(found: Mapping[str, Any]) -> str:
     if rows:
         each = ", ".join(f"{name}.json with the {len(inner[name])} rows of {name!r}" for name in rows[:4])
         return f"{what} Save each list as a file: {each}."
-    if inner and len(inner) == len(found):
+    if all(isinstance(value, list | dict) for value in found.values()):
         return f"{what} Its values are columns: write an object for each row (pandas: orient='records', lines=True)."
     return what
 

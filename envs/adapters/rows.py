@@ -112,6 +112,13 @@ class RowTasks:
     ) -> None:
         if (path is None) == (rows is None):
             raise ValueError(f"path={path!r} and rows={rows!r}: give exactly one of the two")
+        _check_texts(prompt_field=prompt_field)
+        optional = {"rows": rows, "subset": subset, "split": split, "id_field": id_field, "system": system}
+        _check_texts(**{name: value for name, value in optional.items() if value is not None})
+        if isinstance(required_fields, str) or not isinstance(required_fields, Iterable):
+            raise ConfigError(f"env.args.required_fields={required_fields!r}: expected a list, [{required_fields}].")
+        if not isinstance(chat, bool):
+            raise ConfigError(f"env.args.chat={chat!r}: expected true or false.")
         self.seed = seed
         self._path, self._rows, self._subset, self._split = path, rows, subset, split
         self._where = f"{rows}()" if path is None else str(path)
@@ -137,7 +144,10 @@ class RowTasks:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
         train = self._parts[0]
         if not train.indices:
-            raise ConfigError(f"env: all {len(train.table)} rows of {self._where} are held out: there are too few.")
+            hint = " held_out=train evaluates on the training rows themselves." if self._sets else ""
+            raise ConfigError(
+                f"env: all {len(train.table)} rows of {self._where} are held out, so none is left to train on.{hint}"
+            )
         return (self._task(train, index) for index in endless(train.indices, f"rows/train/{self.seed}"))
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -155,6 +165,16 @@ class RowTasks:
         train, *held_out = self._parts
         named = {f"held_out/{part.evaluation_set}".removesuffix("/"): part for part in held_out}
         return {name: self._in_order(part) for name, part in {"train": train, **named}.items()}
+
+    def where(self, task: Task) -> str:
+        """The place of the row of a task, for messages; of tasks with ids of the user's own it is the id."""
+        prefix, _, number = task.task_id.rpartition("/")
+        tables = {part.prefix: part.table for part in reversed(self._parts)}
+        return task.task_id if self._id_field or prefix not in tables else tables[prefix].where(int(number))
+
+    def left_out(self) -> str:
+        """A sentence about the columns of the first row that are no fields; empty if there are none."""
+        return left_out_hint({name: 0 for name in self._parts[0].table[0] if name not in self._columns.values()})
 
     @cached_property
     def _parts(self) -> list[_Part]:
@@ -290,8 +310,8 @@ class RowTasks:
         for required in self._required:
             if fields.get(required) is None:
                 raise ConfigError(
-                    f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(fields)}."
-                    f"{nearest_hint(required, fields)}"
+                    f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(row)}."
+                    f"{nearest_hint(required, fields)}{left_out_hint(row)}"
                 )
         return Task(TaskId(task_id), prompt, fields, None, part.evaluation_set, part.is_trained_on)
 
@@ -329,8 +349,23 @@ class RowTasks:
         )
 
 
+def left_out_hint(row: Row) -> str:
+    """How to get at the columns of a row that are no fields, since no argument can have their names."""
+    left_out = [column for column in row if not column.isidentifier()]
+    example = f" Use env.args.columns={{answer: {left_out[0]!r}}}." if left_out else ""
+    return f" {left_out} cannot be names of arguments.{example}" if left_out else ""
+
+
+def _check_texts(**settings: object) -> None:
+    """Raise ConfigError for a setting that is no text."""
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"env.args.{name}={value!r}, of type {type(value).__name__}: expected a text.")
+
+
 def _checked_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(columns, Mapping) or not all(isinstance(column, str) for column in columns.values()):
+    texts = [*columns, *columns.values()] if isinstance(columns, Mapping) else [None]
+    if not all(isinstance(one, str) for one in texts):
         raise ConfigError(f"env.args.columns={columns!r}: expected {{FIELD: COLUMN}}, e.g. {{answer: solution}}.")
     for target in columns:
         if target == "prompt":
@@ -369,12 +404,17 @@ def _is_split_name(location: str) -> bool:
 
 
 def _rows_of(path: str, key: str) -> RowTable:
+    if not isinstance(path, str):
+        raise ConfigError(f"{key}={path!r}: expected the import path of a function, my_rows:rows.")
     function = load_object(path, key)
     found = function() if callable(function) else function
-    if not isinstance(found, Iterable) or isinstance(found, str | Mapping):
-        raise ConfigError(f"{key}={path} gave a {type(found).__name__}; expected a list of dicts.")
+    if not isinstance(found, Iterable) or isinstance(found, str | Mapping) or hasattr(found, "iloc"):
+        raise ConfigError(
+            f"{key}={path} gave a {type(found).__name__}; expected a list of dicts (pandas: table.to_dict('records'))."
+        )
     # A `datasets.Dataset` stays memory-mapped.
-    rows: Any = found if hasattr(found, "__getitem__") else list(found)
+    is_stored = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    rows: Any = found if is_stored else list(found)
     table = TableRows(rows, f"{path}()")
     if not len(table):
         raise ConfigError(f"{key}={path} gave no rows.")

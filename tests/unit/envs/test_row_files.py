@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from datetime import date
 from hashlib import blake2b
@@ -468,8 +469,22 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "latin-1": (bad_bytes("rows.jsonl", GOOD + '{"prompt": "ü"}'.encode("latin-1")), "line 2 is not UTF-8: byte 0xfc"),
     "latin-1 csv": (bad_bytes("rows.csv", "prompt\na\nü\n".encode("latin-1")), "rows.csv, line 3 is not UTF-8"),
-    "utf-16": (bad_bytes("rows.jsonl", GOOD.decode().encode("utf-16")), "line 1 is not UTF-8: byte 0xff"),
-    "zeros": (bad_bytes("rows.jsonl", b"\0" * 64), "line 1 is not JSON"),
+    "utf-16": (bad_bytes("rows.jsonl", GOOD.decode().encode("utf-16")), "rows.jsonl is UTF-16. Save it as UTF-8"),
+    "utf-16 without a mark": (
+        bad_bytes("rows.json", f"[{GOOD.decode()}]".encode("utf-16-le")),
+        "rows.json has zero bytes, as UTF-16 has",
+    ),
+    "gzip without its ending": (bad_bytes("rows.jsonl", gzip.compress(GOOD)), "packed by gzip.*the ending .gz"),
+    "zip": (bad_bytes("rows.json", b"PK\x03\x04\x14\0\x08\xff"), "rows.json is a zip archive. Unpack it"),
+    "parquet without its ending": (
+        lambda: write("rows.parquet", ROWS) and Path("rows.parquet").rename("rows.csv").name,
+        "rows.csv is a Parquet file",
+    ),
+    "list in lines": (bad_bytes("rows.jsonl", b"[\n" + GOOD + b"]"), "line 1 is not JSON: a row has one line here"),
+    "semicolons": (bad_bytes("rows.csv", b"prompt;answer\n1;1\n"), "line 1: the columns seem to be separated by ';'"),
+    "bars": (bad_bytes("rows.tsv", b"prompt|answer\n1|1\n"), r"line 1: the columns seem to be separated by '\|'"),
+    "old line ends": (bad_bytes("rows.csv", b"prompt,answer\r1,1\r"), r"a line ends with \\r alone"),
+    "zeros": (bad_bytes("rows.jsonl", b"\0" * 64), "rows.jsonl has zero bytes"),
     "ragged": (bad_bytes("rows.csv", b"prompt,answer\n1,2\n\n3\n"), "rows.csv, line 4 has 1 values.* 2 columns"),
     "open quote": (bad_bytes("rows.csv", b'prompt\n1\n"2\n3\n'), "the row at line 3 is broken: unexpected end of data"),
     "twice": (bad_bytes("rows.csv", b"prompt,prompt\n1,2\n"), "has the column 'prompt' twice"),
@@ -499,6 +514,22 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "wrapped": (
         bad_bytes("rows.json", b'{"data": [\n{"prompt": "1"}]}'),
         r"is one JSON object with the keys \['data'\].*Save each list as a file: data.json with the 1 rows",
+    ),
+    "wrapped in one line": (
+        bad_bytes("rows.json", b'{"data": [{"prompt": "1"}], "meta": {}}'),
+        r"is one JSON object .*Save each list as a file: data.json with the 1 rows",
+    ),
+    "columns in one line": (
+        bad_bytes("rows.json", b'{"prompt": {"0": "1", "1": "2"}, "answer": {"0": "1", "1": "2"}}'),
+        "Its values are columns: write an object for each row",
+    ),
+    "bad text in a table": (
+        lambda: raw_parquet(pa.array([b"1", b"\xe9"]).cast(pa.string(), safe=False)),
+        r"rows.parquet, row 1, column 'answer', cannot be read: UnicodeDecodeError",
+    ),
+    "far date in a table": (
+        lambda: raw_parquet(pa.array([1, 2**60], pa.timestamp("us"))),
+        r"rows.parquet, row 1, column 'answer', cannot be read",
     ),
     "splits in an object": (
         bad_bytes("rows.json", b'{"train": [{"prompt": "1"}],\n"test": [{"prompt": "2"}]}'),
@@ -543,6 +574,11 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
 }
 
 
+def raw_parquet(answers: pa.Array) -> str:
+    pq.write_table(pa.table({"prompt": [str(n) for n in range(len(answers))], "answer": answers}), "rows.parquet")
+    return "rows.parquet"
+
+
 def cut(name: str) -> str:
     content = Path(name).read_bytes()
     Path(name).write_bytes(content[: len(content) // 2])
@@ -571,7 +607,7 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
     ("settings", "message"),
     [
         ({"split": "test"}, "split=test was asked for, but files have no splits.*held_out=test.jsonl"),
-        ({"split": "train"}, "files have no splits"),
+        ({"split": "train"}, "files have no splits: all rows would be used. Leave it out.$"),
         ({"subset": "main"}, "files have no subsets"),
         ({"path": "saved", "subset": "main"}, "folders of save_to_disk have none. Set it to null"),
         ({"held_out": "test"}, "held_out=test: rows.jsonl has no splits"),
@@ -585,12 +621,28 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
         ({"held_out": {"easy": 0.1}}, r"held_out\.easy=0\.1: expected a split, a path or a section"),
         ({"held_out": {"easy": {"path": "rows.jsonl", "spilt": "x"}}}, r"held_out\.easy=.*Did you mean 'split'"),
         ({"held_out": {"easy": "rowz.jsonl"}}, r"held_out\.easy=rowz\.jsonl: no such file"),
-        ({"held_out": "rows.jsonl"}, "all 100 rows of rows.jsonl are held out"),
+        (
+            {"held_out": "rows.jsonl"},
+            "all 100 rows of rows.jsonl are held out.*held_out=train evaluates on the training",
+        ),
         ({"columns": {"answer": "anser"}}, r"columns\.answer=anser: .*line 1 has no column 'anser'.*'answer'"),
         ({"columns": {"prompt": "answer"}}, "write prompt_field=answer"),
         ({"columns": {"a b": "answer"}}, "'a b' is no name"),
         ({"path": "ids.jsonl", "id_field": "id"}, r"line 3 has the id 'b\\ud83d', with half of a surrogate pair"),
         ({"required_fields": ["anser"]}, "line 1 has no 'anser'.*Did you mean 'answer'"),
+        (
+            {"required_fields": ["answr"], "path": "spaces.jsonl"},
+            r"\[' answer'\] cannot be names.*columns={answer: ' answer'}",
+        ),
+        ({"prompt_field": 0}, "prompt_field=0, of type int: expected a text"),
+        ({"prompt_field": None}, "prompt_field=None, of type NoneType: expected a text"),
+        ({"prompt_field": ["prompt"]}, "of type list: expected a text"),
+        ({"id_field": 0}, "id_field=0, of type int: expected a text"),
+        ({"system": 5}, "system=5, of type int: expected a text"),
+        ({"chat": "false"}, "chat='false': expected true or false"),
+        ({"columns": {5: "answer"}}, r"columns={5: 'answer'}: expected {FIELD: COLUMN}"),
+        ({"required_fields": "answer"}, r"required_fields='answer': expected a list, \[answer\]"),
+        ({"held_out": {"rows": 5}}, r"held_out\.rows=5: expected the import path of a function"),
         ({"path": []}, "expected a path"),
         ({"path": 3}, "expected a path"),
     ],
@@ -598,9 +650,46 @@ def test_what_cannot_be_read_is_named_with_its_place(kind: str) -> None:
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
     write("rows.jsonl", ROWS)
     write("saved", ROWS)
+    write("spaces.jsonl", [{"prompt": "1", " answer": "2"}])
     write("ids.jsonl", [{"prompt": "1", "id": "a"}, {"prompt": "2", "id": "b\ud83d"}])
     with pytest.raises(ConfigError, match=message):
         next(RowTasks(0, **{"path": "rows.jsonl"} | settings).train())
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("[{'prompt': '1', 5: 2}]", r"given\(\), row 0 has the column 5, of type int; names are text"),
+        ("pandas.DataFrame([{'prompt': '1'}])", r"gave a DataFrame; expected a list of dicts .*to_dict"),
+        ("5", "gave a int; expected a list of dicts"),
+        ("datasets.Dataset.from_list(ROWS).with_format('pandas')", ""),
+        ("datasets.Dataset.from_list(ROWS).to_iterable_dataset()", ""),
+        ("tuple(ROWS)", ""),
+        ("[{'prompt': numpy.array([{'role': 'user', 'content': 'prompt'}]), 'answer': '1'}]", ""),
+    ],
+)
+def test_a_function_gives_rows_of_many_kinds_or_is_refused(
+    found: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import datasets, numpy, pandas\n\nROWS = [{'prompt': 'prompt', 'answer': '1'}]\n\ndef given():\n"
+    Path("many_kinds.py").write_text(f"{code}    return {found}\n")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "many_kinds", raising=False)
+    source = RowTasks(0, rows="many_kinds:given", held_out=write("own.jsonl", [{"prompt": "own"}]))
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            next(source.train())
+    else:
+        task = next(source.train())
+        assert task.fields == {"answer": "1"}
+        assert task.prompt in ("prompt", [{"role": "user", "content": "prompt"}])
+
+
+def test_blank_lines_may_be_before_the_header() -> None:
+    Path("rows.csv").write_text("\n\nprompt,answer\n1+1=,2\n")
+    source = RowTasks(0, "rows.csv", held_out=write("own.jsonl", [{"prompt": "own"}]))
+    task = next(source.train())
+    assert (task.fields, source.where(task)) == ({"answer": "2"}, "rows.csv, line 4")
 
 
 def test_no_test_split_is_trained_on_unless_the_user_says_what_is_held_out() -> None:

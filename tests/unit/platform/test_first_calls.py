@@ -130,7 +130,7 @@ def test_a_reward_that_has_no_opinion_on_any_answer_is_a_warning(call: Call) -> 
     [
         (
             "[1] * 5 + [None] + [1] * 5",
-            r"task rows/\d+ with .*the field 'answer' of the task is None \(type NoneType\)",
+            r"task rows/5 \(rows_first:rows\(\), row 5\) with .*the field 'answer' of the task is None",
         ),
         ('[1.0] * 5 + [float("nan")] + [1.0] * 5', r"the field 'answer' of the task is nan \(type float\)"),
         ('["1"] * 5 + [{"a": 1}] + ["1"] * 5', r"the field 'answer' of the task is \{'a': 1\} \(type dict\)"),
