@@ -329,24 +329,27 @@ class RowTasks:
         Raises:
             ConfigError: If it is neither text nor chat messages.
         """
-        where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}"
         try:
-            messages = messages_in(value) if isinstance(value, str) else value
-            if isinstance(messages, np.ndarray):  # as pandas has them
-                messages = messages.tolist()
-            if isinstance(messages, list) and messages:
-                chat = [checked_message(number, message) for number, message in enumerate(messages)]
-                return chat if self._system is None else with_system(chat, self._system)
+            return self._text_or_messages(value)
         except MessageError as problem:
+            # In one line, also of an array.
+            shown = " ".join(f"{value!r:.200}".split())[:80]
+            where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {shown}"
             raise ConfigError(f"{where}: {problem}.") from None
-        if isinstance(value, str) and value.strip() and is_unicode(value):
-            if not self._is_chat:
-                return value
-            return with_system([{"role": "user", "content": value}], self._system)
-        raise ConfigError(
-            f"{where}; expected valid text that is not empty, or a list of chat messages, each with the texts role and "
-            "content."
-        )
+
+    def _text_or_messages(self, value: Any) -> str | list[Message]:
+        messages = messages_in(value) if isinstance(value, str) else value
+        if isinstance(messages, np.ndarray):  # as pandas has them
+            messages = messages.tolist()
+        if isinstance(messages, list) and messages:
+            chat = [checked_message(number, message) for number, message in enumerate(messages)]
+            return chat if self._system is None else with_system(chat, self._system)
+        if not isinstance(value, str) or not value.strip() or not is_unicode(value):
+            raise MessageError(
+                "expected valid text that is not empty, or a list of chat messages, each with the texts role and "
+                "content"
+            )
+        return with_system([{"role": "user", "content": value}], self._system) if self._is_chat else value
 
 
 def left_out_hint(row: Row) -> str:

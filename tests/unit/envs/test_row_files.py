@@ -492,7 +492,7 @@ BROKEN: dict[str, tuple[Callable[[], str], str]] = {
     "wrong column": (bad_bytes("rows.csv", b"promt\n1\n"), "line 2 has no column 'prompt'; .*Did you mean 'promt'"),
     "empty prompt": (bad_bytes("rows.csv", b"prompt,answer\n1,1\n,2\n"), "rows.csv, line 3 has the prompt ''"),
     "null prompt": (bad_bytes("rows.jsonl", GOOD + b'{"prompt": null}'), "line 2 has the prompt None"),
-    "number": (bad_bytes("rows.jsonl", b'{"prompt": 3}'), "line 1 has the prompt 3; expected valid text"),
+    "number": (bad_bytes("rows.jsonl", b'{"prompt": 3}'), "line 1 has the prompt 3: expected valid text"),
     "half a pair": (bad_bytes("rows.jsonl", b'{"prompt": "\\ud800"}'), "line 1 has the prompt .*expected valid text"),
     "half a pair in a role": (
         bad_bytes("rows.jsonl", GOOD + b'{"prompt": [{"role": "u\\ud800", "content": "1"}]}'),
@@ -662,6 +662,7 @@ def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: s
         ("[{'prompt': '1', 5: 2}]", r"given\(\), row 0 has the column 5, of type int; names are text"),
         ("pandas.DataFrame([{'prompt': '1'}])", r"gave a DataFrame; expected a list of dicts .*to_dict"),
         ("5", "gave a int; expected a list of dicts"),
+        ("[{'prompt': numpy.arange(40).reshape(4, 10)}]", r"has the prompt array\(.*: message 0 is .*, of type list"),
         ("datasets.Dataset.from_list(ROWS).with_format('pandas')", ""),
         ("datasets.Dataset.from_list(ROWS).to_iterable_dataset()", ""),
         ("tuple(ROWS)", ""),
