@@ -9,7 +9,8 @@ stream shuffles all rows, however many there are. Endings may be capitals.
 | `.jsonl`, `.csv`, `.tsv`; `.json` (a list, or one object per line) | this module | file and line, from 1 |
 | the same, packed: `.jsonl.gz` and so on | this module, unpacked into a temporary file | file and line, from 1 |
 | `.parquet` | `datasets`, converted to Arrow in its cache | file and row, from 0 |
-| folder of `save_to_disk` or of data files, name on the hub | `datasets` | folder or name, split, and row, from 0 |
+| folder of such files | as they are read alone; the split of a file is by the rules of `datasets` | as of its files |
+| folder of `save_to_disk`, name on the hub | `datasets` | folder or name, split, and row, from 0 |
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import tempfile
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from glob import glob, has_magic
-from itertools import accumulate
+from glob import escape, glob, has_magic
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
+
+import numpy as np
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import nearest_hint
@@ -45,6 +48,19 @@ EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 """Names of splits that are never trained on unless the user says what is held out instead."""
 _OTHER_FORMATS = (".txt", ".arrow", PACKED, ".zst", ".bz2", ".xz", ".zip", ".tar", ".xlsx", ".pkl", ".npy", ".yaml")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_BATCH = 1000
+_NO_TEXT = {
+    b"\x1f\x8b": "is packed by gzip. Give its name the ending .gz",
+    b"PK\x03\x04": "is a zip archive. Unpack it",
+    b"PAR1\x15": "is a Parquet file. Give its name the ending .parquet",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16. Save it as UTF-8"),
+}
+"""First bytes of files that are no text in UTF-8 -> what to do."""
+_SEPARATORS = ",;|\t"
+_SHORT_FLOATS = ("float16", "float32")
+_INEXACT = re.compile(rf"'({'|'.join(_SHORT_FLOATS)})'|Json\(")
+"""In the description of a column of a dataset whose values are others than those that were written."""
+_BETWEEN_WORDS = re.compile(r"[^a-z]+")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 csv.field_size_limit(1 << 27)  # the default, 128 KiB, is below a long document
@@ -106,9 +122,14 @@ def open_rows(
             if value is not None:
                 raise ConfigError(
                     f"{key}={place}: {name}={value} was asked for, but files have no {name}s: all rows would be used. "
-                    f"Leave it out; held_out names the rows for evaluation: held_out={value}.jsonl, or a share, 0.1."
+                    "Leave it out"
+                    + (
+                        "."
+                        if value == "train"
+                        else f"; rows for evaluation are held_out={value}.jsonl, or a share, 0.1."
+                    )
                 )
-        parts += [_parquet(file, key) if _format(file) == ".parquet" else _text(file, key) for file in files]
+        parts += [_file(file, key) for file in files]
     if not any(map(len, parts)):
         raise ConfigError(f"{key}={path} has no rows.")
     return parts[0] if len(parts) == 1 else Concatenation(parts)
@@ -134,13 +155,18 @@ class TextRows:
         self._unpacked: IO[bytes] | None = None
         if path.suffix.lower() == PACKED:
             with self._opened() as file:
-                self._state = _state(file.fileno())
+                self._state = _state(os.fstat(file.fileno()))
                 self._unpacked = _unpacked(file, f"{key}={path}")
         with self._opened() as file:
             if self._unpacked is None:
-                self._state = _state(file.fileno())
-            mark = file.read(len(_UTF8_MARK)) == _UTF8_MARK
-            file.seek(len(_UTF8_MARK) if mark else 0)
+                self._state = _state(os.fstat(file.fileno()))
+            head = file.read(64)
+            what = next((what for mark, what in _NO_TEXT.items() if head.startswith(mark)), None)
+            if what is None and b"\0" in head:
+                what = "has zero bytes, as UTF-16 has. Save it as UTF-8"
+            if what is not None:
+                raise ConfigError(f"{key}={path} {what}.")
+            file.seek(len(_UTF8_MARK) if head.startswith(_UTF8_MARK) else 0)
             if self._delimiter is None:
                 self._scan_json(file)
             else:
@@ -152,7 +178,8 @@ class TextRows:
 
     def __getitem__(self, index: int) -> Row:
         with self._opened() as file:
-            if self._unpacked is None and _state(file.fileno()) != self._state:
+            # Without the time of the last change of its permissions or links.
+            if self._unpacked is None and _state(os.fstat(file.fileno()))[:3] != self._state[:3]:
                 raise ConfigError(f"{self._key}={self._path} has changed while it was in use: start the run again.")
             return self._read(file, index)
 
@@ -196,7 +223,7 @@ class TextRows:
         reader = csv.reader(lines(), delimiter=delimiter, strict=True)
         number = 1
         try:
-            self._header = [name.strip() for name in next(reader, [])]
+            self._header = [name.strip() for name in next(filter(None, reader), [])]
             begin, number = position, reader.line_num + 1
             for values in reader:
                 if values:
@@ -204,7 +231,15 @@ class TextRows:
                     self._lines.append(number)
                 begin, number = position, reader.line_num + 1
         except csv.Error as error:
-            raise ConfigError(f"{self._key}={self._path}: the row at line {number} is broken: {error}.") from error
+            # The library means its own arguments.
+            cause = "a line ends with \\r alone; save it with \\n" if "new-line" in str(error) else error
+            raise ConfigError(f"{self._key}={self._path}: the row at line {number} is broken: {cause}.") from error
+        others = [one for one in _SEPARATORS if one != delimiter and one in "".join(self._header)]
+        if len(self._header) == 1 and others:
+            raise ConfigError(
+                f"{self._key}={self._path}, line 1: the columns seem to be separated by {others[0]!r}; a .csv file has "
+                "commas, and a .tsv file has tabs. Save it so."
+            )
         wrong = [name for name in self._header if not name or self._header.count(name) > 1]
         if wrong:
             what = f"the column {wrong[0]!r} twice" if wrong[0] else "a column without a name"
@@ -229,6 +264,10 @@ class TextRows:
         except (ValueError, RecursionError) as error:
             # The library's own message counts lines within the row.
             cause = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            if isinstance(error, RecursionError):
+                cause = "it is nested too deeply"
+            elif text.strip() in ("[", "{", "[{"):
+                cause = "a row has one line here. Save it so, or a list of rows as .json"
             raise ConfigError(f"{self._key}={self.where(index)} is not JSON: {cause}") from error
         return _checked(row, self, index)
 
@@ -250,31 +289,91 @@ class TableRows:
     """
 
     def __init__(self, rows: Sequence[Row], name: str) -> None:
-        self._rows = rows
         self._name = name
-        self._is_dataset = hasattr(rows, "iter")
+        self._is_dataset = hasattr(rows, "features")
+        # In Python's types, whatever the user's function has set.
+        self._rows: Any = cast("Any", rows).with_format(None) if self._is_dataset else rows
+        # Most columns have none.
+        features = getattr(rows, "features", None) or {}
+        self._inexact = {column: feature for column, feature in features.items() if _INEXACT.search(str(feature))}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        row = _checked(self._rows[index], self, index)
-        return _without_nulls(row) if self._is_dataset else row
+        try:
+            row = self._rows[index]
+        except Exception as error:  # the library raises whatever its parts raise
+            raise ConfigError(
+                f"env: {self.where(index)}{self._broken_column(index)} cannot be read: {_cause(error)}"
+            ) from error
+        return self._read(row, index) if self._is_dataset else _checked(row, self, index)
 
     def __iter__(self) -> Iterator[Row]:
-        if self._is_dataset:  # rows one by one take five times as long
-            for batch in cast("Any", self._rows).iter(batch_size=1000):
-                for values in zip(*batch.values(), strict=True):
-                    yield _without_nulls(dict(zip(batch, values, strict=True)))
-        else:
+        if not self._is_dataset:
             yield from (_checked(row, self, index) for index, row in enumerate(self._rows))
+            return
+        for start in range(0, len(self), _BATCH):  # rows one by one take five times as long
+            try:
+                batch = self._rows[start : start + _BATCH]
+            except Exception:  # noqa: BLE001 - one by one, the broken row is found
+                yield from (self[index] for index in range(start, min(start + _BATCH, len(self))))
+                continue
+            for index, values in enumerate(zip(*batch.values(), strict=True), start):
+                yield self._read(dict(zip(batch, values, strict=True)), index)
 
     def where(self, index: int) -> str:
         return f"{self._name}, row {index}"
 
     def state(self) -> Hashable:
         files = [Path(file["filename"]) for file in getattr(self._rows, "cache_files", [])]
-        return (self._name, *((file, file.stat().st_mtime_ns) for file in files)) if files else None
+        return (self._name, *((file, _state(file.stat())) for file in files)) if files else None
+
+    def _read(self, row: Row, index: int) -> Row:
+        """A row of a dataset with the values that were written into it."""
+        read = _without_nulls(row)
+        for column, feature in self._inexact.items():
+            try:
+                read[column] = _written(read[column], feature)
+            except _UnknownTypeError as unknown:
+                raise ConfigError(
+                    f"env: {self.where(index)} has {unknown} in the column {column!r}, which has values of several "
+                    "types: `datasets` keeps them as JSON, so it is unknown whether it was text. Save the column as "
+                    "text, or the rows as JSONL."
+                ) from None
+        return read
+
+    def _broken_column(self, index: int) -> str:
+        for column in getattr(self._rows, "column_names", []):
+            try:
+                self._rows.select_columns([column])[index]
+            except Exception:  # noqa: BLE001 - it is the column that is looked for
+                return f", column {column!r},"
+        return ""
+
+
+class _UnknownTypeError(Exception):
+    """A value of which it is not known whether it was text."""
+
+
+def _written(value: Any, feature: Any) -> Any:
+    """A value of a dataset as it was written: the shortest number of a short float, and JSON if it is no text.
+
+    Raises:
+        _UnknownTypeError: For JSON that may be text, "3" for the text 3 as for the number.
+    """
+    if value is None:
+        return None
+    if isinstance(feature, dict):
+        return {key: _written(part, feature[key]) for key, part in value.items()}
+    if (inner := getattr(feature, "feature", None)) is not None:
+        return [_written(part, inner) for part in value]
+    if type(feature).__name__ == "Json":
+        if not isinstance(value, dict | list):
+            raise _UnknownTypeError(f"{value!r:.80}")
+        return value
+    dtype = getattr(feature, "dtype", "")
+    return np.asarray(value, dtype).astype(str).astype(float).tolist() if dtype in _SHORT_FLOATS else value
 
 
 class Concatenation:
@@ -307,6 +406,30 @@ class Concatenation:
         return part, index - (self._ends[part - 1] if part else 0)
 
 
+class Slice:
+    """Consecutive rows of a table."""
+
+    def __init__(self, table: RowTable, rows: range) -> None:
+        self._table = table
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[self._rows[index]]
+
+    def __iter__(self) -> Iterator[Row]:
+        return islice(self._table, self._rows.start, self._rows.stop)
+
+    def where(self, index: int) -> str:
+        return self._table.where(self._rows[index])
+
+    def state(self) -> Hashable:
+        state = self._table.state()
+        return None if state is None else (state, self._rows)
+
+
 def _checked(row: Any, table: RowTable, index: int) -> Row:
     """Return `row` if it is a dict.
 
@@ -316,11 +439,16 @@ def _checked(row: Any, table: RowTable, index: int) -> Row:
     if not isinstance(row, Mapping):
         raise ConfigError(
             f"env: {table.where(index)} is a {type(row).__name__}; expected a dict, a value for each column."
+            + (" A list of rows is read from a file that ends with .json." if isinstance(row, list) else "")
+        )
+    if wrong := [name for name in row if not isinstance(name, str)]:
+        raise ConfigError(
+            f"env: {table.where(index)} has the column {wrong[0]!r}, of type {type(wrong[0]).__name__}; names are text."
         )
     return row
 
 
-def _without_nulls(row: Row) -> Row:
+def _without_nulls(row: Row) -> dict[str, Any]:
     """The row without nulls below its columns; items of lists stay."""
 
     def bare(value: Any) -> Any:
@@ -373,16 +501,6 @@ def _files_at(place: str, key: str) -> list[Path] | None:
         files = sorted(Path(one) for one in glob(str(path), recursive=True) if Path(one).is_file())  # noqa: PTH207 - also absolute
         if not files:
             raise ConfigError(f"{key}={place}: no file matches (looked in {Path.cwd()}).")
-    for file in files:
-        if not _is_known(file):
-            raise ConfigError(
-                f"{key}={file}: a file of rows is one of {', '.join(FORMATS)}; all but the last may be packed, as "
-                f"{TEXT_FORMATS[0]}{PACKED}. Convert or unpack it."
-            )
-        if not file.is_file():
-            raise ConfigError(f"{key}={file} is not a regular file.")
-        if file.stat().st_size == 0:
-            raise ConfigError(f"{key}={file} is empty: it has no rows.")
     return files
 
 
@@ -397,6 +515,28 @@ def _is_local(place: str) -> bool:
     )
 
 
+def _checked_format(file: Path, key: str) -> str:
+    """The format of a file of rows.
+
+    Raises:
+        ConfigError: If it is none, or is empty.
+    """
+    if not _is_known(file):
+        raise ConfigError(
+            f"{key}={file}: a file of rows is one of {', '.join(FORMATS)}; all but the last may be packed, as "
+            f"{TEXT_FORMATS[0]}{PACKED}. Convert or unpack it."
+        )
+    if not file.is_file():
+        raise ConfigError(f"{key}={file} is not a regular file.")
+    if file.stat().st_size == 0:
+        raise ConfigError(f"{key}={file} is empty: it has no rows.")
+    return _format(file)
+
+
+def _file(file: Path, key: str) -> RowTable:
+    return _parquet([file], str(file), key) if _checked_format(file, key) == ".parquet" else _text(file, key)
+
+
 def _text(file: Path, key: str) -> RowTable:
     if _format(file) == ".json":
         try:
@@ -406,18 +546,31 @@ def _text(file: Path, key: str) -> RowTable:
             return TextRows(file, key)  # which names the line
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{key}={file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        if "\0" in content[:64]:
+            return TextRows(file, key)  # which says what it is
         is_list, is_object = (content.lstrip().startswith(mark) for mark in "[{")
         try:
             parsed: Any = json.loads(content) if is_list or is_object else None
         except (ValueError, RecursionError) as error:
             if is_list:
-                raise ConfigError(f"{key}={file} is not JSON: {error}") from error
+                cause = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise ConfigError(f"{key}={file} is not JSON: {cause}") from error
             return TextRows(file, key)  # an object in each line
         if is_list:
             return TableRows(parsed, str(file))
-        if is_object and "\n" in content.strip():
+        if is_object and ("\n" in content.strip() or not _is_row(parsed)):
             raise ConfigError(f"{key}={file} {_one_object(parsed)}")
     return TextRows(file, key)
+
+
+def _is_row(found: Mapping[str, Any]) -> bool:
+    """Whether the only object of a file can be a row: it has a value that is no table, such as text or messages."""
+
+    def is_table(value: Any) -> bool:
+        first = value[0] if isinstance(value, list) and value else value
+        return isinstance(value, list | dict) and not (isinstance(first, dict) and {"role", "from"} & first.keys())
+
+    return not all(map(is_table, found.values()))
 
 
 def _one_object(found: Mapping[str, Any]) -> str:
@@ -428,24 +581,34 @@ def _one_object(found: Mapping[str, Any]) -> str:
     if rows:
         each = ", ".join(f"{name}.json with the {len(inner[name])} rows of {name!r}" for name in rows[:4])
         return f"{what} Save each list as a file: {each}."
-    if inner and len(inner) == len(found):
+    if all(isinstance(value, list | dict) for value in found.values()):
         return f"{what} Its values are columns: write an object for each row (pandas: orient='records', lines=True)."
     return what
 
 
-def _parquet(file: Path, key: str) -> RowTable:
+def _parquet(files: Sequence[Path], name: str, key: str) -> RowTable:
+    """The rows of Parquet files as one table with that name."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from datasets.data_files import DataFilesList
 
+    paths = [str(file.absolute()) for file in files]
+    if linked := [path for path in paths if "::" in path]:
+        raise ConfigError(f"{key}={linked[0]}: `datasets` reads '::' as part of an address. Use another name.")
+    for file in files:
+        try:
+            pq.read_metadata(file)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{key}={file} is no Parquet file: {error}") from error
+    # A list of this type is taken as it is. Other names are patterns, and the cache knows a file by its time alone.
+    states = [tuple(map(str, _state(file.stat()))) for file in files]
     try:
-        pq.read_metadata(file)
         with _quiet():
-            return TableRows(datasets.Dataset.from_parquet(str(file)), str(file))
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{key}={file} is no Parquet file: {error}") from error
+            found = datasets.Dataset.from_parquet({"train": DataFilesList(paths, states)}, split="train")
     except Exception as error:  # the library raises whatever its parts raise
-        raise ConfigError(f"{key}={file} cannot be read: {_cause(error)}") from error
+        raise ConfigError(f"{key}={name} cannot be read: {_cause(error)}") from error
+    return TableRows(found, name)
 
 
 def _dataset(place: str, key: str, subset: str | None, split: str | None, default_split: str | None) -> RowTable:
@@ -455,43 +618,146 @@ def _dataset(place: str, key: str, subset: str | None, split: str | None, defaul
     folder = Path(place).expanduser()
     name = place if subset is None else f"{place} ({subset})"
     is_saved = any((folder / written).is_file() for written in ("dataset_dict.json", "state.json"))
-    if folder.is_dir() and not is_saved and not _has_row_files(folder):
-        raise ConfigError(
-            f"{key}={place} is a folder without rows: neither written by save_to_disk (dataset_dict.json, state.json), "
-            f"nor with a file of {', '.join(FORMATS)}."
-        )
     if is_saved and subset is not None:
         raise ConfigError(f"{key}={place}: subset={subset}, and folders of save_to_disk have none. Set it to null.")
+    if folder.is_dir() and not is_saved:
+        return _folder(folder, name, key, subset, split or default_split)
     found: Any
+    wanted = split or default_split
     try:
         if (folder / "dataset_dict.json").is_file():
             found = datasets.DatasetDict.load_from_disk(str(folder))
-        elif (folder / "state.json").is_file():
-            found = datasets.Dataset.load_from_disk(str(folder))
+        elif is_saved:
+            return _saved_table(datasets.Dataset.load_from_disk(str(folder)), place, key, split, default_split)
         else:
-            wanted = split or default_split
-            if folder.is_dir():
-                with _quiet():
-                    loaded = datasets.load_dataset(str(folder.resolve()), subset, split=wanted)
-            else:
-                loaded = datasets.load_dataset(place, subset, split=wanted)
-            found = loaded if wanted is None else {wanted: loaded}
+            found = datasets.load_dataset(place, subset, split=wanted)
+            if wanted is not None:
+                return TableRows(found, f"{name}, split {wanted}")
+    except ConfigError:
+        raise
     except Exception as error:  # the library raises whatever its parts raise
-        raise _load_error(error, name, f"{key}={name}", split or default_split, is_local=folder.is_dir()) from error
-    if isinstance(found, datasets.Dataset):
-        return _saved_table(found, place, key, split, default_split)
-    chosen = split or default_split or (next(iter(found)) if len(found) == 1 else None)
-    if chosen not in found:
-        has = f"{name} has the splits {sorted(found)}"
-        if chosen is None:
-            raise ConfigError(f"{key}: {has}. Name one: {{path: {place}, split: {min(found)}}}.")
-        raise ConfigError(f"{key}={name} has no split {chosen!r}; {has}.{nearest_hint(chosen, found)}")
-    return TableRows(found[chosen], f"{name}, split {chosen}")
+        raise _load_error(error, name, f"{key}={name}", wanted, is_local=folder.is_dir()) from error
+    return _of_split(found, lambda one: TableRows(found[one], f"{name}, split {one}"), wanted, name, key)
 
 
-def _has_row_files(folder: Path) -> bool:
-    """Whether there is one in the folder or in one of its folders, where `datasets` looks; deeper takes too long."""
-    return any(_is_known(file) for pattern in ("*", "*/*") for file in folder.glob(pattern))
+def _folder(folder: Path, name: str, key: str, subset: str | None, wanted: str | None) -> RowTable:
+    """A folder of data files."""
+
+    def opened(split: str) -> RowTable:
+        files = splits[split]
+        if {_checked_format(file, key) for file in files} == {".parquet"}:
+            return _parquet(files, f"{name}, split {split}", key)
+        parts = [_file(file, key) for file in files]
+        return parts[0] if len(parts) == 1 else Concatenation(parts)
+
+    splits = _files_by_split(folder, key, subset)
+    return _of_split(splits, opened, wanted, name, key)
+
+
+def _of_split(
+    splits: Mapping[str, Any], opened: Callable[[str], RowTable], wanted: str | None, name: str, key: str
+) -> RowTable:
+    """The rows of a split, `train`, or of parts of splits, `train[:10%]+test`; None is the only one.
+
+    Raises:
+        ConfigError: If there is none of that name, or several and none is named.
+    """
+    import datasets
+
+    has = f"{name} has the splits {sorted(splits)}"
+    if wanted is None:
+        if len(splits) > 1:
+            raise ConfigError(f"{key}: {has}. Name one: {{path: {name}, split: {min(splits)}}}.")
+        wanted = next(iter(splits))
+    names = dict.fromkeys(part.partition("[")[0].strip() for part in wanted.split("+"))
+    for split in names:
+        if split not in splits:
+            raise ConfigError(f"{key}={name} has no split {split!r}; {has}.{nearest_hint(split, splits)}")
+    tables = {split: opened(split) for split in names}
+    if wanted in tables:
+        return tables[wanted]
+    try:
+        parts = datasets.ReadInstruction.from_spec(wanted).to_absolute({one: len(tables[one]) for one in tables})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"{key}={name}: split={wanted} cannot be read: {error}") from error
+    return Concatenation([Slice(tables[part.splitname], range(part.from_, part.to)) for part in parts])
+
+
+def _files_by_split(folder: Path, key: str, subset: str | None) -> dict[str, list[Path]]:
+    """Name of a split -> its files of rows, by the rules of `datasets` for names of files and for README.md.
+
+    Raises:
+        ConfigError: If there are none, or it is unclear which are meant.
+    """
+    from datasets.data_files import DEFAULT_PATTERNS_ALL, SPLIT_KEYWORDS, DataFilesDict, get_data_patterns
+
+    # In two levels, since a walk through a large tree takes too long.
+    if not any(_is_known(file) for pattern in ("*", "*/*") for file in folder.glob(pattern)):
+        raise ConfigError(
+            f"{key}={folder} is a folder without rows: neither written by save_to_disk (dataset_dict.json, "
+            f"state.json), nor with a file of {', '.join(FORMATS)}."
+        )
+    own = folder.resolve()
+    base = escape(own.as_posix())
+    try:
+        patterns = _patterns_of_card(folder, key, subset) or get_data_patterns(base)
+        found = DataFilesDict.from_patterns(patterns, base_path=base)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises whatever its parts raise
+        raise ConfigError(f"{key}={folder} cannot be read: {_cause(error)}") from error
+    splits: dict[str, list[Path]] = {}
+    for split, paths in found.items():
+        names = [os.path.relpath(path, own) for path in dict.fromkeys(paths)]
+        # Also those in a packing that is not read, so that none is left out without a word.
+        names = [name for name in names if any(ending.lower() in FORMATS for ending in Path(name).suffixes)]
+        formats = {_format(Path(name)): name for name in reversed(names)}
+        if len(formats) > 1:
+            first, second, *_ = formats.values()
+            raise ConfigError(
+                f"{key}={folder}: the split {str(split)!r} has files of several formats, {second} and {first}; only "
+                f"one of them may be meant. Name the files: {key}=[{folder / second},{folder / first}]."
+            )
+        if names:
+            splits[str(split)] = [folder / name for name in names]
+    words = {word for words in SPLIT_KEYWORDS.values() for word in words}
+    for file in splits.get("train", []) if patterns == DEFAULT_PATTERNS_ALL and len(found["train"]) > 1 else []:
+        if words & set(_BETWEEN_WORDS.split(os.path.relpath(file, folder).lower())):
+            raise ConfigError(
+                f"{key}={folder}: {file.name} seems to be of a split, and only names in small letters are. Rename it, "
+                f"or name the files: {key}={file}."
+            )
+    if not splits:
+        raise ConfigError(f"{key}={folder}: no file is one of rows by the rules of `datasets` for names of files.")
+    return splits
+
+
+def _patterns_of_card(folder: Path, key: str, subset: str | None) -> dict[str, list[str]] | None:
+    """Name of a split -> patterns of its files, as a README.md in the folder has them; None if it has none.
+
+    Raises:
+        ConfigError: If it has no such subset, or more about them than the files.
+    """
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    card = folder / "README.md"
+    subsets = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if card.is_file() else {}
+    if not subsets and subset is None:
+        return None
+    chosen = subset or subsets.get_default_config_name()  # type: ignore[union-attr]
+    if chosen not in subsets:
+        which = "null" if not subsets else f"one of {sorted(subsets)}, which README.md there has"
+        raise ConfigError(f"{key}={folder}: subset={subset}; set it to {which}.")
+    settings = {name: value for name, value in subsets[chosen].items() if name not in ("default", "data_files")}
+    if settings:
+        raise ConfigError(
+            f"{key}={folder}: README.md there has {sorted(settings)} for the subset {chosen!r}, which would have no "
+            "effect: rows are read by the endings of their files. Remove it, or name the files."
+        )
+    patterns = subsets[chosen].get("data_files")
+    return None if patterns is None else sanitize_patterns(patterns)
 
 
 def _saved_table(table: Any, place: str, key: str, split: str | None, default_split: str | None) -> RowTable:
@@ -528,12 +794,12 @@ def _cause(error: BaseException) -> str:
     """The first cause: `datasets` wraps the error of a file in one that does not name it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
-def _state(descriptor: int) -> tuple[int, int, int]:
-    status = os.fstat(descriptor)
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    """Changes with the content of a file, even where its time is set back, as by `cp -p`."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager

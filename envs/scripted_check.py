@@ -8,7 +8,6 @@ first failure ends its row: after a hang, every further task would most likely t
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource, Observation
 from penstock.envs.loading import load_task_source
+from penstock.envs.rewards.answers import NO_ANSWER, kind_of
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
@@ -149,20 +149,18 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
 
 
 def kinds_of_tasks(tasks: Sequence[Task]) -> list[Task]:
-    """The first task of each kind of row, at most `MAX_KINDS`: those whose fields have other types, or are missing.
+    """The first task of each kind of value of each field, or without it; at most `MAX_KINDS`.
 
-    A reward that takes one task of a kind most likely takes all of them, and one that takes numbers may fail at text.
+    A reward that takes one value of a kind most likely takes all of them, and one that takes numbers may fail at text.
+    The field `answer` comes first, and in it what no response equals, so that no number of other fields hides it.
     """
-
-    def kind(value: object) -> str:
-        if isinstance(value, str) and not value.strip():
-            return "empty"
-        return "not finite" if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
-
-    first: dict[frozenset[tuple[str, str]], Task] = {}
+    names = dict.fromkeys(name for task in tasks for name in task.fields)
+    first: dict[tuple[str, str], Task] = {}
     for task in tasks:
-        first.setdefault(frozenset((name, kind(value)) for name, value in task.fields.items()), task)
-    return list(first.values())[:MAX_KINDS]
+        for name in names:
+            first.setdefault((name, kind_of(task.fields[name]) if name in task.fields else ""), task)
+    order = sorted(first, key=lambda kind: (kind[0] != "answer", NO_ANSWER not in kind[1]))
+    return list({id(first[kind]): first[kind] for kind in order}.values())[:MAX_KINDS] if names else list(tasks[:1])
 
 
 async def _check_answers(

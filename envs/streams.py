@@ -73,6 +73,12 @@ def named_tasks(source: TaskSource, name: str, tasks: Iterable[Task]) -> Iterato
     return (replace(task, environment=name) for task in tasks)
 
 
+def place_of(config: EnvConfig, source: TaskSource, task: Task) -> str:
+    """The id of a task, for messages, with the place of its row if the source has `where(task)`."""
+    where = None if config.streams else getattr(source, "where", None)
+    return task.task_id if where is None else f"{task.task_id} ({where(task)})"
+
+
 def stream_factories(config: EnvConfig) -> dict[str, EnvConfig]:
     """Name -> configuration of its tasks and environments, for `env.factory` and every stream."""
     return {MAIN: config} | {name: stream_env(config, stream) for name, stream in config.streams.items()}

@@ -23,6 +23,9 @@ Message = dict[str, Any]
 _KEYS = (("role", "content"), ("from", "value"))
 """Of OpenAI's messages, and of ShareGPT's, which are refused by name."""
 _SYSTEM_ROLES = ("system", "developer")
+MAX_DEPTH = 64
+"""Levels of lists and objects in each other. What handles rows calls itself for each, up to Python's limit."""
+TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 class MessageError(Exception):
@@ -41,15 +44,20 @@ def messages_in(text: str) -> list[Any] | None:
         return None
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise MessageError(TOO_DEEP) from None
+    except ValueError:
         if inner.startswith(tuple(f"{{{quote}{key}{quote}" for key in keys for quote in "\"'")):
             raise MessageError(
                 "it seems to be chat messages that were written as text, and is not JSON; it would be one message. "
                 "Save the rows as JSONL or Parquet, or the column as JSON"
             ) from None
         return None
-    is_messages = isinstance(found, list) and all(isinstance(one, dict) and keys[0] in one for one in found)
-    return found if is_messages else None
+    if not (isinstance(found, list) and all(isinstance(one, dict) and keys[0] in one for one in found)):
+        return None
+    if is_deep(found):
+        raise MessageError(TOO_DEEP)
+    return found
 
 
 def checked_message(number: int, message: object) -> Message:
@@ -72,8 +80,18 @@ def checked_message(number: int, message: object) -> Message:
     if content is None and not calls:
         raise MessageError(f"message {number} ({role}) has no content and no tool_calls; it has {sorted(checked)}")
     checked["content"] = _text(f"message {number} ({role})", content)
-    if not is_unicode(f"{checked['content']}{json.dumps(calls, ensure_ascii=False, default=str) if calls else ''}"):
-        raise MessageError(f"message {number} ({role}) has half of a surrogate pair, which no tokenizer accepts")
+    for key, part in checked.items():
+        try:
+            text = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+        except TypeError as error:
+            raise MessageError(
+                f"message {number} ({role}) has the key {key!r} of type {type(part).__name__}, which no chat template "
+                f"takes ({error}). Leave it out, or make it text"
+            ) from None
+        if not is_unicode(text):
+            raise MessageError(
+                f"message {number} ({role!a}) has half of a surrogate pair in {key}, which no tokenizer accepts"
+            )
     return checked
 
 
@@ -90,6 +108,21 @@ def is_unicode(text: str) -> bool:
         text.encode()
     except UnicodeEncodeError:
         return False
+    return True
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are in each other on more than `MAX_DEPTH` levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        within = []
+        for one in level:
+            within += [
+                part for part in (one.values() if isinstance(one, dict) else one) if isinstance(part, (dict, list))
+            ]
+        if not within:
+            return False
+        level = within
     return True
 
 
@@ -130,5 +163,7 @@ def _checked_calls(where: str, calls: object) -> list[Any]:
             raise MessageError(
                 f"{where} calls {function.get('name')!r} with arguments that are not JSON ({error})"
             ) from None
+        if isinstance(arguments, dict | list) and is_deep(arguments):
+            raise MessageError(f"{where} calls {function.get('name')!r} with arguments that cannot be used: {TOO_DEEP}")
         checked.append({**call, "function": {**function, "arguments": arguments}})
     return checked

@@ -17,13 +17,17 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.adapters.chat_messages import (
+    TOO_DEEP,
     Message,
     MessageError,
     checked_message,
+    is_deep,
     is_unicode,
     messages_in,
     with_system,
@@ -108,6 +112,13 @@ class RowTasks:
     ) -> None:
         if (path is None) == (rows is None):
             raise ValueError(f"path={path!r} and rows={rows!r}: give exactly one of the two")
+        _check_texts(prompt_field=prompt_field)
+        optional = {"rows": rows, "subset": subset, "split": split, "id_field": id_field, "system": system}
+        _check_texts(**{name: value for name, value in optional.items() if value is not None})
+        if isinstance(required_fields, str) or not isinstance(required_fields, Iterable):
+            raise ConfigError(f"env.args.required_fields={required_fields!r}: expected a list, [{required_fields}].")
+        if not isinstance(chat, bool):
+            raise ConfigError(f"env.args.chat={chat!r}: expected true or false.")
         self.seed = seed
         self._path, self._rows, self._subset, self._split = path, rows, subset, split
         self._where = f"{rows}()" if path is None else str(path)
@@ -133,7 +144,10 @@ class RowTasks:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
         train = self._parts[0]
         if not train.indices:
-            raise ConfigError(f"env: all {len(train.table)} rows of {self._where} are held out: there are too few.")
+            hint = " held_out=train evaluates on the training rows themselves." if self._sets else ""
+            raise ConfigError(
+                f"env: all {len(train.table)} rows of {self._where} are held out, so none is left to train on.{hint}"
+            )
         return (self._task(train, index) for index in endless(train.indices, f"rows/train/{self.seed}"))
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -151,6 +165,16 @@ class RowTasks:
         train, *held_out = self._parts
         named = {f"held_out/{part.evaluation_set}".removesuffix("/"): part for part in held_out}
         return {name: self._in_order(part) for name, part in {"train": train, **named}.items()}
+
+    def where(self, task: Task) -> str:
+        """The place of the row of a task, for messages; of tasks with ids of the user's own it is the id."""
+        prefix, _, number = task.task_id.rpartition("/")
+        tables = {part.prefix: part.table for part in reversed(self._parts)}
+        return task.task_id if self._id_field or prefix not in tables else tables[prefix].where(int(number))
+
+    def left_out(self) -> str:
+        """A sentence about the columns of the first row that are no fields; empty if there are none."""
+        return left_out_hint({name: 0 for name in self._parts[0].table[0] if name not in self._columns.values()})
 
     @cached_property
     def _parts(self) -> list[_Part]:
@@ -266,9 +290,16 @@ class RowTasks:
         return self._as_task(part, index, part.table[index])
 
     def _as_task(self, part: _Part, index: int, row: Row) -> Task:
+        if is_deep([*row.values()]):
+            raise ConfigError(f"env: {part.table.where(index)} cannot be used: {TOO_DEEP}.")
         name = index
         if self._id_field is not None:
             name = self._value(self._id_field, "id_field", part, index, row)
+            if not is_unicode(str(name)):
+                raise ConfigError(
+                    f"env.args.id_field={self._id_field}: {part.table.where(index)} has the id {name!a}, with half of "
+                    "a surrogate pair, which no file can hold. Use another column, or null to number the rows."
+                )
         # Ids of other files may be those of the training rows.
         task_id = f"{part.prefix}/{name}" if self._id_field is None or part.prefix != "rows" else str(name)
         prompt = self._prompt(self._value(self._prompt_field, "prompt_field", part, index, row), part.table, index)
@@ -279,8 +310,8 @@ class RowTasks:
         for required in self._required:
             if fields.get(required) is None:
                 raise ConfigError(
-                    f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(fields)}."
-                    f"{nearest_hint(required, fields)}"
+                    f"env.args.required_fields: {part.table.where(index)} has no {required!r}; it has {sorted(row)}."
+                    f"{nearest_hint(required, fields)}{left_out_hint(row)}"
                 )
         return Task(TaskId(task_id), prompt, fields, None, part.evaluation_set, part.is_trained_on)
 
@@ -298,26 +329,46 @@ class RowTasks:
         Raises:
             ConfigError: If it is neither text nor chat messages.
         """
-        where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {value!r:.80}"
         try:
-            messages = messages_in(value) if isinstance(value, str) else value
-            if isinstance(messages, list) and messages:
-                chat = [checked_message(number, message) for number, message in enumerate(messages)]
-                return chat if self._system is None else with_system(chat, self._system)
+            return self._text_or_messages(value)
         except MessageError as problem:
+            # In one line, also of an array.
+            shown = " ".join(f"{value!r:.200}".split())[:80]
+            where = f"env.args.prompt_field={self._prompt_field}: {table.where(index)} has the prompt {shown}"
             raise ConfigError(f"{where}: {problem}.") from None
-        if isinstance(value, str) and value.strip() and is_unicode(value):
-            if not self._is_chat:
-                return value
-            return with_system([{"role": "user", "content": value}], self._system)
-        raise ConfigError(
-            f"{where}; expected valid text that is not empty, or a list of chat messages, each with the texts role and "
-            "content."
-        )
+
+    def _text_or_messages(self, value: Any) -> str | list[Message]:
+        messages = messages_in(value) if isinstance(value, str) else value
+        if isinstance(messages, np.ndarray):  # as pandas has them
+            messages = messages.tolist()
+        if isinstance(messages, list) and messages:
+            chat = [checked_message(number, message) for number, message in enumerate(messages)]
+            return chat if self._system is None else with_system(chat, self._system)
+        if not isinstance(value, str) or not value.strip() or not is_unicode(value):
+            raise MessageError(
+                "expected valid text that is not empty, or a list of chat messages, each with the texts role and "
+                "content"
+            )
+        return with_system([{"role": "user", "content": value}], self._system) if self._is_chat else value
+
+
+def left_out_hint(row: Row) -> str:
+    """How to get at the columns of a row that are no fields, since no argument can have their names."""
+    left_out = [column for column in row if not column.isidentifier()]
+    example = f" Use env.args.columns={{answer: {left_out[0]!r}}}." if left_out else ""
+    return f" {left_out} cannot be names of arguments.{example}" if left_out else ""
+
+
+def _check_texts(**settings: object) -> None:
+    """Raise ConfigError for a setting that is no text."""
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"env.args.{name}={value!r}, of type {type(value).__name__}: expected a text.")
 
 
 def _checked_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(columns, Mapping) or not all(isinstance(column, str) for column in columns.values()):
+    texts = [*columns, *columns.values()] if isinstance(columns, Mapping) else [None]
+    if not all(isinstance(one, str) for one in texts):
         raise ConfigError(f"env.args.columns={columns!r}: expected {{FIELD: COLUMN}}, e.g. {{answer: solution}}.")
     for target in columns:
         if target == "prompt":
@@ -356,12 +407,17 @@ def _is_split_name(location: str) -> bool:
 
 
 def _rows_of(path: str, key: str) -> RowTable:
+    if not isinstance(path, str):
+        raise ConfigError(f"{key}={path!r}: expected the import path of a function, my_rows:rows.")
     function = load_object(path, key)
     found = function() if callable(function) else function
-    if not isinstance(found, Iterable) or isinstance(found, str | Mapping):
-        raise ConfigError(f"{key}={path} gave a {type(found).__name__}; expected a list of dicts.")
+    if not isinstance(found, Iterable) or isinstance(found, str | Mapping) or hasattr(found, "iloc"):
+        raise ConfigError(
+            f"{key}={path} gave a {type(found).__name__}; expected a list of dicts (pandas: table.to_dict('records'))."
+        )
     # A `datasets.Dataset` stays memory-mapped.
-    rows: Any = found if hasattr(found, "__getitem__") else list(found)
+    is_stored = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    rows: Any = found if is_stored else list(found)
     table = TableRows(rows, f"{path}()")
     if not len(table):
         raise ConfigError(f"{key}={path} gave no rows.")

@@ -2,9 +2,10 @@
 
 | answer | equal to the text |
 |---|---|
-| text | if they are the same, without white space around them |
+| text | if they are the same, without white space around them; a line may end with `\r\n` or `\n` |
 | text of a number with a decimal point, "3.0" | as a number: tables write whole numbers so if their column has gaps |
-| int, float | if it is a number of the same value: 3 and 3.0 equal "3", "3.0" and "3e0" |
+| int, Decimal | if it is a number of the same value: 3 equals "3", "3.0" and "3e0" |
+| float | if it is the number that Python writes for it, "0.1" or "0.10", or is read as it |
 | bool | "True" or "true", "False" or "false"; never a number |
 | list | if it is a list of equal values in the same order, in JSON or as Python writes it; not one of its values |
 | nothing, empty text, NaN (also as text: tables write gaps so), infinity, other types | refused: each would score 0 |
@@ -14,16 +15,20 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from decimal import Decimal, InvalidOperation
-from numbers import Integral, Real
+from functools import partial
+from math import isfinite
+from numbers import Integral, Rational, Real
 from typing import Any
 
-AnswerValue = str | bool | int | float | list[Any]
-"""What a row may hold as its answer, as JSON types."""
+AnswerValue = str | bool | int | float | Decimal | list[Any]
+"""What a row may hold as its answer: JSON types, and exact numbers of tables."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _MAX_LIST_CHARACTERS = 20_000
+_MAX_LONGER = 8
+"""Characters of a response for each of its list, if it is longer than that: escapes and white space take some."""
+NO_ANSWER = "no answer"
 _GAPS = ("", "nan", "NaN")
 
 
@@ -38,40 +43,88 @@ def equals_answer(text: str, answer: AnswerValue, field: str = "answer") -> bool
     Raises:
         ValueError: If the answer cannot be compared, with the field and the type.
     """
-    plain, text = checked_answer(answer, field), text.strip()
+    plain, text = checked_answer(answer, field), _with_line_feeds(text.strip())
     if isinstance(plain, list):
-        found = _list(text)
+        found = _list(text, plain)
         return found is not None and _are_equal(found, plain)
     if isinstance(plain, str):
-        own = plain.strip()
+        own = _with_line_feeds(plain.strip())
         is_number = "." in own and _number(own) is not None
         return text == own or (is_number and _number(text) == _number(own))
     if isinstance(plain, bool):
         return text in (str(plain), str(plain).lower())
     number = _number(text)
-    # A float is the number that Python writes for it: 0.1 equals "0.1" and "0.10".
-    return number is not None and number == (Decimal(repr(plain)) if isinstance(plain, float) else Decimal(plain))
+    return number is not None and _are_equal(number, plain)
+
+
+def last_field(response: str, answer: AnswerValue) -> str:
+    """The text after the last `;` of a response; of an answer with n of them itself, the last n + 1 fields."""
+
+    def count(value: object) -> int:
+        if isinstance(value, list):
+            return sum(map(count, value))
+        return value.count(";") if isinstance(value, str) else 0
+
+    num_fields = 1 + count(checked_answer(answer))
+    return ";".join(response.rsplit(";", num_fields)[-num_fields:])
 
 
 def checked_answer(answer: object, field: str = "answer") -> AnswerValue:
-    """The answer as a JSON type; scalars and arrays of numpy become numbers and lists.
+    """The answer as plain types; scalars and arrays of numpy become numbers and lists.
 
     Raises:
         ValueError: If no response could equal it, with the field and the type.
     """
-    value = answer.tolist() if hasattr(answer, "tolist") and hasattr(answer, "shape") else answer
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip() not in _GAPS):
+    value = _without_numpy(answer)
+    if isinstance(value, list | tuple):
+        return [one if one is None or one == "" else checked_answer(one, field) for one in value]
+    plain = _scalar(value)
+    if plain is None:
+        # One line, also of a long text or table.
+        shown = " ".join(f"{value!r:.200}".split())[:80]
+        raise ValueError(
+            f"the field {field!r} of the task is {shown} (type {type(value).__name__}), which no response equals, so "
+            "each would score 0. Give text that is not empty, a number or a list, or leave such rows out"
+        )
+    return plain
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, with those of the items of a list, and `NO_ANSWER` if `checked_answer` refuses it."""
+    value = _without_numpy(value)
+    if isinstance(value, list | tuple):
+        return f"list of {sorted(set(map(kind_of, value)))}"
+    plain = _scalar(value)
+    return f"{NO_ANSWER} ({type(value).__name__})" if plain is None else type(plain).__name__
+
+
+def _without_numpy(value: Any) -> Any:
+    """Scalars and arrays of numpy as numbers and lists; of short floats the ones that print them, 0.1 for float32."""
+    if not (hasattr(value, "tolist") and hasattr(value, "dtype")):
+        return value
+    is_short = getattr(value.dtype, "kind", "") == "f" and value.dtype.itemsize < 8
+    return (value.astype(str).astype(float) if is_short else value).tolist()
+
+
+def _scalar(value: object) -> str | bool | int | float | Decimal | None:
+    """The value if a response could equal it."""
+    if isinstance(value, str):
+        is_text = value.strip() not in _GAPS and (value.isascii() or value.encode(errors="ignore").decode() == value)
+        return value if is_text else None
+    if isinstance(value, bool):
         return value
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real | Decimal) and math.isfinite(value):
+    if isinstance(value, Decimal):
+        return value if value.is_finite() else None
+    # A response is no fraction.
+    if isinstance(value, Real) and not isinstance(value, Rational) and isfinite(value):
         return float(value)
-    if isinstance(value, list | tuple):
-        return [one if one is None or one == "" else checked_answer(one, field) for one in value]
-    raise ValueError(
-        f"the field {field!r} of the task is {value!r:.80} (type {type(value).__name__}), which no response equals, so "
-        "each would score 0. Give text that is not empty, a number or a list, or leave such rows out"
-    )
+    return None
+
+
+def _with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n")
 
 
 def _number(text: str) -> Decimal | None:
@@ -84,21 +137,29 @@ def _number(text: str) -> Decimal | None:
         return None
 
 
-def _list(text: str) -> list[object] | None:
-    """The list that a text is, in JSON or as Python writes it; None if it is none."""
-    if not text.startswith("[") or len(text) > _MAX_LIST_CHARACTERS:
+def _list(text: str, answer: list[Any]) -> list[object] | None:
+    """The list that a text is, in JSON or as Python writes it; None if it is none, or far longer than the answer."""
+    if not text.startswith("[") or len(text) > max(_MAX_LIST_CHARACTERS, _MAX_LONGER * len(repr(answer))):
         return None
-    for read in (json.loads, ast.literal_eval):
+    for read in (partial(json.loads, parse_float=Decimal), ast.literal_eval):
         try:
             found = read(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        except (ValueError, ArithmeticError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         return found if isinstance(found, list) else None
     return None
 
 
 def _are_equal(found: object, answer: object) -> bool:
-    """Equality of JSON values in which a number equals no truth value."""
+    """Equality of values in which a number equals no truth value; a float is what Python writes for it, or reads."""
     if isinstance(found, list) and isinstance(answer, list):
         return len(found) == len(answer) and all(map(_are_equal, found, answer))
-    return found == answer and isinstance(found, bool) == isinstance(answer, bool)
+    if isinstance(found, str) and isinstance(answer, str):
+        return _with_line_feeds(found) == _with_line_feeds(answer)
+    if isinstance(found, bool) != isinstance(answer, bool):
+        return False
+    if isinstance(found, Decimal) and isinstance(answer, float):
+        return found == Decimal(repr(answer)) or float(found) == answer
+    if isinstance(found, float) and isinstance(answer, Decimal):  # a list as only Python writes it
+        return found == float(answer)
+    return found == answer

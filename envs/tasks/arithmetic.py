@@ -21,7 +21,7 @@ from typing import Literal
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.rewards.answers import AnswerValue, equals_answer
+from penstock.envs.rewards.answers import AnswerValue, equals_answer, last_field
 
 Operator = Literal["+", "-"]
 
@@ -212,8 +212,10 @@ def _task(problem: Problem, split: str, index: int) -> Task:
 def exact_match(trajectory: Trajectory, answer: AnswerValue, **_: object) -> float:
     """1 if the response ended by itself and the text after its last `;` is `answer` (envs/rewards/answers.py), else 0.
 
+    An answer with n `;` itself is compared with the last n + 1 fields.
+
     Raises:
         ValueError: If no response could equal the answer.
     """
-    is_right = equals_answer(trajectory.response.rpartition(";")[2], answer)
+    is_right = equals_answer(last_field(trajectory.response, answer), answer)
     return float(is_right and trajectory.finish_reason == "stop")

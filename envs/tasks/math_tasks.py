@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from decimal import Decimal
 from functools import cached_property
 
 from penstock.dataflow.errors import ConfigError
@@ -136,6 +137,14 @@ def math_verify_reward(trajectory: Trajectory, answer: AnswerValue, **_: object)
     answer = checked_answer(answer)
     if trajectory.finish_reason != "stop":
         return 0.0
-    gold = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     predicted = math_verify.parse(trajectory.response, parsing_timeout=None)
-    return float(math_verify.verify(gold, predicted, timeout_seconds=None))
+    written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
+    golds = (math_verify.parse(f"\\boxed{{{gold}}}", parsing_timeout=None) for gold in dict.fromkeys(written))
+    return float(any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds))
+
+
+def _positional(answer: AnswerValue) -> str:
+    """An answer with numbers as mathematics has them: 0.0000001, for which Python writes 1e-07."""
+    if isinstance(answer, list):
+        return f"[{', '.join(repr(one) if isinstance(one, str) else _positional(one) for one in answer)}]"
+    return f"{Decimal(str(answer)):f}" if isinstance(answer, float | Decimal) else str(answer)

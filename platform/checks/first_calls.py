@@ -19,6 +19,7 @@ from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardFunction, TaskSource
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.scripted_check import kinds_of_tasks, play_script, scripted_answer, scripted_turns
+from penstock.envs.streams import place_of
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.config.findings import Finding, absent, error, note, warning
@@ -74,7 +75,7 @@ async def _call(
     called = _called_before_start(config.reward, reward)
     if answered and called is not None:
         scored = [*answered, *((task, scripted_answer(task, TEXT)) for task in others)]
-        findings += [finding async for finding in _score(config, called, scored, len(answered))]
+        findings += [finding async for finding in _score(config, source, called, scored, len(answered))]
     return findings
 
 
@@ -122,7 +123,11 @@ def _called_before_start(config: RewardConfig, reward: RewardFunction) -> Reward
 
 
 async def _score(
-    config: RunConfig, called: RewardConfig, answered: Sequence[tuple[Task, Trajectory]], num_shown: int
+    config: RunConfig,
+    source: TaskSource,
+    called: RewardConfig,
+    answered: Sequence[tuple[Task, Trajectory]],
+    num_shown: int,
 ) -> AsyncIterator[Finding]:
     """Score the answers, up to the first failure; the results of the first `num_shown` are told."""
     has_opinion = False
@@ -137,7 +142,8 @@ async def _score(
                 yield absent(" ".join(problem.violations), "reward")
                 return
             except TrajectoryError as failure:
-                what = f"{where}, called before the start on task {task.task_id} with the answer {shown}"
+                place = place_of(config.env, source, task)
+                what = f"{where}, called before the start on task {place} with the answer {shown}"
                 if "timed out after" in failure.detail and not config.is_typed("reward"):
                     yield warning(
                         f"{what}: {failure.cause}. This machine may be busy; scores may take as long.", "reward"

@@ -23,7 +23,14 @@ from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.row_files import NotDownloadedError
 from penstock.envs.scripted_check import scripted_turns
-from penstock.envs.streams import MAIN, MAX_HELD_OUT_TASKS, held_out_tasks, load_task_streams, named_tasks
+from penstock.envs.streams import (
+    MAIN,
+    MAX_HELD_OUT_TASKS,
+    held_out_tasks,
+    load_task_streams,
+    named_tasks,
+    place_of,
+)
 from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.first_calls import check_first_calls
 from penstock.platform.checks.model_files import num_positions
@@ -78,13 +85,13 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from check_sample(config.env, tasks)
     yield from _check_data(config)
     if reward is not None:
-        misfits = list(check_reward(reward, tasks, is_set=config.is_typed("reward")))
+        misfits = list(check_reward(reward, tasks, getattr(source, "left_out", None), is_set=config.is_typed("reward")))
         yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
     measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
     yield from check_spelled_tokens(config, [*measured.train, *measured.held_out])
     if command not in WITHOUT_ENGINES:
         without_room = list(check_room(config, measured))
-        yield from without_room or check_prompts(config, measured)
+        yield from without_room or check_prompts(config, source, measured)
         yield from check_stop(config)
         yield from check_scripted_turns(config, source, tasks.train[:NUM_SCRIPTED_TASKS])
     elif command in ("rm", "dpo"):
@@ -258,8 +265,17 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_reward(reward: RewardFunction, tasks: TaskSample, *, is_set: bool = True) -> Iterator[Finding]:
-    """Check that each reward can be called with the fields of the tasks; `is_set`: somebody has set its key."""
+def check_reward(
+    reward: RewardFunction, tasks: TaskSample, left_out: Callable[[], str] | None = None, *, is_set: bool = True
+) -> Iterator[Finding]:
+    """Check that each reward can be called with the fields of the tasks.
+
+    Args:
+        reward: The reward, or several.
+        tasks: The tasks.
+        left_out: A sentence about the columns of the rows that are no fields.
+        is_set: Whether somebody has set its key.
+    """
     refused: set[str] = set()
     if taken := [task for task in (*tasks.train, *tasks.held_out) if "trajectory" in task.fields]:
         yield error(
@@ -278,7 +294,8 @@ def check_reward(reward: RewardFunction, tasks: TaskSample, *, is_set: bool = Tr
                 yield error(
                     f"{where}{_name(function)} {problem}, for {task.task_id} with the fields "
                     f"{sorted(task.fields)}, so its trajectories could not be scored. Add the missing fields to the "
-                    "tasks, or change the parameters of the reward; **_ accepts fields that it does not use.",
+                    "tasks, or change the parameters of the reward; **_ accepts fields that it does not use."
+                    + (left_out() if left_out is not None else ""),
                     "reward",
                     "env",
                 )
@@ -365,13 +382,14 @@ def _room_for(config: RunConfig, lengths: Sequence[int], which: str) -> Iterator
     )
 
 
-def check_prompts(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+def check_prompts(config: RunConfig, source: TaskSource, tasks: TaskSample) -> Iterator[Finding]:
     """Check that the prompts of tasks, and an answer of full length to them, fit the context."""
     answer, context = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
     if answer >= context:  # `check_sampling` reports it
         return
     yield from _too_long(
         config,
+        source,
         tasks,
         lambda encode, task: len(encode(task.prompt)) + answer,
         lambda task, length: (
@@ -464,6 +482,7 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: TaskSample) -> 
         return
     yield from _too_long(
         config,
+        source,
         tasks,
         lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1,
         lambda task, length: (
@@ -491,6 +510,7 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: TaskSample) -> Ite
 
     yield from _too_long(
         config,
+        source,
         tasks,
         length,
         lambda task, length: (
@@ -502,6 +522,7 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: TaskSample) -> Ite
 
 def _too_long(
     config: RunConfig,
+    source: TaskSource,
     tasks: TaskSample,
     measure: Callable[[Encode, Task], int],
     sentence: Callable[[Task, int], str],
@@ -510,6 +531,7 @@ def _too_long(
 
     Args:
         config: Configuration of the run.
+        source: Of the tasks.
         tasks: The tasks that are measured.
         measure: Tokens that a task needs.
         sentence: What is wrong with a task of so many tokens, and what to do.
@@ -521,12 +543,17 @@ def _too_long(
             return
         # Each once: the stream of a small set has several epochs of it.
         unique = [{task.task_id: task for task in split}.values() for split in tasks]
-        measured = [[(measure(codec.encode_prompt, task), task) for task in split] for split in unique]
+        measured: list[list[tuple[int, Task]]] = []
+        for tasks_of_split in unique:
+            measured.append([])
+            for task in tasks_of_split:
+                measured[-1].append((measure(codec.encode_prompt, task), task))
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)
         return
     except TrajectoryError as problem:
-        yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
+        where = place_of(config.env, source, task)
+        yield error(f"env: the task {where} cannot be tokenised by {path}: {problem.detail}.", "model")
         return
     except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         raised = f"{type(problem).__name__}: {problem}"

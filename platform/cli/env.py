@@ -122,13 +122,16 @@ def run_env_check(
 def _check_as_a_run(config: EnvConfig, scored_by: RewardConfig | None) -> Iterator[Finding]:
     """What a dry run of `penstock train` checks of the tasks, and of the reward with them."""
     try:
-        tasks = read_sample(load_task_source(config, 0))
+        source = load_task_source(config, 0)
+        tasks = read_sample(source)
     except Exception as problem:  # noqa: BLE001 - user code: anything it raises is a finding
         yield Finding("tasks can be read", is_good=False, found=f"{type(problem).__name__}: {problem}")
         return
     checked = {"ids and splits": list(check_sample(config, tasks))}
     if scored_by is not None:
-        checked["the reward takes every task"] = list(check_reward(load_reward(scored_by), tasks))
+        checked["the reward takes every task"] = list(
+            check_reward(load_reward(scored_by), tasks, getattr(source, "left_out", None))
+        )
     size = f"{len(tasks.train)} training and {len(tasks.held_out)} held-out tasks"
     for name, problems in checked.items():
         yield Finding(name, not problems, "; ".join(problem.message for problem in problems) or size)

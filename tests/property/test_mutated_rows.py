@@ -13,6 +13,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ NUM_SEEDS = by_tier(40, full=400)
 CODEC = TokenCodec(byte_tokenizer())
 Rows = list[dict[str, Any]]
 
+
+def nested(levels: int) -> Any:
+    """A list in a list, and so on."""
+    return [nested(levels - 1)] if levels else 1
+
+
 ANSWERS: dict[str, Callable[[int, random.Random], Any]] = {
     "text": lambda total, _: str(total),
     "padded text": lambda total, rng: f"{' ' * rng.randrange(3)}{total} ",
@@ -43,9 +50,17 @@ ANSWERS: dict[str, Callable[[int, random.Random], Any]] = {
     "float": lambda total, _: float(total),
     "text of a float": lambda total, _: f"{total}.0",
     "list": lambda total, _: [total, str(total)],
+    "list with semicolons": lambda total, _: [f"{total};", ";"],
+    "semicolons": lambda total, _: f"x = {total}; y = {total};",
+    "code like a number": lambda total, _: f"{total:03}",
+    "word like a value": lambda _, rng: rng.choice(
+        ["true", "NA", "null", "1e5", "2024-01-01", "None", "[1, 2]", '"a"']
+    ),
     "truth value": lambda total, _: total % 2 == 0,
     "mixed": lambda total, rng: rng.choice([str(total), total, float(total)]),
     "sometimes null": lambda total, rng: rng.choice([total, total, None]),
+    "rarely the text nan": lambda total, rng: "nan" if rng.random() < 0.1 else str(total),
+    "sometimes a list of an object": lambda total, rng: rng.choice([[total], [{}]]),
     "sometimes empty": lambda total, rng: rng.choice([str(total), ""]),
     "sometimes nan": lambda total, rng: rng.choice([float(total), float("nan")]),
     "object": lambda total, _: {"value": total},
@@ -71,24 +86,29 @@ MESSAGES: dict[str, Callable[[str], Any]] = {
     "blank": lambda _: " ",
     "number": len,
     "half a pair": lambda question: f"{question}\ud83d",
+    "half a pair in a role": lambda question: [{"role": "user\ud83d", "content": question}],
+    "deep": lambda question: [{"role": "user", "content": question, "meta": nested(600)}],
+    "date": lambda question: [{"role": "user", "content": question, "at": date(2024, 1, 1)}],
 }
 FILES = (
     *("rows.jsonl", "ROWS.JSONL", "rows.json", "rows.csv", "rows.tsv", "rows.jsonl.gz", "rows.csv.gz", "rows.json.gz"),
-    *("rows.parquet", "pandas.parquet", "rows.txt", "saved", "wrapped.json", "columns.json"),
+    *("rows.parquet", "pandas.parquet", "rows.txt", "saved", "wrapped.json", "columns.json", "rows[1].parquet"),
+    *("folder/rows.jsonl", "folder/train.csv", "folder [v2]/list.json", "folder/a.parquet"),
 )
+"""Of a file in a folder, the folder is read."""
 ENCODINGS = ("utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16", "latin-1")
 
 
 def mutated(rng: random.Random) -> tuple[Rows, list[str]]:
     """Rows, and the right response to each; what is no answer has any."""
-    answer, prompt = rng.choice(list(ANSWERS)), rng.choice([*MESSAGES, "text", "messages", "calls"])
+    answer, prompt = rng.choice(list(ANSWERS)), rng.choice([*MESSAGES, *("text", "messages", "calls") * 4])
     rows, gold = [], []
     for index in range(rng.randint(1, 30)):
         left, right = index, rng.randrange(9)
         value = ANSWERS[answer](left + right, rng)
         rows.append({"prompt": MESSAGES[prompt](f"{left}+{right}="), "answer": value})
         # Of a number the response is the number, whatever a table makes of it; of the others what Python writes.
-        gold.append(str(value) if isinstance(value, list | bool) else str(left + right))
+        gold.append(str(value) if isinstance(value, list | bool | str) else str(left + right))
     for _ in range(rng.randrange(3)):
         mutate_columns(rows, rng)
     return rows, gold
@@ -118,6 +138,7 @@ def mutate_columns(rows: Rows, rng: random.Random) -> None:
 
 def write(rows: Rows, name: str, rng: random.Random) -> str:
     """Write rows as people and tools do; not every file can hold every row."""
+    Path(name).parent.mkdir(exist_ok=True)
     path, columns = Path(name), list(dict.fromkeys(column for row in rows for column in row))
     kind = name.lower().removesuffix(".gz")
     if kind.endswith(("csv", "tsv")):
@@ -133,7 +154,7 @@ def write(rows: Rows, name: str, rng: random.Random) -> str:
         text = json.dumps({column: [row.get(column) for row in rows] for column in columns}, indent=1)
     elif kind.endswith(".json"):
         text = json.dumps(rows, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5)
-    elif name == "rows.parquet":
+    elif name.endswith(".parquet") and name != "pandas.parquet":
         datasets.Dataset.from_list(rows).to_parquet(name)
         return name
     elif name == "pandas.parquet":
@@ -170,7 +191,7 @@ def problems_before_a_run(source: Any, tasks: TaskSample, reward: Any) -> list[s
     return problems
 
 
-@pytest.mark.parametrize("start", range(0, NUM_SEEDS, 20))
+@pytest.mark.parametrize("start", range(0, NUM_SEEDS, 40))
 def test_a_mutated_data_set_gives_the_right_rewards_or_one_clear_line(
     start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +200,7 @@ def test_a_mutated_data_set_gives_the_right_rewards_or_one_clear_line(
     outcomes = [0, 0]
     reward = load_reward(RewardConfig(fn="penstock.envs.tasks.arithmetic:exact_match"))
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "own", "answer": "1"}) + "\n")
-    for seed in range(start, start + 20):
+    for seed in range(start, start + 40):
         rng = random.Random(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -190,7 +211,8 @@ def test_a_mutated_data_set_gives_the_right_rewards_or_one_clear_line(
         except Exception:  # noqa: BLE001 - the library cannot write such rows
             continue
         try:
-            source = RowTasks(seed, name, held_out=str(tmp_path / "own.jsonl"), chat=rng.random() < 0.5)
+            place = name.rpartition("/")[0] or name
+            source = RowTasks(seed, place, held_out=str(tmp_path / "own.jsonl"), chat=rng.random() < 0.5)
             # Each once: in the order of the data, if it is not shuffled.
             train = list({task.task_id: task for task in islice(source.train(), 60)}.values())
             problems = problems_before_a_run(source, TaskSample(train, source.held_out(1)), reward)

@@ -57,7 +57,7 @@ def test_a_dataset_out_of_reach_or_without_the_column_is_a_config_error(folder: 
         MathTasks(0, str(folder / "absent"), None).held_out(1)
     with pytest.raises(ConfigError, match="not in the local cache and cannot be downloaded"):
         MathTasks(0, "org/absent", None).held_out(1)
-    with pytest.raises(ConfigError, match="split test, row 0 has no column 'problem'"):
+    with pytest.raises(ConfigError, match=r"test.jsonl, line 1 has no column 'problem'"):
         MathTasks(0, str(folder), None, question_field="problem").held_out(1)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from penstock.dataflow.trajectory import Task
+from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.loading import load_reward
-from penstock.platform.checks.tasks import TaskSample, check_reward
+from penstock.platform.checks import tasks as checks
+from penstock.platform.checks.load import compose_config
+from penstock.platform.checks.tasks import TaskSample, check_prompts, check_reward
+from penstock.rollout.tokenization.tokenizers import TokenCodec, byte_tokenizer
 
 REWARDS = """
 def needs_solution(trajectory, solution, scale=1.0): return 1.0
@@ -74,3 +79,35 @@ def test_all_tasks_that_are_read_count_and_each_part_is_named_once() -> None:
         (problem,) = findings(strict, tasks)
         assert "other/7 with the fields ['solution']" in problem
     assert len(findings(RewardConfig(parts={"a": part("strict"), "b": part("needs_solution")}))) == 2
+
+
+def test_a_column_that_no_argument_can_be_named_after_is_named_with_the_way_to_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "final solution": "2", "solved by": "me"}\n' * 3)
+    reward = load_reward(RewardConfig(fn="penstock_test_columns:needs_solution"))
+    found: dict[str, list[str]] = {}
+    for name, columns in {"without": {}, "with": {"solution": "final solution"}}.items():
+        source = RowTasks(0, "rows.jsonl", columns=columns)
+        tasks = TaskSample([next(source.train())], [])
+        found[name] = [finding.message for finding in check_reward(reward, tasks, source.left_out)]
+    (message,) = found.pop("without")
+    assert "['final solution', 'solved by'] cannot be names of arguments" in message
+    assert message.endswith("Use env.args.columns={answer: 'final solution'}.")
+    assert found == {"with": []}
+
+
+def test_a_task_that_cannot_be_tokenised_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    user = {"role": "user", "content": "1+1="}
+    rows = [{"prompt": [user, *([call] if number == 2 else [])], "answer": "2"} for number in range(4)]
+    Path("rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    typed = ["env=dataset", "env.args={path: rows.jsonl, held_out: train}", "model.path=policy"]
+    config = compose_config(["experiment=arithmetic", *typed])
+    source = RowTasks(0, "rows.jsonl", held_out="train")
+    tasks = TaskSample(list(source.stored()["train"]), [])
+    monkeypatch.setattr(checks, "_load_codec", lambda _: TokenCodec(byte_tokenizer()))
+    (finding,) = check_prompts(config, source, tasks)
+    assert finding.message.startswith("env: the task rows/2 (rows.jsonl, line 5) cannot be tokenised by ")

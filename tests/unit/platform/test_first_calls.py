@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -131,24 +130,34 @@ def test_a_reward_that_has_no_opinion_on_any_answer_is_a_warning(call: Call) -> 
     [
         (
             "[1] * 5 + [None] + [1] * 5",
-            r"task rows/\d+ with .*the field 'answer' of the task is None \(type NoneType\)",
+            r"task rows/5 \(rows_first:rows\(\), row 5\) with .*the field 'answer' of the task is None",
         ),
         ('[1.0] * 5 + [float("nan")] + [1.0] * 5', r"the field 'answer' of the task is nan \(type float\)"),
         ('["1"] * 5 + [{"a": 1}] + ["1"] * 5', r"the field 'answer' of the task is \{'a': 1\} \(type dict\)"),
+        ('["1"] * 5 + ["nan"] + ["1"] * 5', r"the field 'answer' of the task is 'nan' \(type str\)"),
+        ("[[1]] * 5 + [[{}]] + [[1]] * 5", r"the field 'answer' of the task is {} \(type dict\)"),
+        (
+            '[[1.0, 2]] * 5 + [[1.0, float("nan")]] + [[1.0, 2]] * 5',
+            r"the field 'answer' of the task is nan \(type float\)",
+        ),
+        ('["1"] * 60 + [""] + ["1"] * 5', r"the field 'answer' of the task is '' \(type str\)"),
         ('["1"] * 5 + [2, 3.0, [4]] + ["1"] * 5', ""),
     ],
 )
 def test_the_reward_is_called_on_a_task_of_every_kind_of_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, found: str
 ) -> None:
-    code = f'def rows():\n    return [{{"prompt": f"{{n}}+", "answer": one}} for n, one in enumerate({rows})]\n'
+    # The last rows have columns of their own, in all combinations.
+    others = '{f"of_{bit}": bit for bit in range(6) if n > 20 and n >> bit & 1}'
+    row = f'{{"prompt": f"{{n}}+", "answer": one, **{others}}}'
+    code = f"def rows():\n    return [{row} for n, one in enumerate({rows})]\n"
     (tmp_path / "rows_first.py").write_text(f"{code}\ndef own():\n    return [{{'prompt': 'own', 'answer': '1'}}]\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rows_first", raising=False)
     typed = ["env=dataset", "env.args={rows: rows_first:rows, held_out: {rows: rows_first:own}}", "reward=exact_match"]
     config = compose_config(["experiment=arithmetic", "model.path=policy", *typed])
     source = load_task_source(config.env, 0)
-    tasks = sorted(islice(source.train(), 13), key=lambda task: int(task.task_id.removeprefix("rows/")))
+    tasks = list(source.stored()["train"])  # type: ignore[attr-defined]
     findings = list(check_first_calls(config, source, load_reward(config.reward), tasks, source.held_out(1)))
     problems = [finding.message for finding in findings if finding.severity == "error"]
     assert len(problems) == bool(found)
