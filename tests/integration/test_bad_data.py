@@ -65,7 +65,7 @@ def fails_two_groups_alone(run_dir: Path, output: str) -> None:
     assert summary["ledger"]["trained"] == STEPS * BATCH
     failures = json.loads((run_dir / "failures.json").read_text())
     assert summary["ledger"]["failed"] == len(failures) == 2
-    assert {failure["kind"] for failure in failures} == {"env"}
+    assert {failure["kind"] for failure in failures} == {"env", "long_prompt"}
     too_long, not_text = (failure["detail"] for failure in failures)
     assert all(number in too_long for number in ("402", "128")), too_long
     assert "not/text" in not_text or "plus" in not_text, not_text

@@ -58,23 +58,27 @@ def trained_but_one(counts: LedgerCounts) -> bool:
 
 @pytest.mark.parametrize("num_engines", [1, 2, 4, 8])
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "reason", "told"),
     [
-        (TOO_LONG, r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves space for at most 19"),
-        ("1+1=" * 5, r"the prompt of t5 has 20 tokens"),  # no space for one token
-        ("ß", r"it knows no 'ß'"),
-        ([{"role": "user", "content": "1+1="}], r"t5: .*the tokenizer has no chat template"),
+        (
+            TOO_LONG,
+            Reason.LONG_PROMPT,
+            r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves space for at most 19",
+        ),
+        ("1+1=" * 5, Reason.LONG_PROMPT, r"the prompt of t5 has 20 tokens"),  # no space for one token
+        ("ß", Reason.ENV, r"it knows no 'ß'"),
+        ([{"role": "user", "content": "1+1="}], Reason.ENV, r"t5: .*the tokenizer has no chat template"),
     ],
     ids=["too_long", "full", "unknown_character", "messages_without_a_template"],
 )
 async def test_a_prompt_that_cannot_be_answered_reaches_no_engine_and_fails_its_group(
-    prompt: Prompt, told: str, num_engines: int
+    prompt: Prompt, reason: Reason, told: str, num_engines: int
 ) -> None:
     engines = fakes(num_engines)
     flow = flow_over(engines, prompt, max_context=CONTEXT)
     await train_all(flow, engines)
     assert trained_but_one(flow.counts())
-    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENV] == 1
+    assert flow.core.ledger.reasons[GroupState.FAILED, reason] == 1
     (failure,) = flow.stats.failures
     with pytest.raises(TrajectoryError, match=told):
         raise failure

@@ -10,11 +10,13 @@ import time
 import pytest
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, signal, sys, time
 from penstock.platform.run import lifecycle
 from penstock.platform.run.lifecycle import Interrupted, Stop, run_to_end
 
 lifecycle.SAME_SIGNAL_S = 0.2
+for signum in lifecycle.SIGNALS:  # a test that runs in the background may ignore some of them
+    signal.signal(signum, signal.SIG_DFL)
 blocking = {blocking}
 
 async def main():
