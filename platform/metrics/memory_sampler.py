@@ -17,6 +17,9 @@ _GIB = float(1 << 30)
 _MAX_DUTY = 0.01
 """Maximum share of one core spent on sampling. The interval is extended accordingly."""
 
+_MAX_PAUSE_S = 15.0
+"""Longest time between two samples, even if that takes a larger share: on a busy machine a sample may take 0.5 s."""
+
 _ProcessKey = tuple[int, float]
 
 
@@ -67,7 +70,8 @@ class MemorySampler:
         while not self._stop.wait(pause_s):
             cpu_before_s = time.thread_time()
             self.sample()
-            pause_s = max(self._interval_s, (time.thread_time() - cpu_before_s) / _MAX_DUTY)
+            pause_s = (time.thread_time() - cpu_before_s) / _MAX_DUTY
+            pause_s = max(self._interval_s, min(pause_s, _MAX_PAUSE_S))
 
     def _sum_pss(self) -> int:
         try:
