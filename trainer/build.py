@@ -108,6 +108,7 @@ def save_policy(
         _copy_tokenizer(tokenizer_source, unfinished)
         previous = target.with_name(f"{target.name}.previous")
         if target.exists():
+            shutil.rmtree(previous, ignore_errors=True)  # of a process that was killed here
             target.rename(previous)
         unfinished.rename(target)
         shutil.rmtree(previous, ignore_errors=True)

@@ -135,6 +135,17 @@ def test_a_step_that_is_ended_before_its_first_update_may_be_kept_as_a_checkpoin
     trainer.snapshot(0).wait()
 
 
+def test_a_policy_is_saved_over_what_a_killed_process_left(policy: str, tmp_path: Path) -> None:
+    trainer, target = trainer_of(policy, 40), tmp_path / "policy"
+    for left in (target, tmp_path / "policy.previous", tmp_path / "policy.unfinished"):
+        left.mkdir()
+        (left / "stale").touch()
+    save_policy(trainer, str(target), policy)
+    assert (target / "model.safetensors").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert not (target / "stale").exists()
+
+
 def test_a_trainer_with_a_partner_keeps_the_version_before_its_step(policy: str, batch: list[GroupPayload]) -> None:
     trainer = trainer_of(policy, 1000, lr=1.0, adam_epsilon=1.0)
     trainer._spec = replace(trainer._spec, has_partner=True)
