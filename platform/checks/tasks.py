@@ -274,7 +274,7 @@ def check_reward(
         reward: The reward, or several.
         tasks: The tasks.
         left_out: A sentence about the columns of the rows that are no fields.
-        is_set: Whether somebody has set its key.
+        is_set: Whether the user has set its key.
     """
     refused: set[str] = set()
     if taken := [task for task in (*tasks.train, *tasks.held_out) if "trajectory" in task.fields]:

@@ -151,6 +151,9 @@ def add_run(command: Command, summary: str) -> None:
                 print_dry_run(loaded, command, Console())
                 return 0
             if loaded.warm_start is not None:
+                if loaded.warm_start.overwrite and not loaded.config.overwrite:
+                    folder = loaded.warm_start.run_dir
+                    plain_console(stderr=True).print(f"the warm start in {folder} was ended early: it is made again")
                 return start("sft", loaded.warm_start) or restart_command(loaded.config)
             print_warnings(loaded.warnings, Console(stderr=True))
             return start(command, loaded.config)
