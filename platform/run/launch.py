@@ -144,13 +144,13 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         """Write `summary.json` and what belongs to it."""
         ended_by = stop.reason or None if end == "interrupted" else None
         if run is not None:
-            summary = replace(summarise(run, hub, end, memory.latest_gib), ended_by=ended_by)
+            summary = replace(summarise(run, hub, end, memory.peak_gib), ended_by=ended_by)
             write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
             write_summary(run_dir, summary)
             return summary
         steps = 0 if resumed is None else resumed.version
-        summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.latest_gib)
+        summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
         summary = replace(summary, ended_by=ended_by, steps=steps)
         if resumed is None or not (run_dir / SUMMARY_FILE).exists():  # else it is of the training before
             write_summary(run_dir, summary)
