@@ -297,7 +297,7 @@ async def start_trainer(
 ) -> TrainerClient:
     """Start the trainer ranks and connect them."""
     ranks = trainer_ranks(spec, resources, environment)
-    client = TrainerClient(ranks, spec.trainer.step_timeout_s, spec.tokens_per_part)
+    client = TrainerClient(ranks, spec.trainer.step_timeout_s)
     await client.start(spec.trainer.start_timeout_s)
     return client
 

@@ -121,7 +121,7 @@ async def train(num_groups: int, run_dir: Path, after_tenth: Callable[[], None])
     ports = FlowPorts(runner, Rewards(), Store(), SamplingParams(64))
     async with Flow(core, queue, FilterChain([zero_variance()]), ports, FlowStats(), FlowOptions(600.0)) as flow:
         for version in range(1, steps + 1):
-            async for _ in flow.next_batch():
+            for _ in await flow.next_batch():
                 pass
             for engine in engines:
                 engine.version = version

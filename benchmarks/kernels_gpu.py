@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -23,11 +22,10 @@ from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.config import ClippedConfig, KlConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
-from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.algorithms.objective import LossFunction, Objective
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, composed_loss
 from penstock.trainer.updates import OpenUpdate
 
 GIB = float(1 << 30)
@@ -161,11 +159,11 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
 
         return run
 
-    composed = partial(composed_loss, Objective(LOSS))
+    composed = Objective(LOSS).composed
     # Read are 7 float32 columns and the staleness, written is the gradient; backward reads and writes it once more.
     num_bytes = (7 * 4 + 8 + 4 + 8.0) * num_tokens
     for name, function in (
-        ("penstock", PolicyObjective(LOSS)),
+        ("penstock", Objective(LOSS)),
         ("torch", composed),
         ("torch.compile", torch.compile(composed)),
     ):

@@ -225,7 +225,7 @@ async def roll_out(policy: Serving, tasks: Sequence[Task], sampling: SamplingPar
     ports = FlowPorts(policy.runner, ConstantReward(), ObjectStore(), sampling)
     stats = FlowStats()
     async with Flow(core, queue, FilterChain([]), ports, stats, FlowOptions(batch_timeout_s=600.0)) as flow:
-        groups = [group async for group in flow.next_batch()]
+        groups = await flow.next_batch()
         assert len(groups) == len(tasks), "every group became ready"
         flow.advance(1)
     log.close()

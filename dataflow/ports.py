@@ -198,7 +198,7 @@ class WrittenFile(NamedTuple):
 
 
 class TrainerGroup(Protocol):
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport: ...
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport: ...
 
     async def stop_step(self) -> bool:
         """End the running step, and all later ones, before they change the weights.

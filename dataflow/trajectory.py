@@ -5,7 +5,7 @@ Shape legend: T = all tokens of one trajectory (prompt, sampled and observation 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -391,9 +391,3 @@ class GroupRef:
     def staleness(self, version: int) -> int:
         """Staleness of the oldest token with loss weight if the group trains at `version`, in versions."""
         return version - max(self.oldest_version, self.min_version)
-
-
-async def iterate_groups(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
-    """Yield complete groups as the asynchronous iterator that `TrainerGroup.step` consumes."""
-    for group in groups:
-        yield group

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, SamplingParams
@@ -51,6 +52,7 @@ def make_flow(
     sizing: GroupSizing | None = None,
     curriculum: Curriculum | None = None,
     streamed: bool = False,
+    tokens_per_part: float = 0,
     gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
@@ -62,14 +64,36 @@ def make_flow(
     core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s, max_context_tokens=max_context)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
-    ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher, forward)
+    ports = FlowPorts(
+        runner, rewards, FakeStore(), sampling, reference, teacher, forward, Parts() if streamed else None
+    )
     line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
-    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))
+    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, tokens_per_part, gang))
+
+
+class Parts:
+    """Takes the parts of a batch, as a trainer does."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[GroupRef]] = []
+        self.fails = False
+
+    async def __call__(self, part: Sequence[GroupRef]) -> None:
+        if self.fails:
+            raise TrainingError("planted")
+        self.sent.append(list(part))
+
+    def taken(self) -> list[GroupRef]:
+        groups = [group for part in self.sent for group in part]
+        self.sent.clear()
+        return groups
 
 
 async def next_groups(flow: Flow) -> list[GroupRef]:
-    return [group async for group in flow.next_batch()]
+    """The next batch, with its earlier parts."""
+    last = await flow.next_batch()
+    return [*(flow.ports.accumulate.taken() if isinstance(flow.ports.accumulate, Parts) else ()), *last]
 
 
 async def train_all(flow: Flow, engines: Sequence[FakeEngine]) -> list[GroupRef]:

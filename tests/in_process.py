@@ -64,8 +64,8 @@ class InProcessTrainer:
         if spec.restore_from is not None:
             self.version = await self._call(lambda: self._trainer.restore(spec.restore_from))
 
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        payloads = [payload_of(group) async for group in batch]
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
+        payloads = [payload_of(group) for group in batch]
         report = await self._call(lambda: self._trainer.step(payloads, self.version))
         self.version = report.version
         return report

@@ -25,7 +25,12 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 NUM_STEPS = 6
 OVERRIDES = (
-    *("experiment=arithmetic", "model.path=policy", "model.max_context_tokens=64", "rollout.sampling.max_new_tokens=12"),
+    *(
+        "experiment=arithmetic",
+        "model.path=policy",
+        "model.max_context_tokens=64",
+        "rollout.sampling.max_new_tokens=12",
+    ),
     *("dataflow.batch_groups=1", "dataflow.group_size=2", "dataflow.max_staleness=0"),
     "reward.fn=letters:reward",
     *("evaluation.num_tasks=1", "evaluation.every_steps=0", "weights.probe_every=0", f"total_steps={NUM_STEPS}"),
@@ -57,7 +62,9 @@ class Way(NamedTuple):
     files: dict[str, list[str]]
 
     def __str__(self) -> str:
-        lines = [f"{number:3}  {file}: {', '.join(names)}" for number, (file, names) in enumerate(self.files.items(), 1)]
+        lines = [
+            f"{number:3}  {file}: {', '.join(names)}" for number, (file, names) in enumerate(self.files.items(), 1)
+        ]
         return "\n".join(lines)
 
 
@@ -83,7 +90,12 @@ def traced_run(tree: Path, folder: Path) -> list[Record]:
     subprocess.run([sys.executable, "-c", write_policy], cwd=folder, env=package, check=True, timeout=120)
     done = subprocess.run(
         [sys.executable, "-c", main, "train", *OVERRIDES, "run_dir=run"],
-        **{"cwd": folder, "env": traced, "check": False, "timeout": 900, "capture_output": True, "text": True},
+        cwd=folder,
+        env=traced,
+        check=False,
+        timeout=900,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -139,7 +151,8 @@ def main() -> None:
         ):
             found = way(records, windows)
             num_functions = sum(map(len, found.files.values()))
-            print(f"{what}: {len(found.files)} files, {num_functions} functions, in each of {len(windows)} windows\n{found}")
+            print(f"{what}: {len(found.files)} files, {num_functions} functions, in each of {len(windows)} windows")
+            print(found)
     finally:
         if chosen.keep is None:
             shutil.rmtree(folder)

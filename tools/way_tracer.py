@@ -54,7 +54,7 @@ def record_threads_of_ray() -> None:
     """Ray runs the methods of an actor's concurrency groups in threads that Python has not started."""
     from ray._private.function_manager import FunctionActorManager
 
-    make = FunctionActorManager._make_actor_method_executor
+    make = FunctionActorManager._make_actor_method_executor  # noqa: SLF001
 
     def make_recorded(self: Any, method_name: str, method: Any) -> Any:
         executor = make(self, method_name, method)
@@ -66,7 +66,7 @@ def record_threads_of_ray() -> None:
 
         return recorded
 
-    FunctionActorManager._make_actor_method_executor = make_recorded
+    FunctionActorManager._make_actor_method_executor = make_recorded  # noqa: SLF001
 
 
 class _OnImport:

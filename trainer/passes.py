@@ -18,8 +18,9 @@ from penstock.trainer.batches.packing import (
     plan_batch,
     plan_with_shared_prompts,
 )
-from penstock.trainer.batches.sequences import all_sequences, sampled_tokens
+from penstock.trainer.batches.samples import all_sequences, sampled_tokens
 from penstock.trainer.spec import TrainerSpec
+from penstock.trainer.work import Work
 from penstock.weights.model_config import ModelShape
 
 
@@ -67,20 +68,30 @@ class Passes:
             else:
                 yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
 
-    def per_sampled_token(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
+    def per_sampled_token(
+        self, payloads: Sequence[GroupPayload], work: Work | None = None
+    ) -> list[NDArray[np.float32]]:
         """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
-        found = self.per_target(sampled_tokens(payloads))
+        found = self.per_target(sampled_tokens(payloads), work)
         ends = np.cumsum([len(all_sequences([payload])) for payload in payloads])[:-1].tolist()
         borders = zip([0, *ends], [*ends, len(found)], strict=True)
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
 
-    def per_target(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float64]]:
-        """Output of the model for every target token, without gradient: `[n_i]` each, the same on all ranks."""
+    def per_target(self, sequences: Sequence[TrainingSequence], work: Work | None = None) -> list[NDArray[np.float64]]:
+        """Output of the model for every target token, without gradient: `[n_i]` each, the same on all ranks.
+
+        Args:
+            sequences: Of which the target tokens are computed.
+            work: Where the computation is counted; None: nowhere, as it is no part of a step.
+        """
+        plan = self.plan(sequences)
+        if work is not None:
+            work.computed(sequences, plan.shared_lengths, num_forwards=1)
         counts = [len(sequence.targets) for sequence in sequences]
         starts = np.cumsum([0, *counts])
         found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0
         with self.backend.evaluation():
-            for micro_batch in self.micro_batches(sequences, self.plan(sequences)):
+            for micro_batch in self.micro_batches(sequences, plan):
                 values, _ = self.backend.forward(micro_batch.inputs, self.spec.temperature)
                 places = starts[micro_batch.sequence_index] + micro_batch.token_index
                 found[places] = values[: micro_batch.num_tokens].double().cpu().numpy()

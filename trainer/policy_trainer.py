@@ -26,29 +26,26 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.config import DpoConfig, IpoConfig
 from penstock.trainer.algorithms.controllers import Controllers
 from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.objective import LossFunction, Objective, supervised_loss
 from penstock.trainer.backends.base import Backend, OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare, agreement
-from penstock.trainer.batches.packing import TrainingSequence
-from penstock.trainer.batches.sequences import (
+from penstock.trainer.batch_builder import BatchBuilder
+from penstock.trainer.batches.examples import (
     Example,
     Preference,
-    batch_normaliser,
     margins_of,
-    mini_batches,
     preference_sequences,
-    split_by_signal,
     supervised_sequences,
 )
+from penstock.trainer.batches.mini_batches import batch_normaliser, mini_batches, split_by_signal
+from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.early_logprobs import Forwards
-from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
-from penstock.trainer.token_records import TokenRecord
-from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
+from penstock.trainer.updates import OpenUpdate, TokenRecord, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
@@ -72,9 +69,9 @@ class PolicyTrainer:
         self._spec = spec
         self._algorithm = spec.algorithm
         self._passes = Passes(backend, spec)
-        self._forwards = Forwards(self._passes, critic, work)
+        self._builder = BatchBuilder(self._passes, critic, work)
         self._work = work
-        self._objective = PolicyObjective(spec.algorithm)
+        self._objective = Objective(spec.algorithm)
         self._controllers = Controllers(spec.algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
@@ -106,13 +103,13 @@ class PolicyTrainer:
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         learns = self.critic is None or version >= self.critic.warmup_steps
         if streamed is not None:
-            sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
+            sequences = self._builder.build(payloads, version, normaliser=1.0)
             self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
             trained_tokens = streamed.trained_tokens
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            sequences = self._forwards.sequences(payloads, version)
+            sequences = self._builder.build(payloads, version)
             updates, trained_tokens = [], {}
             num_updates = self._algorithm.updates_per_batch
             has_critic = self.critic is not None
@@ -142,7 +139,7 @@ class PolicyTrainer:
             self._use(self._controllers.algorithm)
         if not self._spec.has_partner:
             self._before_update = None
-        early_logprobs, ahead_s = self._forwards.forget()
+        early_logprobs, ahead_s = self._builder.forget()
         metrics |= agreement(share, self.backend) | early_logprobs
         if self._copy_wait_s is not None:
             metrics["checkpoint/copy_wait_s"], self._copy_wait_s = self._copy_wait_s, None
@@ -180,14 +177,14 @@ class PolicyTrainer:
             self.stop.begin()
             self._streamed = self._open(RankShare.at_start(self.backend))
         streamed = self._streamed
-        sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
+        sequences = self._builder.build(payloads, version, normaliser=1.0)
         self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
 
     def early_logprobs(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Compute forwards for groups of an incomplete batch; the gradient and the report of the step stay the same."""
-        self._forwards.ahead(payloads, version)
+        self._builder.ahead(payloads, version)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step on the mean of −logprob over all response tokens of the batch.
@@ -197,7 +194,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         self.stop.begin()
-        self._forwards.forget()
+        self._builder.forget()
         opened = self._open()
         self._backward(opened, supervised_sequences(examples), supervised_loss, is_last=True)
         metrics = summary([self._update(opened)])
@@ -217,7 +214,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         self.stop.begin()
-        self._forwards.forget()
+        self._builder.forget()
         opened = self._open()
         sequences = preference_sequences(pairs, self._spec.kind, self._algorithm, reference_logprobs)
         self._backward(opened, sequences, self._objective, is_last=True)
@@ -330,8 +327,9 @@ class PolicyTrainer:
     def _use(self, algorithm: AlgorithmConfig) -> None:
         """Train the next step with the coefficients of `algorithm`."""
         if algorithm is not self._algorithm:
-            self._algorithm = self._forwards.algorithm = algorithm
-            self._objective = PolicyObjective(algorithm)
+            self._algorithm = algorithm
+            self._builder.use(algorithm)
+            self._objective = Objective(algorithm)
 
     def backends(self) -> dict[str, Backend]:
         """What is trained, by its prefix in a checkpoint."""

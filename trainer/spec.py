@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from dataclasses import dataclass
 from typing import Literal
@@ -43,7 +42,6 @@ class TrainerSpec:
     temperature: float
     max_new_tokens: int
     publish_in: str | None = None
-    streams: bool = False
     shares_devices: bool = False
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"
@@ -52,11 +50,6 @@ class TrainerSpec:
     restore_from: str | None = None
     record_every: int = 0
     pass_reward: float = 1.0
-
-    @property
-    def tokens_per_part(self) -> float:
-        """Most tokens of one part of a batch: a micro-batch for all ranks; without streaming, no limit."""
-        return self.trainer.data_parallel_size * self.trainer.max_group_tokens if self.streams else math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, sile
 from penstock.dataflow.errors import CheckpointError, StepEndedError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
-from penstock.trainer.batches.sequences import Example, Preference
+from penstock.trainer.batches.examples import Example, Preference
 from penstock.trainer.passes import TeacherForced
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
@@ -45,17 +44,15 @@ class TrainerClient:
         step_lock: Held while a step may change the weights; any other holder sees the weights of `version`.
     """
 
-    def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
+    def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float) -> None:
         """Connect the ranks.
 
         Args:
             ranks: Their actors.
             step_timeout_s: Longest call, seconds.
-            tokens_per_part: A batch is sent in parts of at most this many tokens, each as soon as it is complete.
         """
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
-        self._tokens_per_part = tokens_per_part
         self.nodes: list[str] = []
         self.version = 0
         self.busy_s = 0.0
@@ -94,35 +91,28 @@ class TrainerClient:
         """Node of rank 0, where gathered versions are written."""
         return self.nodes[0]
 
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        """Train one batch; the version moves on unless the step was skipped."""
-        part: list[GroupRef] = []
-        try:
-            async with asyncio.TaskGroup() as sent:  # a failing rank ends the wait for further groups
-                async for group in batch:
-                    if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
-                        calls = self._call("accumulate", part, self.version)  # called here, so ranks keep the order
-                        sent.create_task(self._answers("accumulate", calls))
-                        part = []
-                    part.append(group)
-                async with self.step_lock:
-                    self._version_before, self._in_step = self.version, True
-                    try:
-                        reports = await self._all("step", part, self.version)
-                    except BaseException:
-                        if not self._is_stopped:  # the ranks may complete it all the same
-                            self.version = UNKNOWN
-                        raise
-                    self._in_step = False
-                    self.version = self._version_before = reports[0].version
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
+        """Train one batch, or the last part of one; the version moves on unless the step was skipped."""
+        async with self.step_lock:
+            self._version_before, self._in_step = self.version, True
+            try:
+                reports = await self._all("step", batch, self.version)
+            except BaseException:
+                if not self._is_stopped:  # the ranks may complete it all the same
+                    self.version = UNKNOWN
+                raise
+            self._in_step = False
+            self.version = self._version_before = reports[0].version
         report: StepReport = reports[0]
         if _DESYNCHRONISED in report.metrics:  # ranks of another tensor-parallel part compare their own
             worst = max(one.metrics[_DESYNCHRONISED] for one in reports)
             report = replace(report, metrics={**report.metrics, _DESYNCHRONISED: worst})
         self.busy_s += report.busy_s
         return report
+
+    async def accumulate(self, part: Sequence[GroupRef]) -> None:
+        """Add the gradient of a part of a batch, which changes no weights; ranks keep the order of calls."""
+        await self._all("accumulate", part, self.version)
 
     async def early_logprobs(self, group: GroupRef) -> None:
         """Have the ranks compute logprobs of a group before its batch is complete; ranks keep the order of calls."""

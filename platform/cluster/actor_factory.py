@@ -52,7 +52,7 @@ from penstock.platform.metrics.run_files import LOGS_FOLDER
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.pool.pool import EnginePool
-from penstock.trainer.batches.sequences import ModelKind
+from penstock.trainer.batches.examples import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.layout.algebra import Layout, TensorSpec, side_by_side
@@ -379,7 +379,6 @@ def trainer_spec(
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
-        streams=config.dataflow.stream_micro_batches,
         shares_devices=cluster.colocated,
         kind=kind,
         policy_id=policy_id,

@@ -7,13 +7,13 @@ no rollout is in flight while a batch trains, so no request is interrupted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup, WrittenFile
-from penstock.dataflow.trajectory import GroupRef, iterate_groups
+from penstock.dataflow.trajectory import GroupRef
 from penstock.rollout.pool.pool import EnginePool
 
 
@@ -30,11 +30,10 @@ class TimeSharedTrainer:
         self._trainer = trainer
         self._pool = pool
 
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        groups = [group async for group in batch]
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
         await self._pool.wait_idle()
         await self._for_each_engine(lambda engine: engine.sleep())
-        report = await self._trainer.step(iterate_groups(groups))
+        report = await self._trainer.step(batch)
         await self._for_each_engine(lambda engine: engine.wake())
         return report
 

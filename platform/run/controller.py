@@ -27,7 +27,7 @@ async def train(run: Run) -> None:
     await run.evaluate_first()
     async with run.flow() as flow:  # starts admission, and with it generation and scoring
         while run.version < run.total_steps:
-            batch = flow.next_batch()  # a stream of groups in deadline order, bounded in staleness
+            batch = await flow.next_batch()  # groups in deadline order, bounded in staleness
             report = await run.trainer.step(batch)  # logprobs → advantages → loss → optimizer
             if report.skipped:  # non-finite loss or gradient: the weights are unchanged, nothing is published
                 await run.keep_bad_batch(report)

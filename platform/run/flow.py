@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -49,6 +49,7 @@ CHECKS_PER_TIMEOUT = 8
 MIN_FAILURES_TO_STOP = 8
 """Lower limit of the number of consecutive failed groups that stops the run; the admission window if that is larger."""
 
+Accumulate = Callable[[Sequence[GroupRef]], Coroutine[Any, Any, None]]
 _Result = TypeVar("_Result")
 _FAILURE_REASONS: dict[FailureKind, Reason] = {
     "env": Reason.ENV,
@@ -70,6 +71,8 @@ class FlowPorts:
         reference: Computes reference logprobs of each group as soon as it is scored; None if the loss needs none.
         teacher: Computes teacher logprobs likewise.
         forward: Computes logprobs of ready groups early, while the trainer waits for its batch; None if disabled.
+        accumulate: Adds the gradient of a part of a batch, while the rest is being generated; None: the trainer gets
+            whole batches.
     """
 
     runner: RolloutRunner
@@ -79,6 +82,7 @@ class FlowPorts:
     reference: LogprobWorker | None = None
     teacher: LogprobWorker | None = None
     forward: EarlyLogprobWorker | None = None
+    accumulate: Accumulate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +91,12 @@ class FlowOptions:
 
     Attributes:
         batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
-        streams_micro_batches: Whether the trainer receives groups before their batch is complete.
+        tokens_per_part: Tokens of a part of a batch at most, with `FlowPorts.accumulate`.
         gang: Whether all trajectories of a group start together on one engine, at the same version.
     """
 
     batch_timeout_s: float
-    streams_micro_batches: bool = False
+    tokens_per_part: float = math.inf
     gang: bool = False
 
 
@@ -187,27 +191,36 @@ class Flow:
             await asyncio.gather(*jobs, return_exceptions=True)
             self.core.finish()
 
-    async def next_batch(self) -> AsyncIterator[GroupRef]:
-        """Yield the groups of the next batch in deadline order.
-
-        All groups are yielded once the batch has closed, or each group as soon as it may join the batch if
-        `streams_micro_batches` is set.
+    async def next_batch(self) -> list[GroupRef]:
+        """Wait for the next batch; returns its groups in deadline order, or the last part of a batch in parts.
 
         Raises:
             PenstockError: If nothing progresses for `batch_timeout_s`. The message lists the unfinished groups.
         """
-        if self.options.streams_micro_batches:
-            batch = []
-            while not self.core.is_batch_complete:
-                batch.append(await self._wait_for(self.core.take_one, num_needed=1))
-                yield batch[-1]
-            self._batch_closed(batch)
-        else:
-            waiting = self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
-            closed = await (waiting if self._early_logprobs is None else self._early_logprobs.during(waiting))
-            self._batch_closed(closed)
-            for group in closed:
-                yield group
+        if self.ports.accumulate is not None:
+            return await self._last_part(self.ports.accumulate)
+        waiting = self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
+        closed = await (waiting if self._early_logprobs is None else self._early_logprobs.during(waiting))
+        self._batch_closed(closed)
+        return closed
+
+    async def _last_part(self, accumulate: Accumulate) -> list[GroupRef]:
+        """Send each part of the next batch to the trainer as soon as its groups may join; returns the last part."""
+        batch: list[GroupRef] = []
+        part: list[GroupRef] = []
+        try:
+            async with asyncio.TaskGroup() as sent:  # a failing rank ends the wait for further groups
+                while not self.core.is_batch_complete:
+                    group = await self._wait_for(self.core.take_one, num_needed=1)
+                    if part and sum(one.num_tokens for one in part) + group.num_tokens > self.options.tokens_per_part:
+                        sent.create_task(accumulate(part))
+                        part = []
+                    part.append(group)
+                    batch.append(group)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._batch_closed(batch)
+        return part
 
     async def fetch_batch(self) -> list[GroupPayload]:
         """Fetch the payloads of the batch in training. Valid until `advance` or `skip`."""

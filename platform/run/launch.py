@@ -21,6 +21,7 @@ from typing import cast
 from penstock import __version__
 from penstock.actors.cluster import draining_nodes
 from penstock.actors.restart_budget import RestartBudget
+from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import (
@@ -525,17 +526,23 @@ async def build_run(
         stack.callback(close_file, timeline, "the timeline", instruments)
         core.ledger.on_event = partial(record_event, (events, log, timeline))
         forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
+        accumulate = cast("TrainerClient", runtime.trainer).accumulate if bounds.stream_micro_batches else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,
             make_task_queue(config, instruments.note, None if limit is None else limit.fits),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
-            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward),
+            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward, accumulate),
             FlowStats(
                 sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
                 anomalies=Anomalies(instruments.note),
             ),
-            FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
+            FlowOptions(
+                bounds.batch_timeout_s,
+                # A micro-batch of every rank.
+                tokens_per_part=config.trainer.data_parallel_size * config.trainer.max_group_tokens,
+                gang=bounds.gang,
+            ),
         )
         folder = CheckpointFolder(instruments.run_dir)
         checkpointer = Checkpointer(

@@ -41,7 +41,7 @@ from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_fai
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.algorithms.config import CorrectionConfig, DpoConfig
-from penstock.trainer.batches.sequences import Example, ModelKind, Preference
+from penstock.trainer.batches.examples import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
 STARTING = Progress("starting Ray and the trainer")

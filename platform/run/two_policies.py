@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -18,7 +18,7 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher, WrittenFile
-from penstock.dataflow.trajectory import GroupRef, Task, iterate_groups
+from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
 from penstock.platform.run.run import PolicyRuntime
 from penstock.rollout.trajectory.runner import SharedGroups
@@ -54,7 +54,7 @@ class TwoPolicyTrainer:
         self._consecutive_skips: Counter[PolicyId] = Counter()
         self._is_one_ahead = False
 
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
         """Train both policies on one batch.
 
         A version counts trained batches. If only one policy skipped its step, its unchanged weights are published again
@@ -63,10 +63,7 @@ class TwoPolicyTrainer:
         Raises:
             TrainingError: If either trainer fails, or has skipped too many consecutive steps.
         """
-        groups = [group async for group in batch]
-        mine, other = await asyncio.gather(
-            *(trainer.step(iterate_groups(groups)) for trainer in self._trainers.values())
-        )
+        mine, other = await asyncio.gather(*(trainer.step(batch) for trainer in self._trainers.values()))
         for policy_id, report in ((POLICY, mine), (PARTNER, other)):
             num_skipped = self._consecutive_skips[policy_id] + 1 if report.skipped else 0
             self._consecutive_skips[policy_id] = num_skipped

@@ -224,7 +224,7 @@ class Simulation:
         if resumed is not None:
             trainer.restore(resumed.path)
         step_timeout_s = max(STEP_TIMEOUT_S, LONG_STEPS * expected_step_s(config))
-        self.client = client = TrainerClient(trainer.ranks, step_timeout_s, 1 if config.stream else math.inf)
+        self.client = client = TrainerClient(trainer.ranks, step_timeout_s)
         await client.start(TRAINER_START_S)
         actors.trainer = client
         limits = flow_limits(config)
@@ -235,9 +235,10 @@ class Simulation:
             else Dataflow(limits, rules)
         )
         store = SimulatedStore()
-        ports = FlowPorts(runner, rewards, store, SamplingParams(world.lengths.max_length))
+        accumulate = client.accumulate if config.stream else None
+        ports = FlowPorts(runner, rewards, store, SamplingParams(world.lengths.max_length), accumulate=accumulate)
         queue = self.seams.task_queue(config, core.limits)
-        options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
+        options = FlowOptions(config.batch_timeout_s, tokens_per_part=1, gang=config.gang)
         flow = self.seams.flow(core, queue, self.seams.filters(), ports, FlowStats(), options)
         weights = WeightsConfig(
             update_mode=config.update_mode,

@@ -12,10 +12,10 @@ from penstock.kernels.changed_elements import find_changes
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
 from tests.algorithms import algorithm_config
 from tests.unit.kernels.interpreted_policy_loss import in_float64, micro_batch, policy
@@ -80,9 +80,7 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     leaf = target.clone().requires_grad_()
     unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=target.device))
-    loss = PolicyObjective(config)(
-        leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device), unseen, is_first=True)
-    )
+    loss = Objective(config)(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device), unseen, is_first=True))
     loss.backward()
     assert leaf.grad is not None
     return loss.detach().double().cpu(), leaf.grad.double().cpu()

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from penstock.kernels.policy_loss import BY_STALENESS, MAXIMA, SUMS
 from penstock.trainer.algorithms.kl import k3
-from penstock.trainer.algorithms.objective import LossTerms
-from penstock.trainer.algorithms.tokens import clamped_exp
+from penstock.trainer.algorithms.tokens import LossTerms, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
 
 OF_ANOTHER_POLICY = -1

@@ -1,4 +1,4 @@
-"""Inputs and results of the policy losses and the corrections, for one micro-batch.
+"""Inputs and results of the policy losses, the corrections and the objective, for one micro-batch.
 
 Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs.
 Natural logs; float32 in training, float64 in tests.
@@ -83,6 +83,30 @@ class PolicyLoss(NamedTuple):
     terms: Tensor
     is_clipped_low: Tensor
     is_clipped_high: Tensor
+
+
+class LossTerms(NamedTuple):
+    """Per loss token of one micro-batch, `[T]`.
+
+    Attributes:
+        terms: To be summed with the token weights; they carry the gradient.
+        is_masked: Rejected by a behavior correction.
+        is_clipped_low: A lower bound of the loss acted.
+        is_clipped_high: An upper bound did.
+        left: What the corrections left of each token, by which `correction.renormalize` divides: 1 or the weight, and 0
+            where masked.
+        left_of_sequences: The part of it that all tokens of a sequence share.
+        unit_shares: What a token is of one unit of the aggregation's mean: 1 / n_i if it sums over the tokens of a
+            sequence, else 1.
+    """
+
+    terms: Tensor
+    is_masked: Tensor
+    is_clipped_low: Tensor
+    is_clipped_high: Tensor
+    left: Tensor
+    left_of_sequences: Tensor
+    unit_shares: Tensor
 
 
 def unclipped(terms: Tensor) -> PolicyLoss:

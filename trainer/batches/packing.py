@@ -34,6 +34,8 @@ from penstock.dataflow.ids import TrajectoryId
 RowLayout = Literal["rows", "single_row"]
 """`rows`: several padded rows under a block-diagonal mask (sdpa). `single_row`: one row (variable-length attention)."""
 
+PLACEHOLDER_ID = 0
+"""Token id of a position after the last token, whose logits are a target; the model never sees it."""
 _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
 MAX_IMBALANCE = 1.05

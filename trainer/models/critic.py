@@ -18,7 +18,7 @@ from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
-from penstock.trainer.batches.sequences import after_cut, sampled_tokens
+from penstock.trainer.batches.samples import after_cut
 from penstock.trainer.config import CriticConfig
 from penstock.trainer.passes import Passes
 from penstock.trainer.spec import TrainerSpec
@@ -47,9 +47,7 @@ class Critic:
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
-        sequences = sampled_tokens(payloads)
-        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
-        return self._passes.per_sampled_token(payloads)
+        return self._passes.per_sampled_token(payloads, self._work)
 
     def cut_values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[S] float32`, S threads: V after the last token of those that were cut off, else 0.
@@ -58,9 +56,7 @@ class Critic:
         """
         of_groups = [after_cut(payload) for payload in payloads]
         cut = [one for sequences in of_groups for one in sequences if one is not None]
-        if cut:
-            self._work.computed(cut, self._passes.plan(cut).shared_lengths, num_forwards=1)
-        found = iter(self._passes.per_target(cut) if cut else ())
+        found = iter(self._passes.per_target(cut, self._work) if cut else ())
         return [
             np.array([0.0 if one is None else next(found)[0] for one in sequences], np.float32)
             for sequences in of_groups

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import plan_batch
-from penstock.trainer.batches.sequences import sampled_tokens
+from penstock.trainer.batches.samples import sampled_tokens
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import Attention, ModelConfig

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import ray
 
 from penstock.actors.trainer.client import UNKNOWN, TrainerClient
-from penstock.dataflow.errors import CheckpointError, PenstockError, TrainingError, WeightSendError, WeightSyncError
+from penstock.dataflow.errors import CheckpointError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
@@ -40,25 +38,21 @@ class FakeRank:
         return answer
 
 
-async def batch(tokens: list[int], pause: asyncio.Event | None = None) -> AsyncIterator[GroupRef]:
-    for index, num_tokens in enumerate(tokens):
-        spans = ((Span(0, num_tokens),),)
-        yield GroupRef(GroupId(index), TaskId("t"), f"handle {index}", spans, (1.0,), num_tokens)
-    if pause is not None:
-        await pause.wait()
-
-
-async def test_without_a_limit_on_the_parts_a_batch_is_one_call() -> None:
-    rank = FakeRank()
-    await TrainerClient([rank], 10.0, math.inf).step(batch([5, 5, 5]))
-    assert rank.calls == [("step", ["handle 0", "handle 1", "handle 2"])]
+def batch(tokens: list[int]) -> list[GroupRef]:
+    spans = [((Span(0, num_tokens),),) for num_tokens in tokens]
+    return [
+        GroupRef(GroupId(index), TaskId("t"), f"handle {index}", spans[index], (1.0,), num_tokens)
+        for index, num_tokens in enumerate(tokens)
+    ]
 
 
 async def test_a_step_waits_for_a_holder_of_the_step_lock() -> None:
     rank = FakeRank()
-    client = TrainerClient([rank], 10.0, tokens_per_part=5)
+    client = TrainerClient([rank], 10.0)
+    first, second = batch([5, 5])
     async with client.step_lock:
-        step = asyncio.create_task(client.step(batch([5, 5])))
+        await client.accumulate([first])
+        step = asyncio.create_task(client.step([second]))
         for _ in range(5):
             await asyncio.sleep(0)
         assert rank.calls == [("accumulate", ["handle 0"])], "gradients change no weights"
@@ -67,38 +61,28 @@ async def test_a_step_waits_for_a_holder_of_the_step_lock() -> None:
     assert (rank.calls[-1], client.version) == (("step", ["handle 1"]), 1)
 
 
-async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> None:
+async def test_a_part_and_the_step_are_calls_of_every_rank_from_the_version_before_the_step() -> None:
     ranks = [FakeRank(), FakeRank()]
-    client = TrainerClient(ranks, 10.0, tokens_per_part=10)
-    report = await client.step(batch([5, 5, 7, 30, 2, 2]))
+    client = TrainerClient(ranks, 10.0)
+    first, second, third = batch([5, 5, 7])
+    await client.accumulate([first, second])
+    report = await client.step([third])
     assert ranks[0].calls == ranks[1].calls
-    assert ranks[0].calls == [
-        ("accumulate", ["handle 0", "handle 1"]),
-        ("accumulate", ["handle 2"]),
-        ("accumulate", ["handle 3"]),
-        ("step", ["handle 4", "handle 5"]),
-    ]
+    assert ranks[0].calls == [("accumulate", ["handle 0", "handle 1"]), ("step", ["handle 2"])]
     assert (client.version, client.busy_s, report.version) == (1, 2.0, 1)
-    assert ranks[0].versions == [0, 0, 0, 0], "staleness of every part is counted from the version before the step"
+    assert ranks[0].versions == [0, 0]
 
 
 async def test_early_logprobs_of_a_group_are_computed_on_every_rank_before_the_step() -> None:
     ranks = [FakeRank(), FakeRank()]
     client = TrainerClient(ranks, 10.0)
     client.version = 3
-    (group,) = [one async for one in batch([5])]
+    (group,) = batch([5])
     await client.early_logprobs(group)
     await client.step(batch([5, 5]))
     for rank in ranks:
         assert rank.calls == [("early_logprobs", ["handle 0"]), ("step", ["handle 0", "handle 1"])]
         assert rank.versions == [3, 3], "what is forwarded is for the step that comes next"
-
-
-async def test_a_failing_rank_ends_the_wait_for_groups() -> None:
-    client = TrainerClient([FakeRank(fails=True)], 10.0, tokens_per_part=10)
-    async with asyncio.timeout(5):
-        with pytest.raises((TrainingError, RuntimeError), match="planted"):
-            await client.step(batch([8, 8], pause=asyncio.Event()))
 
 
 async def test_after_a_step_that_was_not_seen_to_end_the_version_is_unknown() -> None:
@@ -188,15 +172,6 @@ async def test_other_failures_and_limits_say_nothing_of_the_processes() -> None:
         await client.step(batch([8]))
     await client.close(timeout_s=0.01)
     assert await client.lost_ranks() == []
-
-
-async def test_errors_of_the_dataflow_are_raised_unchanged() -> None:
-    async def broken() -> AsyncIterator[GroupRef]:
-        raise PenstockError("no batch within 3 s")
-        yield
-
-    with pytest.raises(PenstockError, match="no batch within 3 s"):
-        await TrainerClient([FakeRank()], 10.0).step(broken())
 
 
 async def test_ranks_that_are_late_with_a_step_of_a_publish_are_named_with_their_progress() -> None:

@@ -16,10 +16,10 @@ from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import MAXIMA, SUMS, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics, TokenSums
+from penstock.trainer.algorithms.objective import Objective, can_fuse, fused_settings
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.micro_batch_loss import PolicyObjective, can_fuse, fused_settings
 from penstock.trainer.updates import OpenUpdate
 from tests.algorithms import algorithm_config
 from tests.tiers import by_tier, each_of
@@ -87,7 +87,7 @@ def run(
     leaf = target.clone().requires_grad_()
     unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
     update = OpenUpdate(TokenMetrics(CPU), unseen, is_first, is_first_epoch)
-    loss = PolicyObjective(config)(leaf, entropies, batch, update)
+    loss = Objective(config)(leaf, entropies, batch, update)
     (loss * upstream).backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad, update.metrics.reduce(lambda values, _: values)

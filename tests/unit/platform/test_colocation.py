@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 from penstock.dataflow.errors import EngineLostError, TrainingError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WrittenFile
-from penstock.dataflow.trajectory import GroupRef, iterate_groups
+from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors, start_actors
@@ -53,8 +53,8 @@ class Trainer:
     calls: list[str]
     is_lost: bool = False
 
-    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        assert [group async for group in batch] == []
+    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
+        assert list(batch) == []
         self.calls.append("step")
         if self.is_lost:
             raise TrainingError("trainer: step: a process died")
@@ -74,7 +74,7 @@ class Trainer:
 async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
     """What happened in one step."""
     calls.clear()
-    await asyncio.wait_for(TimeSharedTrainer(Trainer(calls), pool).step(iterate_groups([])), 5.0)
+    await asyncio.wait_for(TimeSharedTrainer(Trainer(calls), pool).step([]), 5.0)
     return calls
 
 
@@ -118,7 +118,7 @@ async def test_after_a_step_that_failed_the_engines_stay_asleep_since_a_rank_may
     calls: list[str] = []
     trainer = TimeSharedTrainer(Trainer(calls, is_lost=True), EnginePool([Sleepy("a", calls)], 4))  # type: ignore[list-item]
     with pytest.raises(TrainingError, match="a process died"):
-        await trainer.step(iterate_groups([]))
+        await trainer.step([])
     assert calls == ["a sleep", "step"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.errors import PenstockError, TrainingError, TrajectoryError
 from penstock.dataflow.filters import zero_variance
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
@@ -99,12 +99,42 @@ async def test_streams_are_mixed_by_weight() -> None:
     assert sum(group.task_id.startswith("easy") for group in trained) == 30
 
 
-async def test_a_streamed_batch_is_handed_out_group_by_group() -> None:
+async def test_a_batch_in_parts_is_sent_group_by_group() -> None:
     engines = [long_tailed()]
     flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=10, streamed=True)
     trained = await train_all(flow, engines)
     assert len({group.group_id for group in trained}) == 30
     assert flow.stats.total.max_versions <= 2
+
+
+async def test_parts_are_full_and_in_order_and_the_last_one_is_returned() -> None:
+    flow = make_flow([long_tailed()], FakeRewards(), batch=8, eta=0, steps=1, streamed=True, tokens_per_part=100)
+    parts = flow.ports.accumulate
+    async with flow:
+        last = await flow.next_batch()
+        sent = [*parts.sent, last]
+        assert [group.group_id for part in sent for group in part] == [one.group_id for one in flow.core.in_training]
+        sizes = [[group.num_tokens for group in part] for part in sent]
+        assert len(sizes) > 1, "else nothing was sent ahead"
+        assert all(len(part) == 1 or sum(part) <= 100 for part in sizes)
+        assert all(sum(part) + following[0] > 100 for part, following in itertools.pairwise(sizes))
+
+
+async def test_a_trainer_that_fails_on_a_part_ends_the_wait_for_groups() -> None:
+    engine = FakeEngine(length=lambda serial: 3 if serial < 4 else 10**9)
+    flow = make_flow([engine], FakeRewards(), batch=3, eta=0, timeout_s=60.0, streamed=True)
+    flow.ports.accumulate.fails = True
+    async with asyncio.timeout(5):
+        with pytest.raises(TrainingError, match="planted"):
+            async with flow:
+                await flow.next_batch()
+
+
+async def test_a_batch_in_parts_that_never_closes_fails_as_a_whole_one() -> None:
+    flow = make_flow([FakeEngine(silent=True)], FakeRewards(), batch=3, eta=0, timeout_s=0.2, streamed=True)
+    with pytest.raises(PenstockError, match="batch_timeout_s"):
+        async with flow:
+            await flow.next_batch()
 
 
 class FakeReference:

@@ -148,7 +148,7 @@ async def test_what_an_engine_raises_for_one_request_fails_its_group_and_fences_
     flow = flow_over(remotes, TOO_LONG, slots=64)
     async with flow:
         for version in range(1, STEPS + 1):
-            async for _ in flow.next_batch():
+            for _ in await flow.next_batch():
                 pass
             for engine, remote in zip(engines, remotes, strict=True):
                 engine.version = remote._version = version
@@ -198,7 +198,7 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
     pool.set_restart_hook(start_again)
     async with flow:
         for version in range(1, BATCH * STEPS + 1):
-            async for _ in flow.next_batch():
+            for _ in await flow.next_batch():
                 pass
             started[-1].version = version
             flow.advance(version)
@@ -227,7 +227,7 @@ async def test_engines_that_are_lost_twice_before_any_answer_end_their_groups_an
     pool.set_restart_hook(start_again)
     async with flow:
         for version in range(1, STEPS + 1):
-            async for _ in flow.next_batch():
+            for _ in await flow.next_batch():
                 pass
             started[-1].version = version
             flow.advance(version)
@@ -276,6 +276,6 @@ async def test_when_nothing_but_such_prompts_comes_the_run_ends_and_says_why() -
     flow = make_flow([engine], FakeRewards(), streams=streams, max_context=CONTEXT)
     async with flow:
         with pytest.raises(PenstockError, match=r"8 groups in a row failed.*model.max_context_tokens=20"):
-            async for _ in flow.next_batch():
+            for _ in await flow.next_batch():
                 pass
     assert engine.served == 0

@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport, WrittenFile
-from penstock.dataflow.trajectory import Task, iterate_groups
+from penstock.dataflow.trajectory import Task
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
@@ -49,7 +49,7 @@ class FakeTrainer:
     saved: list[str] = field(default_factory=list)
 
     async def step(self, batch):
-        self.trained.append([group async for group in batch])
+        self.trained.append(list(batch))
         is_skipped = self.version in self.bad
         self.version += not is_skipped
         return StepReport(self.version, is_skipped, {"loss/policy": float(self.version)}, busy_s=1.0)
@@ -67,7 +67,7 @@ class FakeTrainer:
 
 async def test_both_train_every_batch() -> None:
     mine, other = FakeTrainer(), FakeTrainer()
-    report = await TwoPolicyTrainer(mine, other, 3).step(iterate_groups(["a", "b"]))
+    report = await TwoPolicyTrainer(mine, other, 3).step(["a", "b"])
     assert mine.trained == other.trained == [["a", "b"]]
     assert (report.version, report.skipped) == (1, False)
     assert report.metrics == {"loss/policy": 1.0, "partner/loss/policy": 1.0}
@@ -76,21 +76,21 @@ async def test_both_train_every_batch() -> None:
 async def test_a_version_is_a_trained_batch_even_if_one_of_them_skipped_it() -> None:
     mine, other = FakeTrainer(), FakeTrainer(bad={0})
     together = TwoPolicyTrainer(mine, other, 3)
-    assert (await together.step(iterate_groups([]))).version == 1
+    assert (await together.step([])).version == 1
     assert other.version == 1, "it publishes the same weights under the new version, and counts staleness from it"
-    assert (await together.step(iterate_groups([]))).version == 2
+    assert (await together.step([])).version == 2
 
 
 async def test_a_batch_that_both_skip_is_dropped() -> None:
-    report = await TwoPolicyTrainer(FakeTrainer(bad={0}), FakeTrainer(bad={0}), 3).step(iterate_groups([]))
+    report = await TwoPolicyTrainer(FakeTrainer(bad={0}), FakeTrainer(bad={0}), 3).step([])
     assert (report.version, report.skipped) == (0, True)
 
 
 async def test_bad_steps_of_either_end_the_run() -> None:
     together = TwoPolicyTrainer(FakeTrainer(), FakeTrainer(bad={0, 1}), 2)
-    await together.step(iterate_groups([]))
+    await together.step([])
     with pytest.raises(TrainingError, match="2 steps in a row of the partner had a non-finite loss"):
-        await together.step(iterate_groups([]))
+        await together.step([])
 
 
 async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:

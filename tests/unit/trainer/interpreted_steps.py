@@ -10,7 +10,7 @@ import torch
 
 from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.versions import Span
-from penstock.trainer import micro_batch_loss
+from penstock.trainer.algorithms import objective
 
 from .torch_trainer import scored, trainer_of
 
@@ -62,11 +62,11 @@ def step(policy: str, batch, *, in_parts: bool, **algorithm) -> tuple[dict[str, 
 )
 def test_a_step_reports_and_learns_the_same(policy, batch, in_parts, algorithm, monkeypatch) -> None:
     aged, calls = of_every_age(batch), []
-    fused_loss = micro_batch_loss.fused_loss
-    monkeypatch.setattr(micro_batch_loss, "fused_loss", lambda *given: calls.append(1) or fused_loss(*given))
+    fused_loss = objective.fused_loss
+    monkeypatch.setattr(objective, "fused_loss", lambda *given: calls.append(1) or fused_loss(*given))
     metrics, weights = step(policy, aged, in_parts=in_parts, **algorithm)
     num_fused = len(calls)
-    monkeypatch.setattr(micro_batch_loss, "can_fuse", lambda target: False)
+    monkeypatch.setattr(objective, "can_fuse", lambda target: False)
     composed_metrics, composed_weights = step(policy, aged, in_parts=in_parts, **algorithm)
     assert num_fused == len(calls) >= 3, "every micro-batch of the first run, none of the second"
     assert {

@@ -111,7 +111,7 @@ def test_the_policy_is_trained_with_the_critics_advantages(policy, judge, batch)
 
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     trainer = ppo_trainer(policy, judge, 60)
-    sequences = trainer._forwards.sequences(batch, 0)
+    sequences = trainer._builder.build(batch, 0)
     members = [one for group in batch for one in group.trajectories]
     with torch.no_grad():
         values = [values_of(model, one).double().numpy() for one in members]
@@ -191,7 +191,7 @@ def test_the_return_of_a_cut_answer_has_the_value_of_the_state_at_the_cut(policy
 
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     sequences = {
-        bootstrap: trainer_of(policy, max_tokens, critic_path=judge, bootstrap=bootstrap, **PPO)._forwards.sequences(
+        bootstrap: trainer_of(policy, max_tokens, critic_path=judge, bootstrap=bootstrap, **PPO)._builder.build(
             batch, 0
         )
         for bootstrap in (False, True)
@@ -216,6 +216,6 @@ def test_values_at_cuts_that_were_computed_early_are_used(policy, judge, batch) 
     options = PPO | {"bootstrap": True}
     trainer, other = (trainer_of(policy, critic_path=judge, **options) for _ in range(2))
     trainer.early_logprobs(batch[:2], 0)
-    mine, theirs = (one._forwards.sequences(batch, 0) for one in (trainer, other))
+    mine, theirs = (one._builder.build(batch, 0) for one in (trainer, other))
     for one, same in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(one.returns, same.returns, atol=1e-5)

@@ -9,7 +9,9 @@ import numpy as np
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
-from penstock.trainer.batches.sequences import Preference, mini_batches, policy_sequences
+from penstock.trainer.batches.examples import Preference
+from penstock.trainer.batches.mini_batches import mini_batches
+from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.build import save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.step_stop import StepStop

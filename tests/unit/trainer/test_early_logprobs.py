@@ -10,8 +10,8 @@ import pytest
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.batch_builder import EarlyResults, Forwarded
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.early_logprobs import EarlyResults, Forwarded
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.tiers import each_of
 from tests.unit.trainer.torch_trainer import scored, trainer_of
@@ -105,12 +105,12 @@ def test_a_step_whose_groups_are_all_forwarded_early_forwards_none_without_gradi
 
 def spoil(trainer: PolicyTrainer) -> None:
     """What would train something else, if it were used."""
-    for group_id, one in trainer._forwards._early_results._kept.items():
+    for group_id, one in trainer._builder._early_results._kept.items():
         worse = {
             name: None if (found := getattr(one.payload, name)) is None else found + 5.0
             for name in ("values", "proximal", "reference")
         }
-        trainer._forwards._early_results._kept[group_id] = one._replace(payload=replace(one.payload, **worse))
+        trainer._builder._early_results._kept[group_id] = one._replace(payload=replace(one.payload, **worse))
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "reference below adapters"])
@@ -185,7 +185,7 @@ def test_a_group_that_has_its_reference_gets_no_other(policy, batch) -> None:
     trainer = make(policy, "reference below adapters")
     given = np.zeros(1, np.float32)
     trainer.early_logprobs(scored(batch[:1], references=[given]), 0)
-    (kept,) = trainer._forwards._early_results._kept.values()
+    (kept,) = trainer._builder._early_results._kept.values()
     assert kept.payload.reference is given
 
 

@@ -72,8 +72,8 @@ def test_a_recomputed_proximal_logprob_skips_the_step(policy, batch, monkeypatch
     trainer = trainer_of(policy, proximal="recompute", correction="none", loss="reinforce")
     per_target = Passes.per_target
 
-    def broken(passes, sequences):
-        found = per_target(passes, sequences)
+    def broken(passes, *of_batch):
+        found = per_target(passes, *of_batch)
         found[0][-1] = np.nan
         return found
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.examples import Preference, preference_sequences
 from penstock.trainer.batches.packing import MicroBatchPlan
-from penstock.trainer.batches.sequences import Preference, preference_sequences
 from penstock.trainer.build import save_policy
-from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
 from tests.algorithms import algorithm_config
 
@@ -109,7 +109,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     target = torch.tensor(np.concatenate(policy))
     drifts = [(mine.astype(np.float64) - theirs).sum() for mine, theirs in zip(policy, references, strict=True)]
     update = OpenUpdate(TokenMetrics(target.device), RankShare(0, torch.zeros((), dtype=torch.float64)))
-    loss = PolicyObjective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
+    loss = Objective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
     margin = drifts[0] - drifts[1]
     assert abs(margin) > 0.1
     found = -np.log(np.expm1(float(loss))) / algorithm.loss.beta  # Δ of −log σ(β Δ)

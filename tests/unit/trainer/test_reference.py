@@ -16,7 +16,7 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
 from penstock.kernels.portable.logprob import CPU_TILE
 from penstock.trainer.algorithms.kl import k2, k3
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.models.tiny_policy import create_policy

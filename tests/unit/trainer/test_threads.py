@@ -14,7 +14,7 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import GroupPayload, Thread, Trajectory
 from penstock.dataflow.versions import Span, concatenate_spans
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from tests.algorithms import algorithm_config

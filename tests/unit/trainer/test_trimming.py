@@ -10,7 +10,7 @@ import torch
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
-from penstock.trainer.batches.sequences import loss_tokens, policy_sequences
+from penstock.trainer.batches.samples import loss_tokens, policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from tests.algorithms import algorithm_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.dataflow.ids import PARTNER, POLICY
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 
 from .torch_trainer import trainer_of

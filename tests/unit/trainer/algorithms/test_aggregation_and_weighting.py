@@ -19,7 +19,7 @@ from penstock.trainer.algorithms.aggregation import (
 )
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics
-from penstock.trainer.algorithms.objective import LossTerms
+from penstock.trainer.algorithms.tokens import LossTerms
 
 COUNTS, GROUPS = np.array([3, 1, 0, 4]), np.array([0, 1, 1, 1])
 EXPECTED = {

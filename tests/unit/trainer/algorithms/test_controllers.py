@@ -30,9 +30,9 @@ def test_the_bonus_has_the_gradient_of_the_entropy_of_the_whole_vocabulary() -> 
     given = torch.tensor(hidden, requires_grad=True)
     scores = linear_logprobs(given, torch.tensor(weight), torch.tensor(targets), temperature=temperature)
     without, bonus = (
-        Objective(algorithm_config(**MASKS_ALL, entropy_coefficient=coefficient))(
-            scores.logprobs, scores.entropies, micro_batch(d, np.zeros(16, np.int64))
-        ).terms
+        Objective(algorithm_config(**MASKS_ALL, entropy_coefficient=coefficient))
+        .terms(scores.logprobs, scores.entropies, micro_batch(d, np.zeros(16, np.int64)))
+        .terms
         for coefficient in (0.0, eta)
     )
     ((bonus - without) @ torch.tensor(weights)).backward()

@@ -22,15 +22,15 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.algorithms.selection import select
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig, CriticConfig
-from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
 from tests.algorithms import algorithm_config
 from tests.unit.trainer.torch_trainer import scored, trajectory
@@ -177,7 +177,7 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
     entropies = torch.linspace(0.0, 12.0, len(target), requires_grad=True)
     unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
     update = OpenUpdate(TokenMetrics(CPU), unseen, is_first=seed % 4 < 2)
-    loss = PolicyObjective(config)(target, entropies, micro_batch, update)
+    loss = Objective(config)(target, entropies, micro_batch, update)
     loss.backward()
     sums = update.metrics.reduce(lambda values, _: values)
     metrics = sums.metrics() | {"kept_share": sums.kept_share}

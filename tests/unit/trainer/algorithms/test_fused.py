@@ -7,7 +7,7 @@ import torch
 
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import ClippedLoss
-from penstock.trainer.micro_batch_loss import can_fuse, fused_settings
+from penstock.trainer.algorithms.objective import can_fuse, fused_settings
 from tests.algorithms import algorithm_config
 
 FUSED = (

@@ -49,7 +49,7 @@ def micro_batch(d: oracle.Data, staleness: np.ndarray, nll_factors: np.ndarray |
 
 def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray, nll_factors=None):
     target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
-    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness, nll_factors))
+    found = Objective(config).terms(target, torch.tensor(entropies), micro_batch(d, staleness, nll_factors))
     found.terms.sum().backward()
     return found, target.grad.numpy()
 
@@ -211,7 +211,7 @@ def share_left(config: AlgorithmConfig, log_weights: list[list[float]], micro_ba
         per_token = torch.tensor(np.repeat(weights[chosen], lengths.num_loss_tokens[chosen]))
         tokens = replace(micro_batch(d, np.zeros(len(d.c), np.int64)), token_weights=per_token)
         target = torch.tensor(d.c.astype(np.float64))
-        terms = Objective(config)(target, target, tokens)
+        terms = Objective(config).terms(target, target, tokens)
         metrics.add(terms.terms.sum(), target, target, target, tokens, terms)
     return metrics.reduce(lambda values, _: values).kept_share
 

@@ -19,7 +19,7 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 from penstock.trainer.algorithms.rules import entries_of_batch
-from penstock.trainer.batches.sequences import batch_samples, policy_sequences, reward_batch
+from penstock.trainer.batches.samples import batch_samples, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.algorithms import algorithm_config

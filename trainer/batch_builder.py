@@ -1,9 +1,10 @@
-"""Forward passes without gradient that a step needs, with the weights at its start.
+"""From the groups of a batch to its sequences, with what must be known before the gradient.
 
-    V of the critic, logprobs of the policy without its adapters, proximal logprobs
+    groups → V of the critic, logprobs of the policy without its adapters → advantages → proximal logprobs → sequences
 
-They run for single groups before their batch is complete (`ahead`), while the ranks would be idle, and for the rest of
-the batch when the step begins (`sequences`). See docs/concepts/dataflow.md, "Early logprobs".
+The forward passes without gradient that this takes use the weights at the start of the step. They run for single groups
+before their batch is complete (`ahead`), while the ranks would be idle, and for the rest of the batch when the step
+begins (`build`). See docs/concepts/dataflow.md, "Early logprobs".
 
 Shape legend: n sampled tokens of a group, members one after another.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +26,8 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.config import GaeConfig
 from penstock.trainer.algorithms.selection import select
 from penstock.trainer.batches.packing import TrainingSequence
-from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
+from penstock.trainer.batches.samples import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes
 from penstock.trainer.work import Work
@@ -98,35 +101,36 @@ class EarlyResults:
         return metrics, seconds
 
 
-class Forwards:
-    """The forward passes of one rank. Collective: all ranks make the same calls with the same arguments.
-
-    Attributes:
-        algorithm: With the coefficients of the next step.
-    """
+class BatchBuilder:
+    """Builds the batches of one rank. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(self, passes: Passes, critic: Critic | None, work: Work) -> None:
         self._passes = passes
-        self.algorithm = passes.spec.algorithm
         self._critic = critic
         self._work = work
         self._early_results = EarlyResults()
+        self.use(passes.spec.algorithm)
 
-    @property
-    def are_needed(self) -> bool:
-        """Whether the algorithm needs any of these forward passes."""
-        return self._critic is not None or self._recomputes or self._is_own_reference
+    def use(self, algorithm: AlgorithmConfig) -> None:
+        """Build the next batches with these coefficients."""
+        self._algorithm = algorithm
+        self._recomputes = algorithm.proximal == "recompute"
+        self._needs_reference, self._needs_teacher = algorithm.needs_reference, algorithm.needs_teacher
+        # The reference is the policy without its adapters.
+        self._is_own_reference = self._needs_reference and bool(self._passes.backend.adapters)
+        self._has_forwards = self._critic is not None or self._recomputes or self._is_own_reference
 
     def ahead(self, payloads: Sequence[GroupPayload], version: int) -> None:
-        """Compute and keep the results that the step at `version` needs for these groups."""
-        for payload in payloads if self.are_needed else ():
+        """Compute and keep what the step at `version` needs of these groups."""
+        for payload in payloads if self._has_forwards else ():
             start = time.perf_counter()
             (forwarded,) = self._completed([payload])
             if self._recomputes:
-                forwarded = replace(forwarded, proximal=self._logprobs([payload])[0])
+                (proximal,) = self._passes.per_sampled_token([payload], self._work)
+                forwarded = replace(forwarded, proximal=proximal)
             self._early_results.keep(Forwarded(version, time.perf_counter() - start, forwarded))
 
-    def sequences(
+    def build(
         self, payloads: Sequence[GroupPayload], version: int, normaliser: float | None = None
     ) -> list[TrainingSequence]:
         """Build sequences with advantages, and proximal logprobs if they are recomputed, reusing early results.
@@ -139,15 +143,15 @@ class Forwards:
         Raises:
             TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
         """
-        algorithm, spec = self.algorithm, self._passes.spec
+        algorithm, spec = self._algorithm, self._passes.spec
         lacks_reference = any(payload.reference is None for payload in payloads)
-        if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
+        if self._needs_reference and lacks_reference and not self._is_own_reference:
             setting = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
             raise TrainingError(
                 f"trainer: algorithm.{setting}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm without a reference."
             )
-        if algorithm.needs_teacher and any(payload.teacher is None for payload in payloads):
+        if self._needs_teacher and any(payload.teacher is None for payload in payloads):
             raise TrainingError(
                 f"trainer: algorithm.loss={algorithm.loss.name}, but the groups came without logprobs of a teacher. "
                 "Start a teacher (teacher.path), or use a loss that learns from rewards."
@@ -168,44 +172,26 @@ class Forwards:
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         # Only loss tokens are computed. Pairs refer to the whole batch, and a forward pass does not need them.
         if rest := [replace(sequences[index], preferred_to=(), unit=None) for index in missing]:
-            self._count(rest)
-            for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
+            for index, logprobs in zip(missing, self._passes.per_target(rest, self._work), strict=True):
                 sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
         return select(sequences, algorithm, seed=version)
 
     def forget(self) -> tuple[dict[str, float], float]:
         """Call `EarlyResults.forget` after weights have changed. Without early results there are no metrics."""
         metrics, seconds = self._early_results.forget()
-        return (metrics if self.are_needed else {}), seconds
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.algorithm.proximal == "recompute"
-
-    @property
-    def _is_own_reference(self) -> bool:
-        """Whether the reference is the policy without its adapters."""
-        return self.algorithm.needs_reference and bool(self._passes.backend.adapters)
+        return (metrics if self._has_forwards else {}), seconds
 
     def _completed(self, payloads: Sequence[GroupPayload]) -> list[GroupPayload]:
         """Add missing values of the critic and missing logprobs of the policy without its adapters."""
         groups = list(payloads)
         if self._is_own_reference:
             with self._passes.backend.adapters.off():
-                groups = _filled(groups, "reference", self._logprobs)
+                groups = _filled(groups, "reference", partial(self._passes.per_sampled_token, work=self._work))
         if self._critic is not None:
             groups = _filled(groups, "values", self._critic.values)
-            if isinstance(self.algorithm.advantage, GaeConfig) and self.algorithm.advantage.bootstrap:
+            if isinstance(self._algorithm.advantage, GaeConfig) and self._algorithm.advantage.bootstrap:
                 groups = _filled(groups, "cut_values", self._critic.cut_values)
         return groups
-
-    def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
-        """Per group `[n] float32` logprobs of its n sampled tokens."""
-        self._count(sampled_tokens(payloads))
-        return self._passes.per_sampled_token(payloads)
-
-    def _count(self, sequences: Sequence[TrainingSequence]) -> None:
-        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
 
 
 def _filled(

@@ -1,0 +1,128 @@
+"""The optimizer steps of a batch: which sequences each trains, with which weights, and which have a gradient.
+
+Normalisers are those of the whole optimizer step, before any split into ranks or micro-batches (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.dataflow.errors import TrainingError
+from penstock.trainer.algorithms import aggregation
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.batches.packing import TrainingSequence
+from penstock.trainer.config import AlgorithmConfig
+
+
+def mini_batches(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, version: int
+) -> Iterator[list[TrainingSequence]]:
+    """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
+
+    Advantages are those of the whole batch, normalisers those of the mini-batch. Groups of short answers arrive first,
+    so groups are shuffled, by version and epoch: in the same way on every rank.
+
+    Raises:
+        TrainingError: If there are fewer groups than mini-batches.
+    """
+    if algorithm.updates_per_batch == 1:
+        yield list(sequences)
+        return
+    groups = np.unique([one.group for one in sequences])
+    if len(groups) < algorithm.mini_batches:
+        raise TrainingError(
+            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={algorithm.mini_batches}: "
+            "some would be empty. Use fewer mini-batches or larger batches."
+        )
+    for epoch in range(algorithm.epochs):
+        shuffled = np.random.default_rng([version, epoch]).permutation(groups)
+        for chosen in np.array_split(shuffled, algorithm.mini_batches):
+            of_share = set(chosen.tolist())
+            kept = [index for index, one in enumerate(sequences) if one.group in of_share]
+            # Pairs are within a group, so both members are in the mini-batch.
+            position_of = {index: position for position, index in enumerate(kept)}
+            share = [
+                replace(
+                    sequences[index], preferred_to=tuple(position_of[worse] for worse in sequences[index].preferred_to)
+                )
+                for index in kept
+            ]
+            yield weigh(share, algorithm, max_new_tokens, None)
+
+
+def weigh(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
+) -> list[TrainingSequence]:
+    """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it.
+
+    Also set what makes the weights those of the mean that `nll_coefficient` is of (`negative_logprob`).
+    """
+    mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
+    total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
+    weights = aggregation.token_weights(_lengths(sequences), mode, max_new_tokens, total)
+    weighed = [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
+    if not algorithm.nll_coefficient:
+        return weighed
+    if algorithm.compares_pairs:
+        return [replace(one, nll_factor=float(len(one.preferred_to))) for one in weighed]
+    num_tokens = sum(len(one.targets) for one in weighed if one.is_imitated)
+    return [
+        replace(one, nll_factor=1.0 / (num_tokens * one.token_weight)) if one.is_imitated and len(one.targets) else one
+        for one in weighed
+    ]
+
+
+def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
+    """Divisor of the weights of a batch; the sum of the normalisers of its parts."""
+    if algorithm.compares_pairs:
+        return float(sum(len(sequence.preferred_to) for sequence in sequences))
+    return aggregation.batch_normaliser(_lengths(sequences), algorithm.aggregation)
+
+
+def _lengths(sequences: Sequence[TrainingSequence]) -> aggregation.Lengths:
+    counts = np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
+    return aggregation.Lengths(counts, np.array([sequence.group for sequence in sequences], dtype=np.int64))
+
+
+def split_by_signal(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
+    """Sequences of groups with a signal (`has_signal`), then those of all others, whose gradient is 0.
+
+    A loss of pairs trains the sequences of pairs only, so there is nothing to split.
+    """
+    if algorithm.compares_pairs:
+        return (list(sequences), []) if has_signal(sequences, algorithm) else ([], list(sequences))
+    groups: dict[int, list[TrainingSequence]] = {}
+    for one in sequences:
+        groups.setdefault(one.group, []).append(one)
+    heard: list[TrainingSequence] = []
+    silent: list[TrainingSequence] = []
+    for members in groups.values():
+        (heard if has_signal(members, algorithm) else silent).extend(members)
+    return heard, silent
+
+
+def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
+    """Whether the gradient can differ from 0: there is a pair, a nonzero advantage, or a term that needs neither.
+
+    Also True if a logprob is not finite, so that the step is skipped as a bad step.
+    """
+    loss = find("loss", algorithm.loss.name)
+    always_learns = algorithm.kl_in_loss or algorithm.entropy.coefficient or algorithm.teacher_coefficient
+    if always_learns or loss.is_own or not loss.needs_advantages:
+        return True
+    if algorithm.compares_pairs:
+        return any(one.preferred_to for one in sequences)
+    for one in sequences:
+        if one.nll_factor or (one.advantages is not None and np.any(one.advantages)):
+            return True
+        if np.any(one.selected.get("kl_cov", False)):  # it adds a divergence at these tokens, with any advantage
+            return True
+        recorded = (one.behavior_logprobs, one.reference_logprobs, one.proximal_logprobs, one.teacher_logprobs)
+        if not all(np.isfinite(logprobs).all() for logprobs in recorded if logprobs is not None):
+            return True
+    return False
