@@ -96,16 +96,6 @@ def empty_folder(tmp_path, monkeypatch):
             ["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"],
             ["8 trajectories", "0.001 GiB", "preempt one another"],
         ),
-        (["weights.codec=lora"], ['weights.codec="lora"', "was replaced", "weights.transport=auto"]),
-        (["weights.mode=gather"], ["weights.mode: this key was replaced", "Use weights.transport=gather."]),
-        (
-            ["rollout.max_engine_restarts=2"],
-            ["rollout.max_engine_restarts: this key was replaced", "rollout.max_engine_restarts_per_hour"],
-        ),
-        (["weights.memory=device"], ["weights.memory: this key was replaced", "Use weights.transport=auto (cuda_ipc"]),
-        (["weights.stage_on=host"], ["weights.stage_on: this key was replaced", "weights.staging=bucket"]),
-        (["weights.transport=group"], ['weights.transport="group"', "Use weights.transport=process_group"]),
-        (["weights.transport=object_store"], ["was replaced", "Use weights.transport=gather"]),
         (
             ["trainer=lora", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
             ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],
