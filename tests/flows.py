@@ -51,7 +51,6 @@ def make_flow(
     sizing: GroupSizing | None = None,
     curriculum: Curriculum | None = None,
     streamed: bool = False,
-    gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
     forward: EarlyLogprobWorker | None = None,
@@ -65,7 +64,7 @@ def make_flow(
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher, forward)
     line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
-    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))
+    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed))
 
 
 async def next_groups(flow: Flow) -> list[GroupRef]:

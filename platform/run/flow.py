@@ -88,12 +88,10 @@ class FlowOptions:
     Attributes:
         batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
         streams_micro_batches: Whether the trainer receives groups before their batch is complete.
-        gang: Whether all trajectories of a group start together on one engine, at the same version.
     """
 
     batch_timeout_s: float
     streams_micro_batches: bool = False
-    gang: bool = False
 
 
 @dataclass(frozen=True, slots=True)

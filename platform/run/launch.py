@@ -535,7 +535,7 @@ async def build_run(
                 sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
                 anomalies=Anomalies(instruments.note),
             ),
-            FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
+            FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches),
         )
         folder = CheckpointFolder(instruments.run_dir)
         checkpointer = Checkpointer(
