@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from penstock.dataflow.difficulty import passes
-from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ledger import Reason
-from penstock.dataflow.trajectory import Trajectory, rewards_by_baseline
+from penstock.dataflow.trajectory import Trajectory, are_equal, rewards_by_baseline
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 MAX_REFILLS = 1024

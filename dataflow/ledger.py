@@ -172,7 +172,7 @@ class Ledger:
         live_trajectories: Number of trajectories of all live groups, as admitted.
         live_by_stream: Number of live groups of each task stream.
         admitted_by_stream: Number of groups ever admitted of each task stream.
-        on_event: Callback for every event, in order (dataflow/journal.py).
+        on_event: Callback for every event, in order (platform/run/ledger_log.py).
     """
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)

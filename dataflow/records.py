@@ -28,7 +28,7 @@ from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Th
 from penstock.dataflow.versions import Span, Spans, join_spans
 
 FORMAT = 3
-"""Version of the form on disk. A reader knows its own and all older ones."""
+"""Version of the form on disk, the only one that is read."""
 
 
 # Not frozen, as `Trajectory`: one is made for each member at each checkpoint, in the driver's event loop.
@@ -147,7 +147,7 @@ def decode(data: bytes, where: str) -> Any:
         where: Its path, for messages.
 
     Raises:
-        CheckpointError: If the data are torn, damaged or of a newer format.
+        CheckpointError: If the data are torn, damaged or of another format.
     """
     if len(data) < 12 or zlib.crc32(memoryview(data)[:-4]) != struct.unpack("<I", data[-4:])[0]:
         raise CheckpointError(
@@ -156,10 +156,10 @@ def decode(data: bytes, where: str) -> Any:
         )
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
-    if header["format"] > FORMAT:
+    if header["format"] != FORMAT:
         raise CheckpointError(
-            f"{where}: has format {header['format']}, and this version of Penstock reads formats up to {FORMAT}. "
-            "Resume with the version that wrote it, or a newer one."
+            f"{where}: has format {header['format']}, and this version of Penstock reads format {FORMAT}. Resume with "
+            "the version that wrote it."
         )
     arrays: list[NDArray[Any]] = []
     offset = 8 + length

@@ -293,7 +293,7 @@ class TaskQueue:
                 f"{self.num_taken[name]} tasks of their source{f' {name}' if name else ''}. Their unfinished "
                 "groups could not be scored. Resume with the same data in the same order, or start a new run."
             )
-        num_skipped, self.first_skipped = state.get("skipped", ({}, None))  # an older checkpoint has none
+        num_skipped, self.first_skipped = state["skipped"]
         self.num_skipped.update(num_skipped)
         self._weights |= state["weights"]
         self._base = Counter(state["base"])

@@ -22,6 +22,12 @@ MAIN_THREAD = "main"
 THREAD_PART = "thread/"
 """Prefix of reward parts: the part `thread/NAME` is the reward of one thread."""
 
+RELATIVE_TOLERANCE = 1e-6
+"""Rewards that differ by less, relative to the largest of their group, are equal, as 0.1 + 0.2 and 0.3.
+
+Above the relative rounding error of float32 rewards (of a reward model), 6e-8; below any intended difference.
+"""
+
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
 
@@ -301,6 +307,20 @@ def rewards_by_baseline(members: Sequence[Trajectory]) -> dict[str, list[float]]
             assert reward is not None, f"{member.trajectory_id} was scored"
             compared.setdefault(name, []).append(reward)
     return compared
+
+
+def rounding_error(rewards: NDArray[np.float64] | Sequence[float]) -> float:
+    """`1e-6 · max |R|`: rewards that differ by at most this are equal. NaN if any reward is NaN."""
+    return RELATIVE_TOLERANCE * float(np.abs(rewards).max())
+
+
+def are_equal(rewards: NDArray[np.float64] | Sequence[float]) -> bool:
+    """Whether `max R − min R ≤ 1e-6 · max |R|`. True for a single reward, False if any reward is not finite.
+
+    The single definition for all that compares the rewards of a group: the filter `zero_variance`, advantages of
+    exactly 0, the share of groups without a gradient, and preference pairs.
+    """
+    return float(np.max(rewards)) - float(np.min(rewards)) <= rounding_error(rewards)
 
 
 def has_thread_rewards(members: Sequence[Trajectory]) -> bool:

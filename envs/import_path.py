@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from penstock import MOVED
 from penstock.dataflow.errors import ConfigError
 
 
@@ -38,7 +37,7 @@ def load_object(path: str, key: str = "import path") -> Any:
                 target = importlib.import_module(name)
                 continue
             except ModuleNotFoundError as error:
-                if error.name not in (name, MOVED.get(name)):
+                if error.name != name:
                     raise ConfigError(_import_failed(where, name, error)) from error
                 if target is None or colon or not hasattr(target, part):
                     raise ConfigError(_not_found(where, name, target)) from None
@@ -74,8 +73,6 @@ def _import_failed(where: str, name: str, error: Exception) -> str:
 
 def _not_found(where: str, name: str, parent: ModuleType | None) -> str:
     part = name.rpartition(".")[2]
-    if name in MOVED:
-        return f"{where}: {name} has moved. Write {MOVED[name]}."
     if parent is None:
         theirs = {module.name for module in pkgutil.iter_modules()} - sys.stdlib_module_names
         hint = nearest_hint(part, theirs)

@@ -26,14 +26,6 @@ BUILT_IN = {
     "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }
 """Name -> import path of the factory."""
-_EXAMPLES = {
-    "calculator": "CalculatorTasks", "countdown": "CountdownTasks", "guessing": "GuessingGame", "nim": "NimGame"
-}  # fmt: skip
-MOVED = {
-    name: f"It is an example now: in examples/, env.factory={name}:{factory} '~env.args'; see {name}.py there."
-    for name, factory in _EXAMPLES.items()
-} | {"sudoku": "Use reasoning-gym's: env=reasoning_gym env.args.dataset=sudoku (or mini_sudoku) reward=reasoning_gym."}
-"""Name of a former environment -> where it is now."""
 
 
 def known_factories() -> dict[str, str]:
@@ -62,8 +54,6 @@ def factory_path(name_or_path: str) -> str:
     if "." in name_or_path or ":" in name_or_path:
         return name_or_path
     known = known_factories()
-    if name_or_path not in known and name_or_path in MOVED:
-        raise ConfigError(f"env.factory={name_or_path!r} is no longer built in. {MOVED[name_or_path]}")
     if name_or_path not in known:
         raise ConfigError(
             f"env.factory={name_or_path!r} is no environment that is built in or installed: "

@@ -53,7 +53,6 @@ def make_flow(
     curriculum: Curriculum | None = None,
     streamed: bool = False,
     tokens_per_part: float = 0,
-    gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
     forward: EarlyLogprobWorker | None = None,
@@ -69,7 +68,7 @@ def make_flow(
     )
     line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
-    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, tokens_per_part, gang))
+    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, tokens_per_part))
 
 
 class Parts:

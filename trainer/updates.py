@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import TrainedTokens
-from penstock.dataflow.trajectory import GroupPayload, Trajectory, rewards_by_baseline
+from penstock.dataflow.trajectory import GroupPayload, Trajectory, are_equal, rewards_by_baseline
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare

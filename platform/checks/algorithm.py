@@ -390,7 +390,6 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
         )
     for key, is_set, why in (
         ("algorithm.kl.coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
-        ("dataflow.gang", flow.gang, "a gang runs on one engine, but each group is sampled by two policies"),
         ("dataflow.stream_micro_batches", flow.stream_micro_batches, "both policies train on complete batches"),
         ("cluster.colocated", config.cluster.colocated, "only one trainer and its engines can take turns"),
         ("algorithm.proximal", algorithm.proximal == "interpolate", "tokens of the partner have no staleness"),

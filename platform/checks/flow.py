@@ -13,15 +13,11 @@ from penstock.envs.import_path import load_object
 from penstock.envs.streams import MAX_HELD_OUT_TASKS, load_task_streams, stages_of
 from penstock.platform.checks.algorithm import cannot_divide, misfit, unequal_work
 from penstock.platform.cluster.memory import (
-    kv_cache_gib,
     max_live_trajectories,
     payload_bytes,
-    round_up,
-    sequence_kv_gib,
 )
 from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import EvaluationConfig, RunConfig
-from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.19), 2: (0.95, 0.24), 4: (0.97, 0.54), 8: (1.0, 1.0)}
 """η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/policies.md)."""
@@ -60,11 +56,6 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
                 f"and there is one. Use group_size of at least 2, or leave {key} out."
             )
     # Redundant groups are cancelled one by one, and only while a batch waits for them.
-    if flow.surplus and flow.gang:
-        yield error(
-            f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
-            "slowest member ends, so redundant gangs occupy the slots that they should free. Use one of the two."
-        )
     if flow.surplus and flow.on_expiry is not ExpiryPolicy.WAIT:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are cancelled "
@@ -201,48 +192,6 @@ def check_answers(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_gang(config: RunConfig) -> Iterator[Finding]:
-    """Check that all members of a gang fit on one engine at once and start at one version."""
-    flow, weights = config.dataflow, config.weights
-    # A gang waits for an engine with enough slots, so the pool with the largest engines counts.
-    view = max(config.rollout_views, key=lambda view: view.rollout.engine.max_num_seqs)
-    engine = view.rollout.engine
-    if not flow.gang:
-        return
-    unfit = {"overlap=true": weights.overlap, "update_mode=multi_version": weights.update_mode == "multi_version"}
-    for setting in (setting for setting, is_set in unfit.items() if is_set):
-        yield error(
-            f"dataflow.gang=true with weights.{setting}: a member whose environment starts slowly could start on the "
-            "gang's engine at an older version than new requests on other engines. Use dataflow.gang=false, or "
-            "weights.overlap=false with weights.update_mode=keep_kv.",
-            f"weights.{setting.partition('=')[0]}",
-        )
-    if flow.group_size > engine.max_num_seqs:
-        yield error(
-            f"dataflow.gang=true: a group of dataflow.group_size={flow.group_size} does not fit in the "
-            f"rollout.engine.max_num_seqs={engine.max_num_seqs} slots of one engine and could never start. "
-            f"Use max_num_seqs of at least {flow.group_size}.",
-            "rollout.engine",
-            fits=[
-                Fit("rollout.engine.max_num_seqs", flow.group_size, "dataflow.gang=true needs a slot for every member")
-            ],
-        )
-    pool = config.cluster.pools.get(view.cluster.rollout_pool)
-    if pool is None or not isinstance(engine, VllmEngineConfig):
-        return
-    needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(view, pool)
-    if needed > available:
-        yield error(
-            f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "
-            f"KV cache, but an engine has {available:.3g} GiB: its members would preempt one another. Raise "
-            "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
-            "rollout.engine",
-            fits=[Fit("rollout.engine.kv_cache_gib", round_up(needed), "it holds a whole gang")]
-            if pool.device == "cpu" or engine.kv_cache_gib is not None
-            else (),
-        )
-
-
 def check_hooks(config: RunConfig) -> Iterator[Finding]:
     """Check that hooks named by import path resolve and have the method that is called."""
     flow, env = config.dataflow, config.env
@@ -287,4 +236,4 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_answers, check_gang, check_hooks, check_streams)
+FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_answers, check_hooks, check_streams)

@@ -12,10 +12,15 @@ from rich.table import Table
 from penstock.actors.bundles import described
 from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import LoadedConfig
-from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.hardware import total_memory_bytes
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
-from penstock.platform.cluster.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
+from penstock.platform.cluster.placement import (
+    RolePlacement,
+    device_bundles,
+    device_load_gib,
+    host_load_gib,
+    plan_placement,
+)
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command

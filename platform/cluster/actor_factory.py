@@ -40,9 +40,8 @@ from penstock.actors.weights.transports import (
 )
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
-from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.memory import kv_cache_gib
-from penstock.platform.cluster.placement import Role, plan_placement
+from penstock.platform.cluster.placement import Role, device_bundles, plan_placement
 from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, MULTI_LAYOUT_ROUTES, WeightRoute, weight_route
 from penstock.platform.config.findings import Command

@@ -22,10 +22,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from penstock.actors.bundles import Bundle
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.cluster.bundles import Process, device_bundles
 from penstock.platform.cluster.hardware import SHARED_MEMORY
 from penstock.platform.cluster.memory import shared_gib
-from penstock.platform.cluster.placement import RolePlacement, host_load_gib, plan_placement
+from penstock.platform.cluster.placement import Process, RolePlacement, device_bundles, host_load_gib, plan_placement
 from penstock.platform.config.schema import RunConfig
 
 NODE_ENVIRONMENT = {

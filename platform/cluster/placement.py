@@ -12,6 +12,7 @@ from functools import partial
 from math import lcm
 from typing import Literal
 
+from penstock.actors.bundles import Bundle
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.platform.cluster.memory import (
     BASE_HOST_GIB,
@@ -28,6 +29,8 @@ from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
 
 Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
+Process = tuple[Role, PolicyId, int]
+"""A process of a run: role, policy, and rank or number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,33 @@ def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
     width = lcm(config.rollout.engine.tensor_parallel_size, split)
     used = max((placement.slot + placement.num_slots for placement in turns), default=0)
     return [min(width, used - first) for first in range(0, used, width)]
+
+
+def device_bundles(config: RunConfig, command: Command = "train") -> list[Bundle]:
+    """All GPUs that `command` reserves. The bundles that colocated roles use in turns come first.
+
+    What communicates within every layer is on one node: the tensor-parallel ranks of an engine, and the ranks of the
+    trainer that split a model or a sequence.
+    """
+    cluster, trainer = config.cluster, config.trainer
+    shared_type = cluster.pools[cluster.trainer_pool].accelerator_type
+    bundles = [Bundle(count, shared_type) for count in shared_bundles(config, command)]
+    width = trainer.tensor_parallel_size * trainer.sequence_parallel_size
+    together: dict[Process, list[RolePlacement]] = {}
+    for placement in plan_placement(config, command):
+        if placement.num_gpus:
+            index = placement.index // width if placement.role == "trainer" else placement.index
+            together.setdefault((placement.role, placement.policy_id, index), []).append(placement)
+    for placements in together.values():
+        pool = placements[0].pool
+        bundles.append(
+            Bundle(
+                sum(int(placement.num_gpus) for placement in placements),
+                None if pool is None else cluster.pools[pool].accelerator_type,
+                tuple((placement.role, placement.policy_id, placement.index) for placement in placements),
+            )
+        )
+    return bundles
 
 
 def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:

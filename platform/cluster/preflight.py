@@ -17,9 +17,9 @@ from rich.table import Table
 from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
 from penstock.dataflow.errors import PlacementError
-from penstock.platform.cluster.bundles import device_bundles
 from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER, version_numbers
 from penstock.platform.cluster.memory import shared_gib
+from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.import_paths import import_paths
 from penstock.platform.config.schema import PoolConfig, RunConfig

@@ -45,68 +45,6 @@ def accepted_choice(group: str, name: str) -> str:
     return _ACCEPTED_WITH.get(f"{group}={name}", f"{group}={name}")
 
 
-def _loss(name: str, key: str) -> str:
-    return f"{accepted_choice('algorithm/loss', name)} algorithm.loss.{key}=VALUE"
-
-
-RENAMED = {
-    "weights.mode=gather": "weights.transport=gather",
-    "weights.mode": "weights.transport=auto",
-    "weights.memory=host": "weights.transport=shared_memory",
-    "weights.memory": "weights.transport=auto (cuda_ipc within a node, process_group between nodes)",
-    "weights.stage_on=host": "weights.staging=bucket",
-    "weights.stage_on": "weights.staging=shard",
-    "weights.transport=group": "weights.transport=process_group",
-    "weights.transport=object_store": "weights.transport=gather (to other nodes it uses the object store)",
-    "weights.codec=lora": "weights.transport=auto (with trainer.lora only adapters are published)",
-    "algorithm.advantage_std": "algorithm.advantage.std=VALUE",
-    "algorithm.std_epsilon": "algorithm.advantage.epsilon=VALUE",
-    "algorithm.gae_gamma": "algorithm/advantage=gae algorithm.advantage.gamma=VALUE",
-    "algorithm.gae_lambda": "algorithm/advantage=gae algorithm.advantage.lam=VALUE",
-    "algorithm.whiten": "algorithm/advantage=gae algorithm.advantage.whiten=VALUE (also with reinforce_pp)",
-    "algorithm.clip_low": "algorithm.loss.clip_low=VALUE",
-    "algorithm.clip_high": "algorithm.loss.clip_high=VALUE",
-    "algorithm.dual_clip": _loss("dual_clip", "max_ratio"),
-    "algorithm.cispo_low": _loss("cispo", "clip_low"),
-    "algorithm.sapo_tau_positive": _loss("sapo", "tau_positive"),
-    "algorithm.sapo_tau_negative": _loss("sapo", "tau_negative"),
-    "algorithm.dppo_delta": _loss("dppo", "delta"),
-    "algorithm.dppo_cap": _loss("dppo", "max_weight"),
-    "algorithm.pairs": f"{_loss('online_dpo', 'pairs')}, or {_loss('ipo', 'pairs')}",
-    "algorithm.pair_margin": f"{_loss('online_dpo', 'margin')}, or {_loss('ipo', 'margin')}",
-    "algorithm.pair_beta": f"{_loss('online_dpo', 'beta')}, or {_loss('ipo', 'beta')}",
-    "algorithm.ipo_length": _loss("ipo", "length"),
-    "algorithm.value_clip": "critic.value_clip=VALUE",
-    "algorithm.correction_cap": "algorithm.correction.decoupled.max_weight=VALUE",
-    "algorithm.tis_cap": (
-        "algorithm/correction=tis_token algorithm.correction.tis_token.max_weight=VALUE (likewise tis_seq and f_tis), "
-        "or algorithm.kl.max_weight=VALUE"
-    ),
-    "algorithm.mis_low": "algorithm/correction=mis_token algorithm.correction.mis_token.min_weight=VALUE",
-    "algorithm.mis_high": "algorithm/correction=mis_token algorithm.correction.mis_token.max_weight=VALUE",
-    "algorithm.geo_low": "algorithm.correction.mis_seq_geo.min_weight=VALUE",
-    "algorithm.geo_high": "algorithm.correction.mis_seq_geo.max_weight=VALUE",
-    "algorithm.opsm_delta": "algorithm.correction.opsm.delta=VALUE",
-    "algorithm.f_tis_max_kl": "algorithm/correction=f_tis algorithm.correction.f_tis.max_kl=VALUE",
-    "algorithm.veto_floor": "algorithm.correction.veto.min_weight=VALUE",
-    "algorithm.renormalise=True": "algorithm.correction.renormalize=kept",
-    "algorithm.correction.renormalize=True": "algorithm.correction.renormalize=kept",
-    "algorithm.correction.renormalize=False": "algorithm.correction.renormalize=none",
-    "algorithm.renormalise": "algorithm.correction.renormalize=VALUE",
-    "algorithm.kl_in=off": "algorithm.kl.coefficient=0",
-    "algorithm.kl_in": "algorithm.kl.apply_to=VALUE",
-    "algorithm.kl_coefficient": "algorithm.kl.coefficient=VALUE",
-    "algorithm.kl_estimator": "algorithm.kl.estimator=VALUE",
-    "algorithm.overlong=off": "algorithm.overlong.mode=keep",
-    "algorithm.overlong": "algorithm.overlong.mode=VALUE",
-    "algorithm.overlong_cache_share": "algorithm.overlong.ramp_share=VALUE",
-    "algorithm.lag_decay": "algorithm.staleness_decay=VALUE",
-    "dataflow.prefetch": "dataflow.early_logprobs=VALUE",
-    "evaluation.num_tasks_beside": "evaluation.num_tasks_during_training=VALUE",
-    "rollout.max_engine_restarts": "rollout.max_engine_restarts_per_hour=VALUE (a budget within an hour)",
-    "sample.side": "sample.split=VALUE",
-}
-"""Old key, or old `key=value` -> replacement. VALUE is the old value, and text in brackets is a remark."""
 PEER_NAMES = {
     "learning_rate": "trainer.optimizer.lr=VALUE",
     "lr": "trainer.optimizer.lr=VALUE",
@@ -137,24 +75,11 @@ PEER_NAMES = {
     "output_dir": "run_dir=VALUE",
     "model_name_or_path": "model.path=VALUE",
 }
-"""Names of TRL and verl -> replacement, as in `RENAMED`. TOKENS is a number that differs from theirs."""
-_CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
+"""Names of TRL and verl -> our overrides; text in brackets is a remark.
 
-_GROUP_TIMEOUT = "the logprobs of one group may take 10 minutes, a limit that only a hanging worker reaches."
-_RETRIED = "requests to a failed service are retried for every program; max_attempts and backoff_s say how often."
-REMOVED = {
-    "dataflow.filters.max_refills": "a run stops after 1,024 groups were filtered between two batches.",
-    "dataflow.max_engine_retries": "a trajectory is retried three times after engine failures.",
-    "env.endpoint.max_request_mib": "a request may have up to 4 MiB.",
-    "reference.timeout_s": _GROUP_TIMEOUT,
-    "reward.normalize": "set the weights of reward.parts to their final values, e.g. with a sum of 1.",
-    "rollout.adaptive_concurrency": "an engine that runs out of KV cache always gets fewer requests at a time.",
-    "sandbox.remote.connect_timeout_s": "a service has 5 s to accept a connection; grace_s limits its answer.",
-    "sandbox.remote.failures_to_open": _RETRIED,
-    "sandbox.remote.open_s": _RETRIED,
-    "teacher.timeout_s": _GROUP_TIMEOUT,
-}
-"""Removed keys that a user may still have in a file -> current behaviour, and what to do."""
+VALUE is the value of their key, TOKENS a number that differs from theirs.
+"""
+_CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 
 def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -179,26 +104,23 @@ def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dic
 def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
-        if place.path in REMOVED:
-            return f"{place.path}={_show(value)}{origin}: this key was removed: {REMOVED[place.path]} Leave it out."
-        if new := _instead(RENAMED, place.path, value):
-            return f"{place.path}{origin}: this key was replaced. Use {new}."
-        if new := _instead(PEER_NAMES, place.path, value):
-            return f"{place.path}{origin}: unknown key. Use {new}."
+        if new := PEER_NAMES.get(place.path):
+            is_word = isinstance(value, str) and value.replace("_", "").isalnum()
+            return f"{place.path}{origin}: unknown key. Use {new.replace('VALUE', value if is_word else _show(value))}."
         return _unknown_key(place, origin)
     if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
     where = f"{place.path}={_show(value)}{origin}"
-    is_plain = kind not in _CHOICE_ERRORS and not isinstance(value, dict)  # perhaps a key that became a section
-    if is_plain and (new := _instead(RENAMED, place.path, value) or _as_group(place.path, value)):
-        return f"{where}: this key is now a section. Use {new}."
+    is_plain = kind not in _CHOICE_ERRORS and not isinstance(value, dict)
+    if is_plain and (new := _as_group(place.path, value)):
+        return f"{where}: this key is a section. Use {new}."
     if kind == "value_error":  # raised by a validator of ours
         return f"{where}: {details['ctx']['error']}"
     if kind in _RANGE_ERRORS and place.field:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:
-        return _unknown_choice(place.path, where, details)
+        return _unknown_choice(where, details)
     if kind == "finite_number":
         return f"{where} is not finite: {place.path} must be a number{range_words(place.field) if place.field else ''}."
     if kind == "string_too_long":
@@ -216,13 +138,6 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         written = f"[{quoted}]" if wanted.startswith("a list") else quoted
         return f"{where} is not {wanted}. Quote it: '{place.path}={written}'."
     return f"{where} has the wrong type: {place.path} must be {wanted}."
-
-
-def _instead(table: Mapping[str, str], path: str, value: Any) -> str:
-    """The replacement from a table of old or foreign names; empty if it has no entry."""
-    new = table.get(f"{path}={value}") or table.get(path, "")
-    is_word = isinstance(value, str) and value.replace("_", "").isalnum()
-    return new.replace("VALUE", value if is_word else _show(value))
 
 
 def _as_group(path: str, value: Any) -> str:
@@ -255,10 +170,8 @@ def _listed(names: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _unknown_choice(path: str, where: str, details: ErrorDetails) -> str:
+def _unknown_choice(where: str, details: ErrorDetails) -> str:
     value, context = details["input"], details.get("ctx", {})
-    if new := RENAMED.get(f"{path}={value}"):
-        return f"{where}: this value was replaced. Use {new}."
     if details["type"] == "union_tag_invalid":
         value = context["tag"]
         where = f"{where.partition('=')[0]}.type={_show(value)}"

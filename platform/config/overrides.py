@@ -18,7 +18,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from penstock.envs.registry import MOVED
 from penstock.platform.config.field_errors import SECTION_GROUPS, accepted_choice, nearest_choice
 
 Groups = Mapping[str, Sequence[str]]
@@ -217,9 +216,6 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
     for choice in chosen:
         name = str(choice).removesuffix(".yaml") if isinstance(choice, str) else json.dumps(choice, default=str)
         if not override.is_delete() and name not in groups[group]:
-            if group in ("env", "reward") and name in MOVED:
-                result.problems.append(f"{group}={name} was removed. {MOVED[name]}")
-                return
             hint = nearest_choice(name, groups[group])
             own = f"Put your own files into DIR/{group}/ and use --config-dir DIR."
             if group.replace("/", ".") in SECTION_GROUPS:

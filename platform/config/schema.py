@@ -155,7 +155,6 @@ class DataflowConfig(Section):
         max_requeues: How often a task is requeued after `drop`.
         surplus: Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many
             of them are cancelled. Biased towards short answers.
-        gang: All members of a group run on one engine and start at one version.
         stream_micro_batches: The trainer starts with the first groups of a batch while the rest is still being
             generated. The gradient is the same.
         early_logprobs: While the trainer waits for a batch, it computes values, proximal logprobs and reference
@@ -179,7 +178,6 @@ class DataflowConfig(Section):
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
     max_requeues: int = Field(default=3, ge=0)
     surplus: int = Field(default=0, ge=0)
-    gang: bool = False
     stream_micro_batches: bool = False
     early_logprobs: bool = True
     max_retries: int = Field(default=2, ge=0)

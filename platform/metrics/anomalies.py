@@ -10,10 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import Trajectory, are_equal
 
 MAX_REASONS = 20
 """Reasons that are told apart; further ones are counted together."""

@@ -169,7 +169,7 @@ class FlowStats:
         )
         self.trainer_wait_for.update(state["trainer_wait_for"])
         self.population, self.trained = MeanLength(*state["population"]), MeanLength(*state["trained"])
-        self.num_abstained = state.get("num_abstained", 0)  # a checkpoint of an older version has none
+        self.num_abstained = state["num_abstained"]
         self.failures = [TrajectoryError(kind, detail) for kind, detail in state["failures"]]
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:

@@ -39,7 +39,7 @@ from penstock.trainer.checkpoint import verify
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Version of the layout. A reader knows its own and all older ones."""
+"""Version of the layout, the only one that is read."""
 CHECKPOINTS, SPOOL, MANIFEST, OPEN_GROUPS = "checkpoints", "spool", "driver.json", "open_groups.group"
 PREFIX, UNFINISHED = "step_", ".tmp"
 
@@ -143,7 +143,7 @@ class CheckpointFolder:
         """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: If it is missing, damaged or of a newer format.
+            CheckpointError: If it is missing, damaged or of another format.
         """
         path = self.folder / f"{PREFIX}{version}"
         try:
@@ -156,10 +156,10 @@ class CheckpointFolder:
                 f"{checksum.decode(errors='replace')[:8]}: it was damaged or edited. Resume from another checkpoint."
             )
         manifest = json.loads(body)
-        if manifest["format"] > FORMAT:
+        if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{path}: has format {manifest['format']}, written by Penstock {manifest['penstock']}; this is "
-                f"{__version__}, which reads formats up to {FORMAT}. Resume with the version that wrote it."
+                f"{__version__}, which reads format {FORMAT}. Resume with the version that wrote it."
             )
         return Checkpoint(path, manifest)
 

@@ -124,7 +124,7 @@ def _metrics(score: SetScore) -> dict[str, float]:
 def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
     """The evaluation that a checkpoint keeps as a dict."""
     partner = saved["partner"]
-    sets = {name: SetScore(**score) for name, score in saved.get("sets", {}).items()}
+    sets = {name: SetScore(**score) for name, score in saved["sets"].items()}
     return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner), "sets": sets})
 
 

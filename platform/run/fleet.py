@@ -229,8 +229,8 @@ class Fleet:
                 await self._pool.wait_drained(engine_id)
         except TimeoutError:
             num_moved = self._pool.move_requests(engine_id)
-            # They give their slots back within a moment. A gang holds its slots until its last trajectory has ended,
-            # wherever that runs; nothing waits for it here.
+            # They give their slots back within a moment. One that begins just now is not moved: it ends with the engine
+            # and resumes elsewhere.
             with suppress(TimeoutError):
                 async with asyncio.timeout(MOVE_S):
                     await self._pool.wait_drained(engine_id)

@@ -92,12 +92,10 @@ class FlowOptions:
     Attributes:
         batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
         tokens_per_part: Tokens of a part of a batch at most, with `FlowPorts.accumulate`.
-        gang: Whether all trajectories of a group start together on one engine, at the same version.
     """
 
     batch_timeout_s: float
     tokens_per_part: float = math.inf
-    gang: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ class GroupRun(RolloutContext):
         self._flow = flow
         self._generating = set(range(queued.group_size))
         self._jobs: list[asyncio.Task[None]] = []
-        self._all_generated = asyncio.Event()
 
     def snapshot(self) -> OpenGroup:
         """What a checkpoint keeps: each member as far as it has come."""
@@ -87,13 +86,7 @@ class GroupRun(RolloutContext):
                 self.saved_tokens[index] = partial.delta()
 
     def start(self) -> None:
-        """Start every trajectory; with `gang`, once one engine has free slots for all of them."""
-        if self._flow.options.gang and None in self.outcomes:
-            self._jobs.append(asyncio.create_task(self._run_gang(), name=f"gang {self.name}"))
-        else:
-            self._start_trajectories()
-
-    def _start_trajectories(self) -> None:
+        """Start every trajectory that has not ended."""
         for index, outcome in enumerate(self.outcomes):
             if outcome is None:
                 name = f"trajectory {self.trajectory_id(index)}"
@@ -109,29 +102,6 @@ class GroupRun(RolloutContext):
         for job in running:
             job.cancel()
         return running
-
-    async def _run_gang(self) -> None:
-        """Hold the concurrency slots of one engine until every trajectory has its tokens.
-
-        A timeout while waiting for the slots counts as one failed attempt of all trajectories. It is retried under the
-        same limit as a failed attempt of a single trajectory.
-        """
-        pool, attempts, size = self._flow.ports.runner.pool, 0, self.queued.group_size
-        try:
-            while not self._all_generated.is_set():
-                try:
-                    async with pool.gang(self.task.task_id, size) as self.slots:
-                        self._start_trajectories()
-                        await self._all_generated.wait()
-                        # The gang's slots are released here, so a trajectory that is retried leases from the pool.
-                        self.slots = None
-                except TrajectoryError as failure:
-                    attempts += 1
-                    if not self._flow.core.grant_retry(failure.kind, attempts):
-                        await self._flow.group_finished(self, [failure] * size)
-                        return
-        except Exception as error:  # noqa: BLE001 - any other error stops the run, as in `_run_trajectory`
-            self._flow.fail(error)
 
     async def _run_trajectory(self, index: int) -> None:
         """Sample and score one trajectory, with its retries. The last one to end reports the group."""
@@ -183,8 +153,8 @@ class GroupRun(RolloutContext):
         self._flow.record_version(self.group_id, member, version)
 
     def _mark_generated(self, index: int) -> None:
-        """Record that a trajectory has its tokens or has failed for good. A retried one is recorded again."""
-        self._generating.discard(index)
-        if not self._all_generated.is_set() and not self._generating:
-            self._flow.core.generated(self.group_id)
-            self._all_generated.set()
+        """Record that a trajectory has its tokens or has failed for good. The first time counts: a retry is no news."""
+        if index in self._generating:
+            self._generating.remove(index)
+            if not self._generating:
+                self._flow.core.generated(self.group_id)

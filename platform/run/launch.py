@@ -541,7 +541,6 @@ async def build_run(
                 bounds.batch_timeout_s,
                 # A micro-batch of every rank.
                 tokens_per_part=config.trainer.data_parallel_size * config.trainer.max_group_tokens,
-                gang=bounds.gang,
             ),
         )
         folder = CheckpointFolder(instruments.run_dir)

@@ -7,20 +7,65 @@
 The lineage that survives is what each incarnation wrote before the cut from which the next one resumed: its segments
 that begin before that version. A run resumes from a checkpoint alone; the log says what a driver did after it, and is
 the evidence that nothing was trained twice (`surviving`).
+
+An entry is one line of JSON, preceded by its CRC-32. A truncated or damaged line ends its segment: that line and all
+following ones are ignored.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-from penstock.dataflow.journal import decode, encode
-from penstock.dataflow.ledger import JournalEntry, VersionMark
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ledger import TERMINAL, GroupState, JournalEntry, LedgerEvent, Reason, VersionMark
 
 LEDGER = "ledger"
+
+
+def encode(entry: JournalEntry) -> bytes:
+    """Encode an entry as one line with its checksum, newline included."""
+    if isinstance(entry, VersionMark):
+        body: list[object] = ["v", entry.version]
+    elif entry.state is GroupState.GENERATING:
+        body = ["a", entry.group_id, entry.task_id, entry.stream, entry.group_size, entry.requeues]
+    else:
+        body = ["s", entry.group_id, entry.state, entry.reason]
+    line = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    return b"%08x %b\n" % (zlib.crc32(line), line)
+
+
+def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
+    """Decode entries up to the first truncated or damaged line.
+
+    A segment may begin in the middle of a run. Events of groups that were admitted before have no task and no size.
+    """
+    admissions: dict[int, LedgerEvent] = {}
+    for line in lines:
+        checksum, _, body = line.partition(b" ")
+        if not body.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body[:-1]):
+            return
+        kind, *fields = json.loads(body)
+        if kind == "v":
+            yield VersionMark(fields[0])
+        elif kind == "a":
+            group_id, task_id, stream, size, requeues = fields
+            event = LedgerEvent(GroupId(group_id), GroupState.GENERATING, TaskId(task_id), stream, size, requeues)
+            admissions[group_id] = event
+            yield event
+        else:
+            group_id, state, reason = fields
+            unknown = LedgerEvent(GroupId(group_id), GroupState.GENERATING, TaskId(""), "", 0)
+            admission = admissions.get(group_id, unknown)
+            if state in TERMINAL:
+                admissions.pop(group_id, None)
+            yield replace(admission, state=GroupState(state), reason=None if reason is None else Reason(reason))
 
 
 class LedgerLog:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     assert composition.config is not None, "settling replaces it by another one"
     config = composition.config
     problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
-    before, now = (saved["rollout"]["sampling"].get("top_k", 0), config.rollout.sampling.top_k)
+    before, now = (saved["rollout"]["sampling"]["top_k"], config.rollout.sampling.top_k)
     if bool(before) != bool(now):
         problems.append(
             f"rollout.sampling.top_k={now}: the run began with {before}, and its checkpoint holds answers that were "
@@ -229,7 +228,8 @@ def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: 
             [f"{word}: a resumed run takes single keys, KEY=VALUE, and no choices of groups." for word in choices]
         )
     typed = {word.partition("=")[0]: word for word in overrides}
-    began_with = read_environment(run_dir).get("typed", _flat(saved))  # older runs do not know what was typed
+    # Without that file every key counts as typed, so that no default of the run is adapted once more.
+    began_with = read_environment(run_dir).get("typed", _flat(saved))
     try:
         merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
         raw = OmegaConf.to_container(merged, resolve=True)
@@ -255,12 +255,7 @@ def _escaped(tree: Any) -> Any:
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each changed key that changes what the run learns.
-
-    A key that is newer than the run had its default.
-    """
-    with suppress(ConfigError):  # of a key that is older than this version and was replaced by an override
-        saved = changed_config(saved, (), Path(config.run_dir)).model_dump(mode="json")
+    """Yield a sentence for each changed key that changes what the run learns."""
     before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         is_free = key in ("run_dir", "overwrite", "resume") or any(

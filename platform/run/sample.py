@@ -16,12 +16,11 @@ from itertools import islice, product
 from statistics import fmean
 from typing import Any
 
-from penstock.dataflow.equal_rewards import rounding_error
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.seeding import trajectory_sampling
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Task, Trajectory, rounding_error
 from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.cluster.actor_factory import model_path
 from penstock.platform.config.schema import RunConfig, SampleConfig

@@ -10,7 +10,7 @@
     I8  an engine serves only what it has acknowledged                     requests, deltas (simulator/world.py)
     I9  one normaliser per optimizer step, over its whole batch            when a batch trains
 
-Limits of the configuration are checked as well: live trajectories and gangs.
+The limit of live trajectories is checked as well.
 The cheap checks run after every event; the comparison of all live groups runs every `every` events.
 """
 
@@ -161,7 +161,6 @@ class CheckedDataflow(Dataflow):
         self.model = copy.deepcopy(self._lineage.models[self.version])
         for group, before in self.model.live.items():
             self.model.live[group] = "ready" if before == "ready" else "generating"
-        self._world.restored(self.ledger.num_admitted - 1)
         self._events = -1  # the next check looks at every group
         self.check()
 
@@ -170,7 +169,6 @@ class CheckedDataflow(Dataflow):
             self._world.note(f"version {event.version}")
             return
         self._world.note(f"group {event.group_id} {event.state} {event.reason or ''}")
-        self._world.newest_group = max(self._world.newest_group, int(event.group_id))
         self.model.follow(event)
 
     def record_version(self, group_id: GroupId, member: int, version: int) -> None:

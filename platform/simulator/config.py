@@ -225,7 +225,6 @@ class SimulationConfig(BaseModel):
         on_expiry: What happens to groups that would become too old.
         surplus: Redundant groups beyond the credits.
         min_group_size: Smallest number of members with which a group trains after others have failed.
-        gang: All members of a group start on one engine.
         max_live: Maximum number of live trajectories (as set by `dataflow.max_live_gib`); none is no limit.
         stream: Whether the trainer starts with the first groups of a batch while the rest is generated.
         max_retries: Retries of one trajectory.
@@ -277,7 +276,6 @@ class SimulationConfig(BaseModel):
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     surplus: int = Field(default=0, ge=0)
     min_group_size: int = Field(default=2, ge=1)
-    gang: bool = False
     max_live: int | None = Field(default=None, ge=1)
     stream: bool = False
     max_retries: int = Field(default=4, ge=0)
@@ -337,10 +335,6 @@ def _contradictions(config: SimulationConfig) -> Iterator[str]:
     """Yield the contradictions between keys."""
     if config.colocated and config.eta:
         yield f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."
-    if config.gang and config.group_size > config.slots:
-        yield f"gang=true with group_size={config.group_size}: engines have slots={config.slots}. Raise slots."
-    if config.gang and config.surplus:
-        yield f"gang=true with surplus={config.surplus}: gangs are not cancelled for faster ones. Set surplus=0."
     if config.min_group_size > config.group_size:
         yield f"min_group_size={config.min_group_size} is above group_size={config.group_size}. Lower it."
     batch = config.batch * config.group_size

@@ -423,7 +423,6 @@ class SimulatedEngine:
         """End, with all requests."""
         self._advance()
         self._is_lost = True
-        self.world.left(self.engine_id)
         self._batch.clear()
         self._reschedule()
 

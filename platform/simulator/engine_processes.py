@@ -45,7 +45,7 @@ SAFE_RESTARTS = 5
 LEAVE_STEPS = 0.5
 """How long the requests of a leaving engine may go on there, in expected step times; then they move."""
 SETTLING_S = 1e-3
-"""When a run ends, a gang frees its slots when its requests are cancelled, which then end some ticks later; seconds."""
+"""A request may end some ticks after its slot is free, when its generator is closed; seconds."""
 DEATH_NOTICED_S = 1.0
 """Longest time until Ray has noticed the death of a process, seconds."""
 
@@ -202,13 +202,10 @@ class CheckedEngine(RemoteEngine):
         engine = self.process.engine
         if self._lost is None:
             engine.world.on_request(self.engine_id, self.version, engine.version, request.request_id)
-        else:
-            engine.world.left(self.engine_id)  # a gang that was to start here is about to learn that it is dead
         return super().generate(request)
 
     def _end_process(self) -> None:
         self.process.die()
-        self.process.engine.world.left(self.engine_id)  # also if it was dead: from now on another one may have its name
 
 
 class CheckedPublisher(ActorWeightPublisher):
@@ -372,7 +369,6 @@ class EngineService:
         self._restarts = classes.restarts(pool, start, publisher.catch_up, self._max_restarts)
         actors.num_starts.clear()
         actors.may_lose = self.may_lose
-        world.is_serving = lambda engine_id: any(view.engine_id == engine_id for view in pool.views())
 
     @asynccontextmanager
     async def running(self, *, follows_nodes: bool) -> AsyncIterator[None]:

@@ -181,7 +181,7 @@ class Simulation:
         self.lineage = Lineage()
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
         poison_share = RATES[config.faults].poison if config.faults in RATES else 0.0
-        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang, poison_share=poison_share)
+        self.world = World(lengths, prompt_tokens, self.seed, trace, poison_share=poison_share)
 
     async def main(self) -> None:
         """Train to the end. If the driver dies, a new one resumes; without a trainer rank, the run goes back."""
@@ -209,7 +209,7 @@ class Simulation:
         rates = RATES.get(config.faults, FaultRates())
         actors = self.actors = self.actors or self._start_engines(rates)
         pool = self.seams.pool(actors.engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
-        watch_exits(pool, self.world, may_fence=config.faults is not FaultLevel.STALLS)
+        watch_exits(pool, may_fence=config.faults is not FaultLevel.STALLS)
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated
@@ -238,7 +238,7 @@ class Simulation:
         accumulate = client.accumulate if config.stream else None
         ports = FlowPorts(runner, rewards, store, SamplingParams(world.lengths.max_length), accumulate=accumulate)
         queue = self.seams.task_queue(config, core.limits)
-        options = FlowOptions(config.batch_timeout_s, tokens_per_part=1, gang=config.gang)
+        options = FlowOptions(config.batch_timeout_s, tokens_per_part=1)
         flow = self.seams.flow(core, queue, self.seams.filters(), ports, FlowStats(), options)
         weights = WeightsConfig(
             update_mode=config.update_mode,
@@ -453,23 +453,16 @@ def expected_step_s(config: SimulationConfig) -> float:
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
 
 
-def watch_exits(pool: EnginePool, world: World, *, may_fence: bool) -> None:
-    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines.
-
-    Also tell the world which engines are told to leave.
-    """
-    fence, retire = pool.fence, pool.retire
+def watch_exits(pool: EnginePool, *, may_fence: bool) -> None:
+    """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines."""
+    fence = pool.fence
 
     def fenced(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
         if POISON in reason or not may_fence:
             stop_run(InvariantError("fence", f"{engine_id} has no fault and is fenced: {reason}"))
         fence(engine_id, reason, kind)
 
-    def retired(engine_id: EngineId, reason: str) -> None:
-        world.left(engine_id)
-        retire(engine_id, reason)
-
-    pool.fence, pool.retire = fenced, retired  # type: ignore[method-assign]
+    pool.fence = fenced  # type: ignore[method-assign]
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:

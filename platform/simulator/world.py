@@ -14,7 +14,6 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,8 +33,6 @@ TAIL_EVENTS = 40
 EVALUATION_TASKS = 1_000_000
 """First number of evaluation tasks, above all numbers of training tasks."""
 POISON = "planted: the prompt is refused"
-EVALUATION = "eval"
-"""First id of evaluation trajectories (platform/run/evaluation.py)."""
 
 
 class InvariantError(PenstockError):
@@ -162,9 +159,6 @@ class World:
         published: Version whose publish finished last; -1 before the first one.
         incarnation: Number of drivers that died before this one.
         faults: Number of injected faults by name.
-        has_gangs: Whether the members of a group start on one engine.
-        is_serving: Whether an engine is in service.
-        newest_group: The group that was admitted last.
         poison_share: Share of the training tasks whose prompt every engine refuses.
         environment_s: Seconds that environments were open for training, summed.
         num_processes: Engine processes started so far.
@@ -177,15 +171,9 @@ class World:
     published: int = -1
     incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    has_gangs: bool = False
-    is_serving: Callable[[EngineId], bool] = lambda _engine_id: True
     poison_share: float = 0.0
     environment_s: float = 0.0
-    newest_group: int = -1
     num_processes: int = 0
-    _last_scattered: int = -1
-    _homes: dict[str, EngineId] = field(default_factory=dict)
-    _started: set[str] = field(default_factory=set)
 
     def rng(self, purpose: str) -> random.Random:
         """An independent random stream, so that draws of one component never affect those of another."""
@@ -196,13 +184,6 @@ class World:
         self.note(f"driver {self.incarnation} died")
         self.incarnation += 1
         self.published = -1
-        self._homes.clear()
-        self.newest_group = self._last_scattered = -1
-        self._started.clear()
-
-    def restored(self, newest_group: int) -> None:
-        """Members of restored groups may start alone: some of their group have their tokens."""
-        self.newest_group = self._last_scattered = newest_group
 
     def is_poison(self, task: int) -> bool:
         """Whether engines refuse the prompt of this task."""
@@ -218,7 +199,7 @@ class World:
             self.trace.add(asyncio.get_running_loop().time(), event)
 
     def on_request(self, engine_id: EngineId, version: int, loaded: int, request_id: RequestId) -> None:
-        """Check I8: requests are only routed to engines that have acknowledged the published version. Check gangs.
+        """Check I8: requests are only routed to engines that have acknowledged the published version.
 
         Args:
             engine_id: The engine.
@@ -234,26 +215,6 @@ class World:
             raise InvariantError(
                 "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
             )
-        if self.has_gangs:
-            self._check_gang(engine_id, request_id)
-
-    def _check_gang(self, engine_id: EngineId, request_id: RequestId) -> None:
-        """Check that the first request of every member goes to the engine of the first member, unless it was lost."""
-        member = request_id.partition("#")[0]
-        group = member.rpartition("/")[0]
-        if member in self._started or group == EVALUATION:
-            return
-        if group not in self._homes and int(group) <= self._last_scattered:
-            return  # its engine may have been lost
-        self._started.add(member)
-        home = self._homes.setdefault(group, engine_id)
-        if home != engine_id and self.is_serving(home):
-            raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
-
-    def left(self, engine_id: EngineId) -> None:
-        """Record that an engine died or is told to leave, which releases the gangs on it."""
-        self._homes = {group: home for group, home in self._homes.items() if home != engine_id}
-        self._last_scattered = self.newest_group
 
     def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
         """Check I8 (engines label tokens only with acknowledged versions) and I4 (labels never decrease)."""

@@ -2,12 +2,10 @@
 directly.
 
 Invariants, after every call: slots in use = slots of the granted requests; no request waits while an engine with free
-slots may take it; waiting requests are served in order of submission, with three bounded exceptions:
+slots may take it; waiting requests are served in order of submission, with two bounded exceptions:
  - A resumed trajectory goes first: its tokens are the oldest, and its group has the nearest deadline.
  - A request whose prefix is cached on another engine waits in the queue of that engine while this queue is shorter
    than the engine's slots. It is served elsewhere as soon as slots would otherwise stay free.
- - A gang at the head of the queue claims the next engine that can hold it. That engine grants nothing until the gang
-   fits, while other engines serve the requests behind it. So a gang waits for at most one engine to empty.
 
 Cost per event: O(1) while all engines are full, else O(engines with free slots, at most 32).
 """
@@ -47,7 +45,6 @@ class Dispatcher:
         self._queue: OrderedDict[SlotRequest, None] = OrderedDict()
         self._resumes: OrderedDict[SlotRequest, None] = OrderedDict()
         self._engines_with_queues: OrderedDict[EngineView, None] = OrderedDict()
-        self._claims: OrderedDict[SlotRequest, None] = OrderedDict()
         self._serials = itertools.count()
 
     def serving(self) -> Iterator[EngineView]:
@@ -57,7 +54,7 @@ class Dispatcher:
     def waiting(self) -> Iterator[SlotRequest]:
         """All waiting requests."""
         queues = (view.queue for view in self._engines_with_queues)
-        return itertools.chain(self._resumes, self._claims, self._queue, *queues)
+        return itertools.chain(self._resumes, self._queue, *queues)
 
     def stalled(self) -> list[SlotRequest]:
         """Requests that wait for a version that no engine in service has."""
@@ -66,17 +63,12 @@ class Dispatcher:
             return list(self.waiting())
         return [request for request in self._resumes if request.min_version > self.newest]
 
-    @property
-    def max_gang(self) -> int:
-        """Slots of the largest engine in service."""
-        return max((view.max_slots for view in self.serving()), default=0)
-
     def submit(self, request: SlotRequest) -> bool:
         """Grant a request or queue it. Returns whether it was granted."""
         request.serial = next(self._serials)
         if self._open:
             views: list[EngineView] = self._open
-            if request.slots > 1 or request.min_version >= 0 or request.avoid is not None:
+            if request.min_version >= 0 or request.avoid is not None:
                 views = [view for view in self._open if view.may_take(request)]
                 if not views and request.avoid is not None and not self._may_avoid(request):
                     request.avoid = None
@@ -87,23 +79,22 @@ class Dispatcher:
         self.num_waiting += 1
         is_resume = request.min_version >= 0 or request.avoid is not None
         self._enqueue(request, self._resumes if is_resume else self._queue)
-        return request.slots > 1 and self._claim_best(request)
+        return False
 
-    def withdraw(self, request: SlotRequest) -> Granted:
-        """Remove a waiting request. Returns the requests that are granted in consequence."""
-        self._dequeue(request)
-        claimed = [view for view in self.serving() if view.gang is request] if request.slots > 1 else []
-        for view in claimed:
-            view.gang = None
-        return self._refill(claimed, [])
+    def withdraw(self, request: SlotRequest) -> None:
+        """Remove a waiting request."""
+        queue = request.waits_at
+        assert queue is not None, "the request does not wait"
+        del queue[request]
+        request.waits_at = None
+        self.num_waiting -= 1
 
     def release(self, request: SlotRequest) -> Granted:
-        """Return the slots of a request. Returns the requests that they are granted to."""
+        """Return the slot of a request. Returns the request that it is granted to, if there is one."""
         view = request.view
         assert view is not None, "released without a grant"
         request.view = None
         del view.requests[request]
-        view.in_use -= request.slots
         view.outstanding_tokens -= request.tokens
         granted: Granted = []
         if self.num_waiting:
@@ -111,11 +102,6 @@ class Dispatcher:
         elif view.open_index < 0:
             self._sync(view)
         return granted
-
-    def join(self, request: SlotRequest, view: EngineView) -> None:
-        """Grant a request that runs in a slot of a gang, so it takes no slot of its own."""
-        request.serial = next(self._serials)
-        self._grant(request, view)
 
     def add(self, view: EngineView) -> Granted:
         """Add an engine, or return a fenced one to service."""
@@ -169,7 +155,6 @@ class Dispatcher:
     def _grant(self, request: SlotRequest, view: EngineView) -> None:
         request.view = view
         view.requests[request] = None
-        view.in_use += request.slots
         view.outstanding_tokens += request.tokens
         self.policy.record_grant(request, view)
         if view.in_use >= view.limit:
@@ -178,13 +163,6 @@ class Dispatcher:
     def _enqueue(self, request: SlotRequest, queue: OrderedDict[SlotRequest, None]) -> None:
         request.waits_at = queue
         queue[request] = None
-
-    def _dequeue(self, request: SlotRequest) -> None:
-        queue = request.waits_at
-        assert queue is not None, "the request does not wait"
-        del queue[request]
-        request.waits_at = None
-        self.num_waiting -= 1
 
     def _refill(self, views: Iterable[EngineView], granted: Granted) -> Granted:
         for view in views:
@@ -196,51 +174,21 @@ class Dispatcher:
     def _fill(self, view: EngineView, granted: Granted) -> None:
         """Grant free slots of an engine to waiting requests."""
         if self._serves(view):
-            while (view.in_use < view.limit or view.gang is not None) and (request := self._next(view)) is not None:
-                self._dequeue(request)
+            while view.in_use < view.limit and (request := self._next(view)) is not None:
+                self.withdraw(request)
                 self._grant(request, view)
                 granted.append(request)
         self._sync(view)
 
     def _next(self, view: EngineView) -> SlotRequest | None:
         """The waiting request that gets the next free slot of `view`."""
-        if self._resumes and view.in_use < view.limit and (resume := self._next_resume(view)) is not None:
+        if self._resumes and (resume := self._next_resume(view)) is not None:
             return resume
-        if view.gang is not None:
-            return self._next_of_gang(view, view.gang)
         mine = next(iter(view.queue), None)
         other = self._next_unbound(view)
         if mine is not None and (other is None or mine.serial < other.serial):
             return mine
-        if other is not None and other.slots > 1 and view.in_use + other.slots > view.limit:
-            self._claim(view, other)
-            return self._next_of_gang(view, other)
         return self._next_elsewhere() if other is None else other
-
-    def _claim_best(self, gang: SlotRequest) -> bool:
-        """Claim the engine with the most free slots. Returns whether the gang was granted at once."""
-        large_enough = (view for view in self._open if view.max_slots >= gang.slots)
-        view = max(large_enough, key=lambda view: view.limit - view.in_use, default=None)
-        if view is None:
-            return False
-        self._claim(view, gang)
-        if self._next_of_gang(view, gang) is not None:
-            self._dequeue(gang)
-            self._grant(gang, view)
-        self._sync(view)
-        return gang.view is not None
-
-    def _claim(self, view: EngineView, gang: SlotRequest) -> None:
-        del self._queue[gang]
-        self._enqueue(gang, self._claims)
-        view.gang = gang
-
-    def _next_of_gang(self, view: EngineView, gang: SlotRequest) -> SlotRequest | None:
-        """The gang, if it fits. A limit below its size does not block it: an empty engine takes it."""
-        if view.in_use + gang.slots > max(view.limit, gang.slots):
-            return None
-        view.gang = None
-        return gang
 
     def _next_resume(self, view: EngineView) -> SlotRequest | None:
         for request in self._resumes:
@@ -271,12 +219,11 @@ class Dispatcher:
         found: SlotRequest | None = None
         leaving: list[tuple[SlotRequest, EngineView]] = []
         for request in self._queue:
-            # A gang waits in the common queue until it claims an engine.
-            home = self.policy.home(request) if request.slots == 1 else None
+            home = self.policy.home(request)
             is_elsewhere = home is not None and home is not view and self._serves(home)
             if home is not None and is_elsewhere and len(home.queue) + len(leaving) < home.limit:
                 leaving.append((request, home))
-            elif request.slots <= view.max_slots:
+            else:
                 found = request
                 break
         for request, home in leaving:
@@ -288,10 +235,8 @@ class Dispatcher:
     def _requeue_waiters(self, view: EngineView) -> None:
         """Move the requests that waited for this engine to the head of the common queue."""
         self._sync(view)
-        back = [*([view.gang] if view.gang is not None else []), *view.queue]
-        view.gang = None
-        for request in reversed(back):
-            self._dequeue(request)
+        for request in reversed(list(view.queue)):
+            self.withdraw(request)
             self.num_waiting += 1
             self._enqueue(request, self._queue)
             self._queue.move_to_end(request, last=False)
@@ -301,7 +246,7 @@ class Dispatcher:
 
     def _sync(self, view: EngineView) -> None:
         """Update the list of engines with free slots, in O(1): the last entry moves into a gap."""
-        is_open = view.in_use < view.limit and view.gang is None and self._serves(view)
+        is_open = view.in_use < view.limit and self._serves(view)
         if is_open and view.open_index < 0:
             view.open_index = len(self._open)
             self._open.append(view)

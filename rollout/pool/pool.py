@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Self, cast
 
-from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.config import RolloutConfig
@@ -75,24 +75,18 @@ class Lease(SlotRequest):
         prefix: str | None = None,
         min_version: int = -1,
         avoid: EngineId | None = None,
-        slots: int = 1,
-        gang: Gang | None = None,
     ) -> None:
-        super().__init__(tokens, prefix, min_version, avoid, slots)
+        super().__init__(tokens, prefix, min_version, avoid)
         self.granted: asyncio.Future[None] | None = None
         self.last_token_at = 0.0
         self.interruption: Interruption | None = None
         self._pool = pool
-        self._gang = gang
         self._holder: asyncio.Task[object] | None = None
         self._cancelling = 0
 
     async def acquire(self) -> None:
         """Wait for a slot. After an exception or a cancellation there is nothing to release."""
         self.last_token_at = _now()
-        if self._gang is not None:
-            self._gang.join(self)
-            return
         self._pool.submit(self)
         if self.granted is not None:
             try:
@@ -105,8 +99,6 @@ class Lease(SlotRequest):
     def release(self) -> None:
         """Return the slot. The request can no longer be interrupted."""
         self._holder = None
-        if self._gang is not None:
-            self._gang.leases.discard(self)
         self._pool.release_lease(self)
 
     async def __aenter__(self) -> Self:
@@ -171,46 +163,6 @@ class Lease(SlotRequest):
         task = asyncio.current_task()
         assert task is not None, "called in a task"
         return task.uncancel() <= self._cancelling
-
-
-class Gang:
-    """Slots of one engine that are held together; the trajectories of a group lease from them without waiting.
-
-    Attributes:
-        leases: Leases that are held now.
-    """
-
-    def __init__(self, pool: EnginePool, held: Lease) -> None:
-        self.leases: set[Lease] = set()
-        self._pool = pool
-        self._held = held
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that all trajectories of the group run on."""
-        return self._held.engine
-
-    def lease(
-        self, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
-    ) -> Lease:
-        """Lease one of the slots; after the engine is fenced or the gang has ended, a slot of any engine."""
-        view = self._held.view
-        if view is None or view.fenced is not None or avoid == view.engine_id:
-            return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
-        return Lease(self._pool, tokens, prefix, min_version, slots=0, gang=self)
-
-    def join(self, lease: Lease) -> None:
-        """Grant a lease of the gang."""
-        assert len(self.leases) < self._held.slots, f"a gang of {self._held.slots} slots has no more"
-        assert self._held.view is not None, "leased inside the gang's context"
-        self.leases.add(lease)
-        self._pool.join(lease, self._held.view)
-
-    def hand_over(self) -> None:
-        """Leave a slot to each lease that still runs, e.g. the retry of a trajectory whose score failed."""
-        for lease in self.leases:
-            lease.slots = 1
-        self._held.slots -= len(self.leases)
 
 
 class EnginePool:
@@ -372,13 +324,8 @@ class EnginePool:
 
     def _fail_unservable(self) -> None:
         """Fail the waiters that no engine can serve, now or after a restart."""
-        if self._returning:
-            return
-        largest = self._dispatcher.max_gang
-        if largest == 0:
+        if not self._returning and not self._dispatcher.num_serving:
             self._fail(self._dispatcher.waiting(), EngineLostError(self.no_engine_left()))
-        too_large = [request for request in self._dispatcher.waiting() if request.slots > largest]
-        self._fail(too_large, PlacementError(_too_large(largest)))
 
     def lease(
         self,
@@ -400,24 +347,6 @@ class EnginePool:
             TrajectoryError: kind `engine`, if no engine reaches `min_version` within `version_timeout_s`.
         """
         return Lease(self, tokens, prefix, min_version, avoid)
-
-    @asynccontextmanager
-    async def gang(self, prefix: str | None, slots: int) -> AsyncIterator[Gang]:
-        """Hold `slots` slots of one engine, all or none, in order of submission.
-
-        Raises:
-            PlacementError: If no engine has that many.
-            EngineLostError: If no engine is left.
-        """
-        largest = self._dispatcher.max_gang
-        if self.engines() and slots > largest:
-            raise PlacementError(f"rollout: {slots} trajectories were requested on one engine. {_too_large(largest)}")
-        async with Lease(self, 0, prefix, slots=slots) as held:
-            gang = Gang(self, held)
-            try:
-                yield gang
-            finally:
-                gang.hand_over()
 
     def pause(self, engine_id: EngineId) -> None:
         """Route no new requests to an engine; running ones continue."""
@@ -478,11 +407,6 @@ class EnginePool:
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.min_version:
             self._watch_stall(lease.last_token_at + self.version_timeout_s)
 
-    def join(self, lease: Lease, view: EngineView) -> None:
-        """Grant a lease of a gang, which holds the slots already."""
-        self._dispatcher.join(lease, view)
-        self._num_leases += 1
-
     def release_lease(self, lease: Lease) -> None:
         view = lease.view
         assert view is not None, "released twice"
@@ -500,7 +424,7 @@ class EnginePool:
         if lease.view is not None:
             self.release_lease(lease)
         elif lease.waits_at is not None:
-            self._wake_granted(self._dispatcher.withdraw(lease))
+            self._dispatcher.withdraw(lease)
 
     def lost(self, view: EngineView, error: EngineLostError, group: Hashable) -> None:
         """Record that the engine of `view` lost a request of `group`; fence it if it is dead or loses many."""
@@ -527,7 +451,7 @@ class EnginePool:
 
     def _fail(self, waiting: Iterable[SlotRequest], error: Exception) -> None:
         for lease in _leases(waiting):
-            self._wake_granted(self._dispatcher.withdraw(lease))
+            self._dispatcher.withdraw(lease)
             assert lease.granted is not None, "it waits"
             if not lease.granted.done():
                 lease.granted.set_exception(error)
@@ -592,10 +516,3 @@ def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int, num_s
     for engine, slots in zip(engines, num_slots, strict=True):
         pool.add(engine, slots)
     return pool
-
-
-def _too_large(largest: int) -> str:
-    return (
-        f"The largest engine in service has {largest} slots, so the group would never start. Use a smaller "
-        "dataflow.group_size, or a larger rollout.engine.max_num_seqs."
-    )

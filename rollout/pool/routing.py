@@ -61,7 +61,6 @@ class EngineView:
     Attributes:
         max_slots: Largest number of concurrent requests.
         limit: Present limit of concurrent requests, 1 ≤ limit ≤ max_slots (adaptive concurrency).
-        in_use: Slots in use.
         outstanding_tokens: Tokens that its requests may still sample.
         of_all: Speed of all engines of the dispatcher that the engine is in.
         num_losses: Requests lost, or interrupted for silence, since the last delivered token.
@@ -71,13 +70,11 @@ class EngineView:
         open_index: Index in the dispatcher's list of engines with free slots; -1 without free slots.
         requests: Requests that hold its slots, in order of their grants.
         queue: Requests that wait for this engine because it has their prefix, in order of submission.
-        gang: Request for several slots that has claimed the engine; no other request is granted before it.
     """
 
     engine: Engine
     max_slots: int
     limit: int
-    in_use: int = 0
     outstanding_tokens: int = 0
     of_all: AverageSpeed = field(default_factory=lambda: AverageSpeed(1.0), repr=False)
     num_losses: int = 0
@@ -87,8 +84,12 @@ class EngineView:
     open_index: int = -1
     requests: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
     queue: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
-    gang: SlotRequest | None = None
     _own: AverageSpeed = field(default_factory=lambda: AverageSpeed(0.0), repr=False)
+
+    @property
+    def in_use(self) -> int:
+        """Slots in use."""
+        return len(self.requests)
 
     @property
     def engine_id(self) -> EngineId:
@@ -104,10 +105,9 @@ class EngineView:
         return self._own.value or self.of_all.value
 
     def may_take(self, request: SlotRequest) -> bool:
-        """Whether it has free slots for `request`, is new enough, and is not the engine to avoid."""
+        """Whether it has a free slot for `request`, is new enough, and is not the engine to avoid."""
         return (
             self.open_index >= 0
-            and self.in_use + request.slots <= self.limit
             and (request.min_version < 0 or self.version >= request.min_version)
             and self.engine_id != request.avoid
         )
@@ -126,17 +126,15 @@ class EngineView:
 
 @dataclass(eq=False)
 class SlotRequest:
-    """A request for slots, from its submission to its release.
+    """A request for a slot, from its submission to its release.
 
     Attributes:
         tokens: Tokens it may still sample; decreases as tokens arrive.
         prefix: Name of the prompt prefix that it shares: the task of a group, or a conversation; None shares nothing.
         min_version: Oldest version that may serve it; -1 is any.
         avoid: Engine to avoid while another one can serve it.
-        slots: Slots on one engine, all or none: 1, more for a gang, 0 for a request inside a gang, which holds the
-            slots.
         serial: Order of submission.
-        view: Engine that was granted, while the slots are held.
+        view: Engine that was granted, while its slot is held.
         waits_at: Queue that it waits in.
     """
 
@@ -144,7 +142,6 @@ class SlotRequest:
     prefix: str | None = None
     min_version: int = -1
     avoid: EngineId | None = None
-    slots: int = 1
     serial: int = -1
     view: EngineView | None = None
     waits_at: OrderedDict[SlotRequest, None] | None = None

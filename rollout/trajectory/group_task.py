@@ -11,7 +11,6 @@ from penstock.rollout.pool.routing import EngineView
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 if TYPE_CHECKING:
-    from penstock.rollout.pool.pool import EnginePool, Gang
     from penstock.rollout.trajectory.conversation import PartialTurn
 
 
@@ -22,7 +21,6 @@ class RolloutContext:
         task: Its trajectories share a prompt prefix and so prefer one engine.
         group: Id of the group.
         name: The id as text; trajectories are named `<name>/<member>`.
-        slots: Gang to lease from; None leases from the pool.
         prompts: Token ids and decoded text of the prompt, for each codec (one per policy).
         turns: The turn that each member samples, for members of a single turn; a checkpoint keeps its tokens.
         saved_tokens: Tokens of a checkpoint with which the turn of a member begins.
@@ -30,11 +28,10 @@ class RolloutContext:
         is_answered: Whether an engine has returned a token for the prompt.
     """
 
-    def __init__(self, task: Task, group: GroupId | str, slots: EnginePool | Gang | None = None) -> None:
+    def __init__(self, task: Task, group: GroupId | str) -> None:
         self.task = task
         self.group = group
         self.name = str(group)
-        self.slots = slots
         self.prompts: dict[TokenCodec, tuple[tuple[int, ...], str]] = {}
         self.turns: dict[int, PartialTurn] = {}
         self.saved_tokens: dict[int, TokenDelta] = {}
@@ -89,7 +86,7 @@ class _Turn(RolloutContext):
     """One turn of an episode."""
 
     def __init__(self, context: RolloutContext, episode: OldestTurn) -> None:
-        super().__init__(context.task, context.group, context.slots)
+        super().__init__(context.task, context.group)
         self._episode = episode
 
     def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one trajectory

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -180,13 +180,10 @@ class TrajectoryRunner:
     async def _play(self, context: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         assert self.episodes is not None, "tasks with an environment need an episode player"
         turns = OldestTurn(context, member)
-        # A gang holds one slot per trajectory, so concurrent turns of one trajectory run one after another.
-        one_slot = None if context.slots is None else asyncio.Lock()
 
         async def sample(turn: PartialTurn) -> None:
-            async with one_slot or nullcontext():
-                turn.min_start_version = max(turn.min_start_version, turns.min_version)
-                await self._sample(turns.begin(), member, turn)
+            turn.min_start_version = max(turn.min_start_version, turns.min_version)
+            await self._sample(turns.begin(), member, turn)
 
         return await self.episodes.play(context.task, context.trajectory_id(member), sampling, sample)
 
@@ -210,8 +207,8 @@ class TrajectoryRunner:
         while True:
             num_tokens = partial.num_tokens
             avoid = None if last is None or last.kind == "aborted" else last.view.engine_id
-            slots = context.slots or self.pool
-            async with slots.lease(partial.remaining(), context.task.task_id, partial.min_version(), avoid) as lease:
+            prefix = context.task.task_id
+            async with self.pool.lease(partial.remaining(), prefix, partial.min_version(), avoid) as lease:
                 last = await self._attempt(context, member, partial, lease)
             if last is None:
                 return
@@ -341,7 +338,6 @@ class SharedGroups:
 
     async def run(self, context: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         """As `TrajectoryRunner.run`."""
-        assert context.slots is None, "a gang runs on one engine, but two policies have two"
         if member % 2 == 0:
             return await self._policy.run(context, member, sampling)
         return replace(await self._partner.run(context, member, sampling), policy_id=PARTNER)

@@ -37,16 +37,12 @@ class Story:
         return list(ExpiryPolicy)[self.seed % 3]
 
     @property
-    def gang(self) -> bool:
-        return self.seed % 7 == 0
-
-    @property
     def streamed(self) -> bool:
         return self.seed % 5 == 0
 
     @property
     def surplus(self) -> int:
-        may_have = self.on_expiry is ExpiryPolicy.WAIT and not self.streamed and not self.gang
+        may_have = self.on_expiry is ExpiryPolicy.WAIT and not self.streamed
         return 2 if may_have and self.seed % 2 else 0
 
 
@@ -114,7 +110,6 @@ def test_what_engines_lose_is_resumed_or_fails_and_every_group_ends_once(
             timeout_s=300,
             on_expiry=story.on_expiry,
             streamed=story.streamed,
-            gang=story.gang,
             surplus=story.surplus,
         )
         trained = await train(flow, engines, rng)

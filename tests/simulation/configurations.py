@@ -36,7 +36,6 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "publishes overlap": [*HEAVY, "overlap=true", "eta=1", "update_mode=recompute_kv"],
     "publishes overlap, eta 2": [*HEAVY, "overlap=true"],
     "colocated": [*HEAVY, "colocated=true", "eta=0"],
-    "gangs": [*HEAVY, "gang=true"],
     "streams with quotas": [*HEAVY, "streams=3", "on_expiry=trim"],
     "a filter, sizes by task, survivors": [
         *HEAVY,
@@ -51,16 +50,14 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "bounded bytes": [*HEAVY, "max_live=13", "eta=3"],
     "all of it": [
         *HEAVY,
-        *("gang=true", "streams=2", "filter_share=0.2", "sizing=true", "max_live=20", "eval_every=2"),
+        *("streams=2", "filter_share=0.2", "sizing=true", "max_live=20", "eval_every=2"),
     ],
     "slow rewards": [*HEAVY, "reward_mean_s=10"],
     "adaptive concurrency": [*HEAVY, "adaptive_concurrency=true", "kv_tokens=2000"],
-    "adaptive concurrency with gangs": [*HEAVY, "adaptive_concurrency=true", "kv_tokens=2000", "gang=true"],
     "episodes": EPISODES,
     "episodes, several versions": [*EPISODES, "update_mode=multi_version", "eval_every=2"],
     "episodes, trimmed and streamed": [*EPISODES, "on_expiry=trim", "stream=true", "eta=1"],
     "episodes, publishes overlap": [*EPISODES, "overlap=true", "eta=1"],
-    "episodes in gangs": [*EPISODES, "gang=true"],
 }
 
 

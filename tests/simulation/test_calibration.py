@@ -50,7 +50,6 @@ def settings(**flow: Any) -> dict[str, Any]:
             "max_staleness": KNOWN.eta,
             "on_expiry": "wait",
             "surplus": 0,
-            "gang": False,
             "min_group_size": 2,
             "stream_micro_batches": False,
             **flow,

@@ -47,8 +47,7 @@ from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.trainer import SimulatedTrainer
 from penstock.platform.simulator.world import POISON, task_of
-from penstock.rollout.pool.pool import EnginePool, Lease
-from penstock.rollout.pool.routing import EngineView
+from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.wirings import parse_wired, wired
 
@@ -474,14 +473,6 @@ class AbstentionsAreZero(Flow):
         await super().group_finished(run, outcomes)
 
 
-class GangScattered(EnginePool):
-    """Members of a gang go to any engine."""
-
-    def join(self, lease: Lease, _view: EngineView) -> None:
-        views = self.views()
-        super().join(lease, views[self._num_leases % len(views)])
-
-
 class TurnTakenTwice(EpisodePlayer):
     """A turn that was sampled is handed to the environment again, as a careless retry of a tool call does."""
 
@@ -631,7 +622,6 @@ CASES = {
     "groups wait for engines in numbers": Case(checked(WaitingForgotten), "I6", ("eta=4",)),
     "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
     "no opinion of the reward counts as 0": Case(Seams(flow=AbstentionsAreZero), "abstained", ("abstain_share=0.4",)),
-    "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
     "an environment gets a turn out of order": Case(Seams(player=TurnTakenTwice), "episode", ("turns=3",)),
     "an observation carries loss": Case(Seams(player=ObservationsLearned), "I7", ("turns=3",)),
     "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),

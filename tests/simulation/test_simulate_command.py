@@ -59,8 +59,8 @@ def test_mistakes_are_named_all_at_once() -> None:
 
 def test_keys_that_contradict_each_other_are_named() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_simulation(["gang=true", "surplus=1", "slots=2", "min_group_size=5", "max_live=15"])
-    assert len(raised.value.violations) == 4
+        parse_simulation(["colocated=true", "eta=1", "min_group_size=5", "max_live=15"])
+    assert len(raised.value.violations) == 3
 
 
 def test_seeds_are_a_range_or_one_seed() -> None:

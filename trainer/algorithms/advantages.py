@@ -1,7 +1,7 @@
 """Advantages per token, from the rewards of the groups of a batch. Numpy, float64.
 
 An estimator of a group is `(rewards [G] float64, its settings) -> [G] float64`, one of a batch takes a
-`RewardBatch`. A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never
+`RewardBatch`. A group whose rewards are all equal (up to rounding, dataflow/trajectory.py) gives exactly 0, never
 NaN, whatever the estimator.
 
 Shape legend: N sequences of the batch, n_i sampled tokens of one, G attempts of a group: trajectories, most of which
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import ShapeError, TrainingError
+from penstock.dataflow.trajectory import are_equal
 from penstock.kernels.segment_scan import reverse_scan
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.config import CentredConfig, GaeConfig, GrpoConfig, WhitenedConfig

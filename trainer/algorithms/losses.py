@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.dataflow.equal_rewards import rounding_error
+from penstock.dataflow.trajectory import rounding_error
 from penstock.trainer.algorithms.config import (
     CispoConfig,
     ClipCovConfig,

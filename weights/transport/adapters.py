@@ -21,8 +21,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
 from penstock.weights.checksum import check_received, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.algebra import Layout, View
-from penstock.weights.layout.strided import strided_box
+from penstock.weights.layout.algebra import Layout, View, strided_box
 from penstock.weights.transport.shared_memory import read_version
 
 _DOWN, _UP = ".lora_A", ".lora_B"

@@ -27,8 +27,8 @@ from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, 
 from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import strided_box
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
-from penstock.weights.layout.strided import strided_box
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBuffer

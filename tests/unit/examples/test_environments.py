@@ -13,13 +13,10 @@ from calculator import CalculatorTasks
 from countdown import CountdownTasks, countdown_reward, evaluate, solves
 from guessing import GuessingGame
 
-from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done
-from penstock.envs.registry import factory_path
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 from penstock.envs.workers.episode_child import call_environment
-from penstock.platform.checks.load import compose_config
 from tests.answers import answered
 
 SOURCES: list[Callable[[int], GeneratedTasks]] = [
@@ -129,17 +126,3 @@ def test_the_gold_trace_of_countdown_solves_it(make: Callable[[int], CountdownTa
         assert countdown_reward(answered(gold), **task.fields) == 1.0
         assert countdown_reward(answered(f"{gold} <answer>no expression</answer>"), **task.fields) == 0.0
         assert countdown_reward(answered(str(task.fields["target"] * 1000)), **task.fields) == 0.0
-
-
-@pytest.mark.parametrize("name", ["calculator", "countdown", "guessing", "nim"])
-def test_the_name_that_was_built_in_is_answered_with_the_example(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"env={name} was removed\. .*in examples/, env\.factory={name}:\w+"):
-        compose_config(["experiment=arithmetic", f"env={name}"])
-    with pytest.raises(ConfigError, match=rf"'{name}' is no longer built in\. .*env\.factory={name}:\w+"):
-        factory_path(name)
-
-
-@pytest.mark.parametrize("group", ["env", "reward"])
-def test_sudoku_is_answered_with_that_of_reasoning_gym(group: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{group}=sudoku was removed\. .*env=reasoning_gym env\.args"):
-        compose_config(["experiment=arithmetic", f"{group}=sudoku"])

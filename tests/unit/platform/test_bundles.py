@@ -11,7 +11,7 @@ from penstock.actors.bundles import Bundle, described
 from penstock.actors.devices import ReservedDevices
 from penstock.dataflow.ids import PARTNER, POLICY
 from penstock.platform.cluster.actor_factory import resources
-from penstock.platform.cluster.bundles import device_bundles
+from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
 

@@ -80,32 +80,11 @@ def empty_folder(tmp_path, monkeypatch):
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
         (["dataflow.max_live_gib=0.0001"], ["holds 52 trajectories", "a batch has 256", "Use at least 0.000493"]),
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
-        (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
-        (["dataflow.gang=true", "weights.overlap=true"], ["gang=true", "weights.overlap=true", "starts slowly"]),
-        (
-            ["dataflow.gang=true", "weights.update_mode=multi_version", "rollout.num_engines=2"],
-            ["gang=true", "update_mode=multi_version"],
-        ),
         (["dataflow.stream_micro_batches=true", "dataflow.surplus=4"], ["surplus=4", "when a batch closes"]),
         (
             ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"],
             ["zero_stage=0", "Use trainer.zero_stage=2 or 3"],
         ),
-        (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
-        (
-            ["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"],
-            ["8 trajectories", "0.001 GiB", "preempt one another"],
-        ),
-        (["weights.codec=lora"], ['weights.codec="lora"', "was replaced", "weights.transport=auto"]),
-        (["weights.mode=gather"], ["weights.mode: this key was replaced", "Use weights.transport=gather."]),
-        (
-            ["rollout.max_engine_restarts=2"],
-            ["rollout.max_engine_restarts: this key was replaced", "rollout.max_engine_restarts_per_hour"],
-        ),
-        (["weights.memory=device"], ["weights.memory: this key was replaced", "Use weights.transport=auto (cuda_ipc"]),
-        (["weights.stage_on=host"], ["weights.stage_on: this key was replaced", "weights.staging=bucket"]),
-        (["weights.transport=group"], ['weights.transport="group"', "Use weights.transport=process_group"]),
-        (["weights.transport=object_store"], ["was replaced", "Use weights.transport=gather"]),
         (
             ["trainer=lora", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
             ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],

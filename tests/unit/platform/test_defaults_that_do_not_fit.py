@@ -68,7 +68,6 @@ PAIRS = [
     (["rollout.sampling.max_new_tokens=200"], "model.max_context_tokens", 400, 128),
     (["cluster.colocated=true"], "dataflow.max_staleness", 0, 1),
     (["evaluation.answers_per_task=4"], "evaluation.temperature", 1.0, 0.0),
-    (["dataflow.gang=true", "dataflow.group_size=300"], "rollout.engine.max_num_seqs", 300, 256),
     (["dataflow.min_group_size=9"], "dataflow.group_size", 9, 8),
 ]
 

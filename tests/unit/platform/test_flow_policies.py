@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
 from penstock.dataflow.errors import PenstockError, TrainingError, TrajectoryError
 from penstock.dataflow.filters import zero_variance
-from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
@@ -238,37 +236,10 @@ async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
     assert flow.counts().failed > 0
 
 
-async def test_a_gang_runs_on_one_engine_from_one_version_on() -> None:
-    engines = [FakeEngine(EngineId(f"fake-{index}"), length=long_tailed().length) for index in range(3)]
-    served_by: dict[str, set[str]] = {}
-    started_at: dict[str, list[int]] = {}
-
-    def remember(engine: FakeEngine) -> None:
-        generate = engine.generate
-
-        def spy(request: GenerateRequest) -> AsyncIterator[TokenDelta]:
-            group = request.request_id.partition("/")[0]
-            served_by.setdefault(group, set()).add(engine.engine_id)
-            started_at.setdefault(group, []).append(engine.version)
-            return generate(request)
-
-        engine.generate = spy  # type: ignore[method-assign]
-
-    for engine in engines:
-        remember(engine)
-    flow = make_flow(engines, FakeRewards(), batch=2, eta=4, steps=20, gang=True, slots=4)
-    await train_all(flow, engines)
-    assert all(len(names) == 1 for names in served_by.values())
-    assert all(len(versions) == 2 and len(set(versions)) == 1 for versions in started_at.values())
-    assert {versions[0] for versions in started_at.values()} > {0, 1}, "gangs start at several versions"
-    assert len(set.union(*served_by.values())) == 3, "gangs are spread over the engines"
-    assert all(engine.most_running <= 4 for engine in engines)
-
-
 async def waits_for_an_engine(engine_retries: int) -> Flow:
-    """Over an engine that is at the version in service somewhat later than requests may wait for it; of gangs."""
+    """Over an engine that is at the version in service somewhat later than requests may wait for it."""
     engine = FakeEngine()
-    flow = make_flow([engine], FakeRewards(), gang=True, engine_retries=engine_retries)
+    flow = make_flow([engine], FakeRewards(), engine_retries=engine_retries)
     pool = flow.ports.runner.pool
     pool.version_timeout_s = 0.05
     pool.set_min_version(1)
@@ -282,7 +253,7 @@ async def waits_for_an_engine(engine_retries: int) -> Flow:
     return flow
 
 
-async def test_a_gang_that_waited_too_long_for_its_slots_tries_again_as_its_members_would() -> None:
+async def test_a_trajectory_that_waited_too_long_for_a_slot_tries_again() -> None:
     flow = await waits_for_an_engine(engine_retries=9)
     async with flow:
         assert len(await next_groups(flow)) == 2
@@ -290,7 +261,7 @@ async def test_a_gang_that_waited_too_long_for_its_slots_tries_again_as_its_memb
     assert flow.counts().failed == 0
 
 
-async def test_a_gang_beyond_its_retries_fails_with_its_reason_and_is_replaced() -> None:
+async def test_a_group_beyond_its_retries_for_a_slot_fails_with_its_reason_and_is_replaced() -> None:
     flow = await waits_for_an_engine(engine_retries=0)
     async with flow:
         assert len(await next_groups(flow)) == 2

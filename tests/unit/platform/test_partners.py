@@ -179,7 +179,6 @@ def test_the_partner_has_its_own_optimizer_if_it_is_given_one() -> None:
         (["dataflow.group_size=7"], "dataflow.group_size=7 is odd: half of each group"),
         (["partner.model.shape.vocab_size=40"], "vocab_size=40 differs from model.shape.vocab_size=32"),
         (["partner.model.path=null"], "partner.model.path is not set"),
-        (["dataflow.gang=true"], "partner with dataflow.gang=True: a gang runs on one engine"),
         (["dataflow.stream_micro_batches=true"], "partner with dataflow.stream_micro_batches=True"),
         (["algorithm.kl.coefficient=0.1"], "partner with algorithm.kl.coefficient=0.1: the reference scores"),
         (["cluster.colocated=true", "dataflow.max_staleness=0"], "partner with cluster.colocated=True"),

@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeProbe, NodeReport
 from penstock.platform.checks.load import compose_config
-from penstock.platform.cluster.bundles import device_bundles
+from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.cluster.preflight import NodeNeeds, needs_of, node_findings, show_nodes
 from penstock.platform.config.schema import PoolConfig
 

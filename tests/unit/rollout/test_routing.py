@@ -1,4 +1,4 @@
-"""Routing of requests, their waiting order, and gangs."""
+"""Routing of requests, and their waiting order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.dataflow.errors import EngineLostError, PlacementError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.rollout.pool.dispatch import Dispatcher
@@ -31,8 +30,8 @@ def dispatcher(policy: LeastLoaded, *slots: int) -> Dispatcher:
     return made
 
 
-def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None, slots: int = 1) -> SlotRequest:
-    request = SlotRequest(tokens, prefix, slots=slots)
+def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None) -> SlotRequest:
+    request = SlotRequest(tokens, prefix)
     made.submit(request)
     return request
 
@@ -179,31 +178,6 @@ def test_those_without_a_common_prefix_are_served_first_come_first_served() -> N
     assert served == waiting
 
 
-def test_a_gang_gets_its_slots_at_once_on_one_engine_and_others_pass_it_elsewhere_only() -> None:
-    made = dispatcher(LeastLoaded(), 4, 4)
-    held = [place(made) for _ in range(8)]
-    gang = place(made, slots=3)
-    singles = [place(made) for _ in range(4)]
-    first, others = name(held[0]), [request for request in held if name(request) != name(held[0])]
-    mine = [request for request in held if name(request) == first]
-    assert made.release(mine[0]) == [], "claimed by the gang"
-    assert made.release(others[0]) == [singles[0]], "the other engine serves those behind"
-    assert made.release(mine[1]) == []
-    assert made.release(mine[2]) == [gang]
-    assert name(gang) == first
-
-
-def test_a_stream_of_singles_does_not_starve_a_gang() -> None:
-    made = dispatcher(LeastLoaded(), 2)
-    held = [place(made) for _ in range(2)]
-    gang = place(made, slots=2)
-    for _ in range(3):
-        place(made)
-    for request in held:
-        made.release(request)
-    assert gang.view is not None
-
-
 async def is_granted(pool: EnginePool, min_version: int, avoid: str) -> bool:
     async with asyncio.timeout(1), pool.lease(min_version=min_version, avoid=EngineId(avoid)) as lease:
         return lease.engine.engine_id == avoid
@@ -257,87 +231,3 @@ def test_slot_requests_that_wait_for_a_version_end_in_virtual_time_too(seed: int
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         outcomes = runner.run(wait_at_odd_times())
     assert all("waited 600 s for an engine at v0 or newer" in str(outcome) for outcome in outcomes)
-
-
-async def test_a_gang_larger_than_any_engine_is_refused_at_once() -> None:
-    pool = EnginePool([FakeEngine()], 4)
-    with pytest.raises(PlacementError, match=r"5 trajectories were requested on one engine.*has 4 slots.*group_size"):
-        async with pool.gang("g", 5):
-            pass
-
-
-async def test_members_take_slots_of_their_gang_and_a_lower_limit_does_not_block_it() -> None:
-    pool = EnginePool([FakeEngine(EngineId(engine)) for engine in "ab"], 4)
-    for engine in "ab":
-        pool.set_limit(EngineId(engine), 2)
-    async with pool.gang("g", 4) as gang:
-        async with gang.lease(tokens=5) as one, gang.lease(tokens=5) as two:
-            assert one.engine is two.engine is gang.engine
-            (view,) = [view for view in pool.views() if view.engine is gang.engine]
-            assert (view.in_use, view.outstanding_tokens) == (4, 10)
-        pool.fence(gang.engine.engine_id, "planted")
-        async with gang.lease(tokens=5) as elsewhere:
-            assert elsewhere.engine is not gang.engine
-    await asyncio.wait_for(pool.wait_idle(), 1)
-
-
-async def test_a_lease_that_outlives_its_gang_keeps_one_slot_until_it_ends() -> None:
-    pool = EnginePool([FakeEngine()], 4)
-    async with pool.gang("g", 3) as gang:
-        retried = gang.lease()
-        await retried.acquire()
-    (view,) = pool.views()
-    assert view.in_use == 1
-    pool.retire(view.engine_id, "planted")
-    drained = asyncio.create_task(pool.wait_drained(view.engine_id))
-    await asyncio.sleep(0)
-    assert not drained.done(), "the engine would be ended with a request on it"
-    retried.release()
-    await asyncio.wait_for(drained, 1)
-    assert view.in_use == 0
-    await asyncio.wait_for(pool.wait_idle(), 1)
-
-
-async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_behind_does_not() -> None:
-    pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
-    pool.set_min_version(3)
-    async with pool.lease():
-        waiting = asyncio.create_task(start_interruptible(pool))
-        behind = FakeEngine(EngineId("b"), version=-1)
-        pool.add(behind)
-        await asyncio.sleep(0)
-        assert pool.num_waiting == 1, "it has missed versions"
-        behind.version = 3
-        pool.refresh()
-        assert await waiting == "b"
-
-
-async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
-    pool = EnginePool([FakeEngine(EngineId("a"))], 1)
-    async with pool.lease():
-        waiting = asyncio.create_task(start_interruptible(pool))
-        await asyncio.sleep(0)
-        pool.fence(EngineId("a"), "planted")
-        with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
-            await waiting
-        pool.add(FakeEngine(EngineId("a")))
-        assert await start_interruptible(pool) == "a"
-    assert pool.fenced == {}
-
-
-async def test_ten_thousand_waiting_slot_requests_are_served_in_order() -> None:
-    pool = EnginePool([FakeEngine(EngineId(f"e{index}")) for index in range(4)], 2)
-    order: list[int] = []
-
-    async def one(index: int) -> None:
-        async with pool.lease(tokens=8):
-            order.append(index)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(*(one(index) for index in range(10_000)))
-    assert order == list(range(10_000))
-
-
-async def start_interruptible(pool: EnginePool) -> str:
-    async with pool.lease() as lease:
-        return lease.engine.engine_id

@@ -91,17 +91,13 @@ async def play(
     budget: EpisodeBudget = BUDGET,
     context: Watched | None = None,
     sampling: SamplingParams = SAMPLING,
-    gang: bool = False,
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(opening, script)
     pool = EnginePool(engines or [FakeEngine()], 8, policy=OldestFirst())
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=EpisodePlayer(environment, CODEC, budget))
     context = context or Watched()
     async with asyncio.timeout(10):
-        if not gang:
-            return await runner.run(context, 3, sampling), environment
-        async with pool.gang("t", 1) as context.slots:
-            return await runner.run(context, 3, sampling), environment
+        return await runner.run(context, 3, sampling), environment
 
 
 def drafts_then_refine(actions: Sequence[Action]) -> Any:
@@ -270,13 +266,6 @@ def test_a_date_rises_only_when_the_oldest_turn_does() -> None:
     second.record_version(3, 6)
     turns.begin().record_version(3, 9)
     assert (context.told, turns.min_version) == ([5, 6], 6)
-
-
-async def test_in_a_gang_turns_at_the_same_time_share_the_members_slot() -> None:
-    engine = FakeEngine()
-    trajectory, _ = await play(Observation("1+1="), drafts_then_refine, engine, gang=True)
-    assert engine.most_running == 1
-    assert len(trajectory.threads) == 3
 
 
 async def test_a_failing_turn_ends_the_others_and_gives_their_slots_back() -> None:

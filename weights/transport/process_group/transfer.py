@@ -34,7 +34,7 @@ from penstock.dataflow.ports import BucketSum
 from penstock.weights.checksum import PartialSum, strided_sum
 from penstock.weights.codec.codec import Codec, ReceiverState, SenderState
 from penstock.weights.codec.wire import HEADER_WORDS, from_wire, payload_bytes, to_wire
-from penstock.weights.layout.strided import strided_box
+from penstock.weights.layout.algebra import strided_box
 from penstock.weights.planner.plan import Copy, Plan
 from penstock.weights.transport.in_place import PARTLY_WRITTEN
 from penstock.weights.transport.process_group.group import Exchange, Links, LostPeerError, Part, Pending, TransferGroup

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataflow.core import Dataflow
-from penstock.dataflow.journal import decode, encode
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent
 from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.platform.run.ledger_log import decode, encode
 from tests.property.virtual_run import VirtualRun
 from tests.tiers import examples
 
