@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench fidelity gpu-check cluster clean
+.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c "$(NEW_ENOUGH)" >/dev/null 2>&1; then echo $$python; break; fi; done)
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Install everything into .venv; does nothing when it is up to date (FLAVOR=cpu|cuda)
 	@case "$(FLAVOR)" in cpu|cuda) ;; *) \
@@ -89,6 +89,10 @@ test-full: setup  ## Run all tests, cases and seeds except those of `make soak` 
 PART ?= 1/1
 soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; continues if interrupted (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
+
+chaos: setup  ## Train while processes are killed, and check that nothing was lost (KILLS=5 SEED=0 NODES=1 ARGS="experiment=…")
+	@$(BIN)/python -m tests.chaos.random_kills --kills $(or $(KILLS),5) --seed $(SEED) --nodes $(or $(NODES),1) \
+		$(or $(ARGS),experiment=arithmetic name=chaos)
 
 # A test may fail because coverage makes it slower or writes files. The lines are counted anyway.
 TIER ?= test

@@ -405,27 +405,6 @@ def export(
     return run_export(run, to, step, plain_console(), best=best)
 
 
-@app.command(no_args_is_help=True)
-@exits
-def chaos(
-    overrides: Overrides = None,
-    *,
-    kills: Annotated[int, typer.Option(help="Number of processes to kill.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="Decides which kinds of process are killed, and when.")] = 0,
-    nodes: Annotated[
-        int, typer.Option(help="Ray nodes on this machine; all but the first are killed, too.", min=1)
-    ] = 1,
-) -> int:
-    """Train while processes are killed at random, resume the driver, and check that nothing was lost.
-
-    Exit code 1 if a promise was broken: a group trained twice, a ledger that does not balance, no policy.
-    """
-    from penstock.platform.cli.chaos import run_chaos
-
-    with unwinding():
-        return run_chaos(overrides or [], kills, seed, nodes, plain_console())
-
-
 @app.command()
 @exits
 def report(
