@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check cluster clean
+.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check weights-plan cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -117,6 +117,9 @@ bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 
 fidelity: setup  ## Compare accuracy over task x staleness x correction x seed at equal samples; takes hours, continues if interrupted
 	@$(BIN)/python benchmarks/fidelity.py
+
+weights-plan: setup  ## Print the transfers of one publish: bytes per link, lower bound, buckets (ARGS="experiment=…")
+	@$(BIN)/python benchmarks/weights_plan.py $(or $(ARGS),experiment=math_qwen_8gpu)
 
 gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
 	@$(BIN)/python benchmarks/gpu_check.py

@@ -64,10 +64,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-weights = typer.Typer(help="Inspect the transfer of weights from the trainer to the engines.", no_args_is_help=True)
 sandbox = typer.Typer(help="Check or serve the sandbox in which untrusted programs run.", no_args_is_help=True)
 environments = typer.Typer(help="Inspect, check and play environments without a model.", no_args_is_help=True)
-app.add_typer(weights, name="weights")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(environments, name="env")
 launch = typer.Typer(help="Start a training run on several nodes, from the same configuration.", no_args_is_help=True)
@@ -545,23 +543,6 @@ def plan(
         answer_tokens=answer_tokens,
         as_json=as_json,
     )
-
-
-@weights.command("plan")
-@exits
-def weights_plan(
-    overrides: Overrides = None,
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    config_dir: ConfigDir = None,
-) -> int:
-    """Print the planned transfers of one publish: bytes per link, lower bound, egress and buckets. Starts nothing."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    from penstock.platform.checks.load import load_config
-    from penstock.platform.cli.weights import run_weights_plan
-
-    loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
-    return run_weights_plan(loaded.config, as_json=as_json)
 
 
 @sandbox.command("check")
