@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check weights-plan cluster clean
+.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check weights-plan calibrate cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -120,6 +120,9 @@ fidelity: setup  ## Compare accuracy over task x staleness x correction x seed a
 
 weights-plan: setup  ## Print the transfers of one publish: bytes per link, lower bound, buckets (ARGS="experiment=…")
 	@$(BIN)/python benchmarks/weights_plan.py $(or $(ARGS),experiment=math_qwen_8gpu)
+
+calibrate: setup  ## Fit the simulator's costs to a run, and compare step times (RUN=runs/arithmetic-seed0)
+	@$(BIN)/python benchmarks/calibration.py $(or $(RUN),runs/arithmetic-seed0)
 
 gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
 	@$(BIN)/python benchmarks/gpu_check.py

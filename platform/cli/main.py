@@ -504,15 +504,11 @@ def simulate(
     seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds to run.")] = "0:1",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Print the last events of each seed.")] = False,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Fit the costs to a run, and print predicted and measured step times."),
-    ] = None,
 ) -> int:
     """Run the controller in virtual time on simulated devices, with faults. Exit code 1 if an invariant is violated."""
     from penstock.platform.cli.simulate import run_simulate
 
-    return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
+    return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace)
 
 
 @app.command()

@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import Outcome, simulate
 from penstock.platform.simulator.world import LengthTable
-
-STEADY_STEPS = 12
-"""Number of measured steps in the steady state."""
 
 
 @dataclass(slots=True)
@@ -147,27 +143,6 @@ def speedup_over_synchronous(sweep: Sweep) -> float | None:
 
 def _steps_per_s(outcome: Outcome) -> float:
     return len(outcome.trained.steps) / max(outcome.train_s, 1e-9)
-
-
-def must_complete(config: SimulationConfig, seed: int) -> Outcome:
-    """Simulate one seed without invariant checks; it must complete."""
-    outcome = simulate(config, seed, is_checked=False)
-    if outcome.violation is not None:
-        raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
-    return outcome
-
-
-def enough_steps(eta: int) -> int:
-    """Steps to fill the pipeline (two windows), to measure, and to empty it (one window)."""
-    return 2 * (eta + 1) + STEADY_STEPS + eta + 1
-
-
-def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
-    """Seconds per step between the filling and the emptying of the window."""
-    ends = [end for end, _, _ in outcome.trained.steps]
-    last = len(ends) - 1 - (config.eta + 1)
-    first = min(2 * (config.eta + 1), last - 1)
-    return (ends[last] - ends[first]) / (last - first)
 
 
 def replay_command(overrides: list[str], seed: int) -> str:
