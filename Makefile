@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak chaos coverage lint format bench fidelity gpu-check weights-plan calibrate cluster clean
+.PHONY: help setup demo docs sweep test test-full soak simulate-faults chaos coverage lint format bench fidelity gpu-check weights-plan calibrate cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -89,6 +89,9 @@ test-full: setup  ## Run all tests, cases and seeds except those of `make soak` 
 PART ?= 1/1
 soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; continues if interrupted (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
+
+simulate-faults: setup  ## Run the controller in virtual time with faults and checks (SEEDS=0:20 ARGS="faults=heavy eta=2")
+	@$(BIN)/python -m tests.simulation.sweep $(or $(ARGS),profile=short faults=light) --seeds $(or $(SEEDS),0:20)
 
 chaos: setup  ## Train while processes are killed, and check that nothing was lost (KILLS=5 SEED=0 NODES=1 ARGS="experiment=…")
 	@$(BIN)/python -m tests.chaos.random_kills --kills $(or $(KILLS),5) --seed $(SEED) --nodes $(or $(NODES),1) \

@@ -28,8 +28,8 @@ STEADY_STEPS = 12
 
 
 def must_complete(config: SimulationConfig, seed: int) -> Outcome:
-    """Simulate one seed without invariant checks; it must complete."""
-    outcome = simulate(config, seed, is_checked=False)
+    """Simulate one seed; it must complete."""
+    outcome = simulate(config, seed)
     if outcome.violation is not None:
         raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
     return outcome

@@ -496,7 +496,7 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="e.g. profile=longtail pools=24x16+8 eta=2 faults=light",
+            help="e.g. profile=longtail pools=24x16+8 eta=2",
             show_default=False,
         ),
     ] = None,
@@ -505,7 +505,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Print the last events of each seed.")] = False,
 ) -> int:
-    """Run the controller in virtual time on simulated devices, with faults. Exit code 1 if an invariant is violated."""
+    """Run the controller in virtual time on simulated devices. Exit code 1 if a run does not complete."""
     from penstock.platform.cli.simulate import run_simulate
 
     return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace)

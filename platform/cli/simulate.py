@@ -1,4 +1,4 @@
-"""`penstock simulate`: runs the production controller in virtual time with faults, for many seeds."""
+"""`penstock simulate`: runs the production controller in virtual time, for many seeds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool) -> int:
-    """Simulate seeds and print results; returns 1 if an invariant was violated, else 0."""
+    """Simulate seeds and print results; returns 1 if a run failed, else 0."""
     from penstock.platform.simulator.config import parse_simulation
     from penstock.platform.simulator.sweep import replay_command, run_seeds, summary
 
     logger = logging.getLogger("penstock")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # fenced engines are part of the simulation and need no warning
+    logger.setLevel(logging.ERROR)  # what is simulated needs no warning
 
     def report(outcome: Outcome) -> None:
         if outcome.violation is not None:
