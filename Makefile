@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench fidelity gpu-check cluster clean
+.PHONY: help setup demo docs sweep test test-full soak simulate-faults chaos coverage lint format bench fidelity gpu-check weights-plan calibrate cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c "$(NEW_ENOUGH)" >/dev/null 2>&1; then echo $$python; break; fi; done)
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Install everything into .venv; does nothing when it is up to date (FLAVOR=cpu|cuda)
 	@case "$(FLAVOR)" in cpu|cuda) ;; *) \
@@ -90,6 +90,13 @@ PART ?= 1/1
 soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; continues if interrupted (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
 
+simulate-faults: setup  ## Run the controller in virtual time with faults and checks (SEEDS=0:20 ARGS="faults=heavy eta=2")
+	@$(BIN)/python -m tests.simulation.sweep $(or $(ARGS),profile=short faults=light) --seeds $(or $(SEEDS),0:20)
+
+chaos: setup  ## Train while processes are killed, and check that nothing was lost (KILLS=5 SEED=0 NODES=1 ARGS="experiment=…")
+	@$(BIN)/python -m tests.chaos.random_kills --kills $(or $(KILLS),5) --seed $(SEED) --nodes $(or $(NODES),1) \
+		$(or $(ARGS),experiment=arithmetic name=chaos)
+
 # A test may fail because coverage makes it slower or writes files. The lines are counted anyway.
 TIER ?= test
 MEASURED := COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage.ini PENSTOCK_TREE=$(CURDIR) PYTHONPATH=$(CURDIR)
@@ -113,6 +120,12 @@ bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 
 fidelity: setup  ## Compare accuracy over task x staleness x correction x seed at equal samples; takes hours, continues if interrupted
 	@$(BIN)/python benchmarks/fidelity.py
+
+weights-plan: setup  ## Print the transfers of one publish: bytes per link, lower bound, buckets (ARGS="experiment=…")
+	@$(BIN)/python benchmarks/weights_plan.py $(or $(ARGS),experiment=math_qwen_8gpu)
+
+calibrate: setup  ## Fit the simulator's costs to a run, and compare step times (RUN=runs/arithmetic-seed0)
+	@$(BIN)/python benchmarks/calibration.py $(or $(RUN),runs/arithmetic-seed0)
 
 gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
 	@$(BIN)/python benchmarks/gpu_check.py

@@ -15,12 +15,37 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from penstock.dataflow.errors import PenstockError
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.sweep import STEADY_STEPS, Bias, enough_steps, must_complete, rounded, steady_step_s
+from penstock.platform.simulator.simulation import Outcome, simulate
+from penstock.platform.simulator.sweep import Bias, rounded
 
 TRAIN_SHARE = 0.25
 """Training a batch on all devices ÷ generating it on all devices, balanced by tokens."""
+STEADY_STEPS = 12
+"""Number of measured steps in the steady state."""
+
+
+def must_complete(config: SimulationConfig, seed: int) -> Outcome:
+    """Simulate one seed; it must complete."""
+    outcome = simulate(config, seed)
+    if outcome.violation is not None:
+        raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
+    return outcome
+
+
+def enough_steps(eta: int) -> int:
+    """Steps to fill the pipeline (two windows), to measure, and to empty it (one window)."""
+    return 2 * (eta + 1) + STEADY_STEPS + eta + 1
+
+
+def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
+    """Seconds per step between the filling and the emptying of the window."""
+    ends = [end for end, _, _ in outcome.trained.steps]
+    last = len(ends) - 1 - (config.eta + 1)
+    first = min(2 * (config.eta + 1), last - 1)
+    return (ends[last] - ends[first]) / (last - first)
 
 
 def step_seconds(config: SimulationConfig, seeds: Iterable[int]) -> float:

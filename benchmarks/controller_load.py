@@ -35,10 +35,10 @@ from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.engine_processes import CheckedEngine, EngineClasses
+from penstock.platform.simulator.engine_processes import EngineClasses, SimulatedClient
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedStore, TrainingTasks
 from penstock.platform.simulator.rewards import SimulatedRewards
-from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.simulation import Parts, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.world import LengthTable, World
 from penstock.rollout.pool.pool import EnginePool
@@ -120,7 +120,7 @@ class Answer:
         return delta
 
 
-class AnsweringClient(CheckedEngine):
+class AnsweringClient(SimulatedClient):
     """Answers every request with one delta within `ANSWER_S`, without a process: its work would be in the figure."""
 
     def __init__(self, engine_id: EngineId, actor: ActorHandle, node_id: str) -> None:
@@ -156,7 +156,7 @@ ANSWERING = EngineClasses(client=AnsweringClient)
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:
     gc.collect()  # what the run before left behind is not this one's cost
     started = time.process_time()
-    outcome = simulate(config, seed, Seams(engines=ANSWERING, rewards=AnsweringRewards), is_checked=False)
+    outcome = simulate(config, seed, Parts(engines=ANSWERING, rewards=AnsweringRewards))
     assert outcome.violation is None, outcome.violation
     return (time.process_time() - started) / len(outcome.trained.lengths)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/hostile.py > benchmarks/results/hostile.md
 
-The programs are those of tests/hostile_programs.py, half of which belong to `penstock sandbox check`. The acts of
+The programs are those of tests/hostile_programs.py, some of which belong to `penstock sandbox check`. The acts of
 rewards, environments and tools are those of tests/hostile_acts.py, in the processes of a run with `isolation: strict`.
 """
 

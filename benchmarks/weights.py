@@ -43,10 +43,11 @@ from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from vs_trl_report import RESULTS
+from weights_plan import bytes_per_link, config_of_shape, egress, plain_layout, wire_bytes
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
-from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
+from penstock.weights.layout.checkpoint import module_tensors
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES, ModelConfig
 from penstock.weights.planner.plan import make_plan
@@ -94,8 +95,6 @@ def count_bytes() -> None:
 
 def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
     """The plan for the first engine, and the relay from there."""
-    from penstock.rollout.engines.vllm.layout import plain_layout
-
     planning_s = []
     destination = plain_layout(config_of_shape(model.shape), tensors, model.dtype, setting.tp_size)
     for _ in range(PLANNING_ROUNDS):
@@ -104,14 +103,14 @@ def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], it
         plan = make_plan(source, destination, item_bytes)
         planning_s.append(time.perf_counter() - started)
     needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)
-    links = plan.bytes_per_link
+    links = bytes_per_link(plan)
     received = [sum(size for (_, dst), size in links.items() if dst == rank) for rank in range(setting.tp_size)]
     hops = relay_tree([f"node{replica}" for replica in range(setting.num_replicas)])
     return {
         "received_per_rank_bytes": received * (1 + len(hops)),
-        "leaving_trainer_bytes": plan.wire_bytes,
-        "max_egress_bytes": max(plan.egress.values()),
-        "relayed_bytes": len(hops) * plan.wire_bytes,
+        "leaving_trainer_bytes": wire_bytes(plan),
+        "max_egress_bytes": max(egress(plan).values()),
+        "relayed_bytes": len(hops) * wire_bytes(plan),
         "lower_bound_bytes": setting.num_replicas * needed * item_bytes,  # the engines own nothing before
         "largest_receive_bytes": plan.bucket_bytes,
         "num_copies": sum(1 for _ in plan.copies),

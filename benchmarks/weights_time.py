@@ -31,13 +31,14 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from weights_plan import config_of_shape, plain_layout
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.spec import free_port
 from penstock.weights.checksum import strided_sum, tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
-from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
+from penstock.weights.layout.checkpoint import module_tensors
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.adapters import BaseWeights
@@ -63,8 +64,6 @@ TIMEOUT_S = 120.0
 def layouts() -> tuple[TrainingSharding, EngineLayout]:
     """ZeRO-3 ranks, and a vLLM engine over `TP` devices."""
     os.environ.update(vllm_environment("cpu", threads=1))
-    from penstock.rollout.engines.vllm.layout import plain_layout
-
     config = config_of_shape(MODEL)
     tensors = tuple(module_tensors(config))
     layout = plain_layout(config, tensors, "float32", TP)

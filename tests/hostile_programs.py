@@ -1,11 +1,68 @@
-"""Hostile programs: those of `penstock sandbox check`, and others that depend less on the machine."""
+"""Hostile programs: those of `penstock sandbox check`, and others."""
 
 from __future__ import annotations
+
+import os
 
 from penstock.envs.sandbox.hostile import HOSTILE_CASES, HostileCase
 
 PROGRAMS = (
     *HOSTILE_CASES,
+    HostileCase(
+        "hides memory in files without a name",
+        """
+        import os
+        held = []
+        try:
+            while len(held) < 20:
+                held.append(os.memfd_create("hoard"))
+                os.write(held[-1], bytes(8 << 20))
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    HostileCase(
+        "fills the disk",
+        """
+        written = 0
+        try:
+            for number in range(16):
+                with open(f"f{number}", "wb") as file:
+                    written += file.write(bytes(4 << 20))
+        except OSError:
+            pass
+        if written > 20 << 20:
+            print("LEAK", written)
+        """,
+    ),
+    HostileCase("1 GB of output", "import os\nfor _ in range(1024): os.write(1, b'x' * (1 << 20))", ("output",)),
+    HostileCase("kills all processes", "import os; os.kill(-1, 9)", needs_isolation=True),
+    HostileCase(
+        "writes outside",
+        """
+        from pathlib import Path
+        for folder in (Path("$FILE").parent, "/usr", "/etc", "/dev", "/proc/sys/kernel", "/"):
+            path = Path(folder) / "penstock-was-here"
+            try:
+                path.write_text("x")
+                print("LEAK", folder)
+                path.unlink()
+            except OSError:
+                pass
+        """,
+    ),
+    HostileCase(
+        "looks into its supervisor",
+        """
+        import os
+        try:
+            open(f"/proc/{os.getppid()}/mem", "r+b")
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
     HostileCase("infinite loop", "while True: pass", ("wall_clock", "cpu_time")),
     HostileCase(
         "many processes",
@@ -74,10 +131,10 @@ PROGRAMS = (
     HostileCase("kills its supervisor", "import os; os.kill(os.getppid(), 9)", needs_isolation=True),
     HostileCase(
         "signals the sandbox's user",
-        """
+        f"""
         import os
         try:
-            os.kill($HOST_PID, 0)
+            os.kill({os.getpid()}, 0)
             print("LEAK")
         except OSError:
             pass

@@ -13,6 +13,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
 from penstock.dataflow.trajectory import Task
+from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -137,7 +138,9 @@ def run_of(
     """A run of `STEPS` batches of `GROUPS` groups that skips the steps `bad`; it checkpoints every so many."""
     engine = FakeEngine()
     flows = make_flow([engine], FakeRewards(), batch=GROUPS, eta=1, steps=STEPS)
-    simulated = run_config(SimulationConfig(steps=STEPS, eval_every=every_steps, checkpoint_every=every_steps))
+    simulated = run_config(SimulationConfig(steps=STEPS, eval_every=every_steps)).model_copy(
+        update={"checkpoint": CheckpointConfig(every_minutes=0, every_steps=every_steps)}
+    )
     trainer = simulated.trainer.model_copy(update={"max_bad_steps": max_bad_steps})
     kept = replace(
         instruments(),

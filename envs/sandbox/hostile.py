@@ -1,4 +1,4 @@
-"""Runs hostile programs in a sandbox and judges the results, for `penstock sandbox check`; the tests have more of them.
+"""Runs hostile programs in a sandbox and judges the results, for `penstock sandbox check`.
 
 A program that breaks out prints `LEAK`. It is contained if it printed none, ended as expected and left no process
 behind.
@@ -46,7 +46,7 @@ class HostileCase:
 
     Attributes:
         name: What it does.
-        code: Python source. `$FILE`, `$FOLDER`, `$PORT`, `$NAP` and `$HOST_PID` are replaced by values of the trap.
+        code: Python source. `$FILE`, `$PORT` and `$NAP` are replaced by values of the trap.
         expected: Accepted outcomes.
         needs_isolation: Without isolation it would harm the machine, so it is not run.
     """
@@ -85,36 +85,6 @@ HOSTILE_CASES = (
         ("memory",),
     ),
     HostileCase(
-        "hides memory in files without a name",
-        """
-        import os
-        held = []
-        try:
-            while len(held) < 20:
-                held.append(os.memfd_create("hoard"))
-                os.write(held[-1], bytes(8 << 20))
-            print("LEAK")
-        except OSError:
-            pass
-        """,
-    ),
-    HostileCase(
-        "fills the disk",
-        """
-        written = 0
-        try:
-            for number in range(16):
-                with open(f"f{number}", "wb") as file:
-                    written += file.write(bytes(4 << 20))
-        except OSError:
-            pass
-        if written > 20 << 20:
-            print("LEAK", written)
-        """,
-    ),
-    HostileCase("1 GB of output", "import os\nfor _ in range(1024): os.write(1, b'x' * (1 << 20))", ("output",)),
-    HostileCase("kills all processes", "import os; os.kill(-1, 9)", needs_isolation=True),
-    HostileCase(
         "leaves a daemon",
         """
         import os, time
@@ -150,36 +120,11 @@ HOSTILE_CASES = (
         """,
     ),
     HostileCase(
-        "writes outside",
-        """
-        from pathlib import Path
-        for folder in ("$FOLDER", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/"):
-            path = Path(folder) / "penstock-was-here"
-            try:
-                path.write_text("x")
-                print("LEAK", folder)
-                path.unlink()
-            except OSError:
-                pass
-        """,
-    ),
-    HostileCase(
         "opens a socket to the host",
         """
         import socket
         try:
             socket.create_connection(("127.0.0.1", $PORT), timeout=0.5)
-            print("LEAK")
-        except OSError:
-            pass
-        """,
-    ),
-    HostileCase(
-        "looks into its supervisor",
-        """
-        import os
-        try:
-            open(f"/proc/{os.getppid()}/mem", "r+b")
             print("LEAK")
         except OSError:
             pass
@@ -194,7 +139,7 @@ HOSTILE_CASES = (
         """,
     ),
 )
-"""One for each protection of a sandbox that depends on the machine."""
+"""Some of each kind: time, processes, memory, files, network, escape. tests/hostile_programs.py has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +158,7 @@ class Trap:
 
     def fill(self, code: str) -> str:
         """Replace the placeholders by the trap's values."""
-        values = {
-            "$FILE": str(self.file),
-            "$FOLDER": str(self.file.parent),
-            "$PORT": str(self.port),
-            _NAP: self.nap_s,
-            "$HOST_PID": str(os.getpid()),
-        }
+        values = {"$FILE": str(self.file), "$PORT": str(self.port), _NAP: self.nap_s}
         code = dedent(code)
         for name, value in values.items():
             code = code.replace(name, value)

@@ -64,10 +64,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-weights = typer.Typer(help="Inspect the transfer of weights from the trainer to the engines.", no_args_is_help=True)
 sandbox = typer.Typer(help="Check or serve the sandbox in which untrusted programs run.", no_args_is_help=True)
 environments = typer.Typer(help="Inspect, check and play environments without a model.", no_args_is_help=True)
-app.add_typer(weights, name="weights")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(environments, name="env")
 launch = typer.Typer(help="Start a training run on several nodes, from the same configuration.", no_args_is_help=True)
@@ -405,27 +403,6 @@ def export(
     return run_export(run, to, step, plain_console(), best=best)
 
 
-@app.command(no_args_is_help=True)
-@exits
-def chaos(
-    overrides: Overrides = None,
-    *,
-    kills: Annotated[int, typer.Option(help="Number of processes to kill.", min=1)] = 5,
-    seed: Annotated[int, typer.Option(help="Decides which kinds of process are killed, and when.")] = 0,
-    nodes: Annotated[
-        int, typer.Option(help="Ray nodes on this machine; all but the first are killed, too.", min=1)
-    ] = 1,
-) -> int:
-    """Train while processes are killed at random, resume the driver, and check that nothing was lost.
-
-    Exit code 1 if a promise was broken: a group trained twice, a ledger that does not balance, no policy.
-    """
-    from penstock.platform.cli.chaos import run_chaos
-
-    with unwinding():
-        return run_chaos(overrides or [], kills, seed, nodes, plain_console())
-
-
 @app.command()
 @exits
 def report(
@@ -519,7 +496,7 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="e.g. profile=longtail pools=24x16+8 eta=2 faults=light",
+            help="e.g. profile=longtail pools=24x16+8 eta=2",
             show_default=False,
         ),
     ] = None,
@@ -527,15 +504,11 @@ def simulate(
     seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds to run.")] = "0:1",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Print the last events of each seed.")] = False,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Fit the costs to a run, and print predicted and measured step times."),
-    ] = None,
 ) -> int:
-    """Run the controller in virtual time on simulated devices, with faults. Exit code 1 if an invariant is violated."""
+    """Run the controller in virtual time on simulated devices. Exit code 1 if a run does not complete."""
     from penstock.platform.cli.simulate import run_simulate
 
-    return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
+    return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace)
 
 
 @app.command()
@@ -566,23 +539,6 @@ def plan(
         answer_tokens=answer_tokens,
         as_json=as_json,
     )
-
-
-@weights.command("plan")
-@exits
-def weights_plan(
-    overrides: Overrides = None,
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    config_dir: ConfigDir = None,
-) -> int:
-    """Print the planned transfers of one publish: bytes per link, lower bound, egress and buckets. Starts nothing."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    from penstock.platform.checks.load import load_config
-    from penstock.platform.cli.weights import run_weights_plan
-
-    loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
-    return run_weights_plan(loaded.config, as_json=as_json)
 
 
 @sandbox.command("check")

@@ -10,22 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.cluster.costs import Prediction, Scales, Workload, generate_s, predict, send_s, swap_s, train_s
 from penstock.platform.cluster.planner import Candidate, Plan, Search, excess_gib, search
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.run_files import METRICS_FILE
+from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
 from penstock.platform.run.resume import read_saved_config
-from penstock.platform.simulator.calibration import column, halves
 
 NUM_PLANS = 5
+WARM_STEPS = 1
+FEWEST_STEPS = 4
 _WIDTH = 170
+
+Row = dict[str, float]
+"""Metrics of one training step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,40 @@ def calibrated(run_dir: Path, config: RunConfig) -> Calibration:
     )
     measured = float(column(compared, "throughput/step_s").mean())
     return Calibration(workload, scales, predict(run, workload, scales).step_s, measured)
+
+
+def halves(run_dir: Path) -> tuple[list[Row], list[Row]]:
+    """Metrics of the steps to fit and of those to compare, without the first one, which compiles and allocates.
+
+    They are alternating eighths of the run, so that a machine that becomes slower during it affects both.
+
+    Raises:
+        PenstockError: If the run has too few steps.
+    """
+    rows = training_rows(run_dir)[WARM_STEPS:]
+    if len(rows) < FEWEST_STEPS:
+        raise PenstockError(
+            f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
+            "the costs and half to compare. Use a longer run of `penstock train`."
+        )
+    length = max(len(rows) // 8, 1)
+    fitted = [row for step, row in enumerate(rows) if step // length % 2 == 0]
+    return fitted, [row for step, row in enumerate(rows) if step // length % 2]
+
+
+def training_rows(run_dir: Path) -> list[Row]:
+    """Metrics of every training step, without evaluations."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        raise PenstockError(
+            f"{path}: no such file. Give --calibrate the directory of a run, e.g. runs/arithmetic-seed0."
+        )
+    lines = [dict(record.metrics) for record in read_metrics(run_dir)]
+    return [metrics for metrics in lines if "throughput/step_s" in metrics and "length/mean_tokens" in metrics]
+
+
+def column(rows: list[Row], name: str) -> NDArray[np.float64]:
+    return np.array([row.get(name, 0.0) for row in rows], dtype=np.float64)
 
 
 def _figures(

@@ -1,4 +1,4 @@
-"""`penstock simulate`: runs the production controller in virtual time with faults, for many seeds."""
+"""`penstock simulate`: runs the production controller in virtual time, for many seeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,15 +16,14 @@ if TYPE_CHECKING:
     from penstock.platform.simulator.simulation import Outcome
 
 
-def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool, calibrate: Path | None) -> int:
-    """Simulate seeds, or calibrate with a run, and print results; returns 1 if an invariant was violated, else 0."""
-    from penstock.platform.simulator.calibration import calibrate as fit_to
+def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool) -> int:
+    """Simulate seeds and print results; returns 1 if a run failed, else 0."""
     from penstock.platform.simulator.config import parse_simulation
     from penstock.platform.simulator.sweep import replay_command, run_seeds, summary
 
     logger = logging.getLogger("penstock")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # fenced engines are part of the simulation and need no warning
+    logger.setLevel(logging.ERROR)  # what is simulated needs no warning
 
     def report(outcome: Outcome) -> None:
         if outcome.violation is not None:
@@ -35,11 +33,8 @@ def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace
             typer.echo("\n".join(outcome.tail), err=True)
 
     try:
-        if calibrate is None:
-            config, chosen, started = parse_simulation(overrides), parse_seeds(seeds), time.monotonic()
-            figures = summary(run_seeds(config, chosen, on_seed=report), overrides, started)
-        else:
-            figures = fit_to(calibrate)
+        config, chosen, started = parse_simulation(overrides), parse_seeds(seeds), time.monotonic()
+        figures = summary(run_seeds(config, chosen, on_seed=report), overrides, started)
     finally:
         logger.setLevel(level)
     if as_json:

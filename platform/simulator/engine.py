@@ -1,4 +1,4 @@
-"""A simulated generation engine: a `LocalEngine` over a batch in virtual time, which can crash, hang and slow down.
+"""A simulated generation engine: a `LocalEngine` over a batch in virtual time.
 
 Continuous batching is processor sharing: all running sequences advance together, one token per decode step, and a step
 takes `base + per_sequence · n` seconds for n sequences. τ counts the steps, so a sequence admitted at τ₀ has sampled
@@ -6,7 +6,7 @@ takes `base + per_sequence · n` seconds for n sequences. τ counts the steps, s
 added as a debt in seconds, and τ advances again once the debt is paid.
 
 Token ids encode the version that actually sampled the token. The spans, loss masks and token order that the platform
-records are compared with it token by token (platform/simulator/checks.py).
+records are compared with it token by token (tests/simulation/checks.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.dataflow.errors import EngineLostError, TrajectoryError
+from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, Spans
-from penstock.platform.simulator.world import POISON, World, member_of, sampled_ids, task_of
+from penstock.platform.simulator.world import World, member_of, sampled_ids, task_of
 
 DELTA_TOKENS = 64
 _EPSILON = 1e-6
@@ -308,7 +308,6 @@ class SimulatedEngine:
     Attributes:
         version: The version it has loaded; -1 before the first one.
         speed: Speed relative to its costs.
-        clock_rate: Rate of its clock relative to the driver's, which scales all durations that it reports.
         world: The simulated run.
     """
 
@@ -316,14 +315,11 @@ class SimulatedEngine:
         self.engine_id = engine_id
         self.version = -1
         self.speed = speed
-        self.clock_rate = 1.0
         self.world = world
         self._batch = DecodeBatch(cost, world.prompt_tokens, self._emit)
         self._is_lost = False
         self._is_frozen = False
         self._updating = asyncio.Lock()
-        self._responds = asyncio.Event()
-        self._responds.set()
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -337,10 +333,6 @@ class SimulatedEngine:
             return stream
         world = self.world
         task = task_of(request.prompt_token_ids[0])
-        if world.is_poison(task):
-            world.faults["poison prompt"] += 1
-            stream.put(TrajectoryError("engine", f"{self.engine_id}: {request.request_id}: {POISON}", is_final=True))
-            return stream
         start = world.num_sampled(request.prompt_token_ids)
         left = world.lengths.turn_end(task, member_of(request.request_id), start) - start
         limit = request.sampling.max_new_tokens
@@ -350,16 +342,6 @@ class SimulatedEngine:
         self._touch()
         return stream
 
-    @property
-    def responds(self) -> bool:
-        """Whether it is not hanging."""
-        return self._responds.is_set()
-
-    @property
-    def update_s(self) -> float:
-        """Seconds that an update takes."""
-        return self._batch.cost.stage_s + self._batch.cost.swap_s
-
     async def abort(self, request_id: RequestId) -> None:
         """Stop a request; its stream ends with the tokens it has."""
         self._advance()
@@ -367,7 +349,6 @@ class SimulatedEngine:
         self._touch()
 
     async def load(self) -> EngineLoad:
-        await self._responds.wait()
         self._advance()
         batch = self._batch
         return EngineLoad(
@@ -376,35 +357,26 @@ class SimulatedEngine:
             num_waiting=len(batch.waiting),
             kv_cache_usage=min(batch.kv_used / batch.cost.kv_tokens, 1.0),
             tokens_generated=batch.counters.tokens,
-            busy_s=batch.counters.busy_s * self.clock_rate,
+            busy_s=batch.counters.busy_s,
             num_preemptions=batch.counters.preempted,
         )
 
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
-        """Stage during generation, freeze, swap, resume and acknowledge. It stays frozen while it hangs."""
-        cost, rate = self._batch.cost, self.clock_rate
+        """Stage during generation, freeze, swap, resume and acknowledge."""
+        cost = self._batch.cost
         async with self._updating:
-            await self._working(cost.stage_s)
+            await self._work(cost.stage_s)
             self._settle()
             self._is_frozen = True
             self._reschedule()
-            await self._working(cost.swap_s)
+            await self._work(cost.swap_s)
             self._advance()
             if manifest.version != self.version:
                 self._batch.swap(manifest.version)
             self.version = manifest.version
             self._is_frozen = False
             self._touch()
-        return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s * rate, cost.swap_s * rate)
-
-    async def forget_versions(self) -> None:
-        """Lose all requests, their KV and the weights."""
-        async with self._updating:
-            await self._responds.wait()
-            self._advance()
-            self._batch.clear()
-            self.version = -1
-            self._reschedule()
+        return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s, cost.swap_s)
 
     async def sleep(self) -> None:
         """Release the devices to the trainer (colocated)."""
@@ -426,40 +398,17 @@ class SimulatedEngine:
         self._batch.clear()
         self._reschedule()
 
-    def hang(self) -> None:
-        """Stop making progress and responding, without dying."""
-        self._settle()
-        self._responds.clear()
-        self._reschedule()
-
-    def recover(self) -> None:
-        """Continue after a hang."""
-        self._advance()
-        self._responds.set()
-        self._touch()
-
-    def set_speed(self, speed: float) -> None:
-        """Change the relative speed: throttling, a noisy neighbour."""
-        self._advance()
-        self.speed = speed
-        self._touch()
-
     @property
     def counters(self) -> Counters:
         """Its counters up to its last event."""
         return self._batch.counters
 
-    def stamp(self, spans: Spans) -> Spans:
-        """Label tokens with their versions. Tests replace it to plant bugs."""
-        return spans
-
-    async def _working(self, work_s: float) -> None:
+    async def _work(self, work_s: float) -> None:
         await asyncio.sleep(work_s)
-        await self._responds.wait()
 
     @property
     def _is_working(self) -> bool:
-        return not self._is_frozen and not self._is_lost and self._responds.is_set()
+        return not self._is_frozen and not self._is_lost
 
     def _advance(self) -> None:
         """Advance the batch to the current time."""
@@ -503,11 +452,12 @@ class SimulatedEngine:
             count, is_last = stop - sequence.emitted, stop == upto
             if count or reason is not None:
                 truth = self._batch.true_spans(sequence, stop)
-                spans = self.stamp(truth)
-                self.world.on_tokens(self.engine_id, self.version, spans)
                 ids = sampled_ids(truth, sequence.start + sequence.emitted)
                 sequence.emitted = stop
                 self._batch.counters.tokens += count
-                sequence.stream.put(TokenDelta(ids, (-1.0,) * count, spans, reason if is_last else None))
+                self._deliver(sequence, TokenDelta(ids, (-1.0,) * count, truth, reason if is_last else None))
             if is_last:
                 return
+
+    def _deliver(self, sequence: Sequence, delta: TokenDelta) -> None:
+        sequence.stream.put(delta)

@@ -1,4 +1,4 @@
-"""The simulated components other than engines: tasks, tokenizer, payload store, environments, trainer."""
+"""The simulated components other than engines: tasks, tokenizer, payload store, environments."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
-from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import GroupPayload, Task
-from penstock.envs.environment import Action, EndpointAccess
+from penstock.envs.environment import Action
 from penstock.envs.workers.episode_child import EpisodeReply
-from penstock.platform.simulator.config import FaultRates, SimulationConfig
-from penstock.platform.simulator.world import EVALUATION_TASKS, InvariantError, World, prompt_ids
+from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.world import EVALUATION_TASKS, World, prompt_ids
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 
@@ -81,16 +80,33 @@ class SimulatedStore:
         return handle
 
 
-NO_FAULTS = FaultRates()
-HANG_S = 30.0
-"""Time limit after which a hanging reward or environment process is killed, seconds."""
+class SimulatedEpisode:
+    """A `PlayedEpisode` of one thread."""
+
+    def __init__(self, source: SimulatedEnvironments, task: Task) -> None:
+        self._source = source
+        self._task = task
+        self._num_turns = 0
+
+    async def reset(self) -> EpisodeReply:
+        """Return the prompt."""
+        return {"content": str(self._task.prompt), "role": "user"}
+
+    async def step(self, _action: Action) -> EpisodeReply:
+        """Return an observation after the time of the tool; after the last turn, return the end immediately."""
+        self._num_turns += 1
+        if self._num_turns == self._source.turns(self._task):
+            return {"done": True}
+        await self._source.work(self._task)
+        return {"content": str(self._task.prompt), "role": "tool"}
 
 
 class SimulatedEnvironments:
     """An `EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
 
+    episode = SimulatedEpisode
+
     def __init__(self, world: World, config: SimulationConfig) -> None:
-        self.faults = NO_FAULTS
         self._world = world
         self._config = config
         self._free = asyncio.Semaphore(config.environments)
@@ -103,66 +119,18 @@ class SimulatedEnvironments:
         async with self._free:
             opened_s = clock()
             try:
-                yield SimulatedEpisode(self, task, self.faults if is_training else NO_FAULTS)
+                yield self.episode(self, task)
             finally:
                 self._world.environment_s += (clock() - opened_s) * is_training
 
-    async def work(self, task: Task, faults: FaultRates) -> None:
-        """Simulate the work of the environment for one turn.
-
-        Raises:
-            TrajectoryError: Of kind `env`, if it raises or hangs.
-        """
-        draw, config = self._rng.random(), self._config
-        if draw < faults.environment_hangs:
-            self._world.faults["environment hang"] += 1
-            await asyncio.sleep(HANG_S)
-            raise TrajectoryError("env", f"{task.task_id}: step took longer than {HANG_S:.0f} s")
-        tool_s = 0.0
-        if config.tool_mean_s:  # lognormal around it
+    async def work(self, _task: Task) -> None:
+        """Simulate the work of the environment for one turn: lognormal around `tool_mean_s`."""
+        config, tool_s = self._config, 0.0
+        if config.tool_mean_s:
             mu = math.log(config.tool_mean_s) - config.tool_sigma**2 / 2
             tool_s = min(self._rng.lognormvariate(mu, config.tool_sigma), config.tool_cap_s)
         await asyncio.sleep(tool_s)
-        if draw < faults.environment_hangs + faults.environment_raises:
-            self._world.faults["environment exception"] += 1
-            raise TrajectoryError("env", f"{task.task_id}: step raised ValueError: planted")
 
     def turns(self, task: Task) -> int:
         """Number of turns after which an episode ends."""
         return self._world.lengths.turns(number_of(task.task_id))
-
-
-class SimulatedEpisode:
-    """A `PlayedEpisode` of one thread."""
-
-    def __init__(self, source: SimulatedEnvironments, task: Task, faults: FaultRates) -> None:
-        self._source = source
-        self._task = task
-        self._faults = faults
-        self._num_turns = -1
-
-    async def reset(self) -> EpisodeReply:
-        """Return the prompt."""
-        if self._num_turns >= 0:
-            raise InvariantError("episode", f"{self._task.task_id} is reset after {self._num_turns} turns")
-        self._num_turns = 0
-        return {"content": str(self._task.prompt), "role": "user"}
-
-    async def step(self, action: Action) -> EpisodeReply:
-        """Return an observation after the time of the tool; after the last turn, return the end immediately."""
-        turns = self._source.turns(self._task)
-        if action.turn != self._num_turns or action.turn >= turns or action.is_truncated:
-            raise InvariantError(
-                "episode", f"{self._task.task_id} gets {action} after {self._num_turns} of {turns} turns"
-            )
-        self._num_turns += 1
-        if self._num_turns == turns:
-            return {"done": True}
-        await self._source.work(self._task, self._faults)
-        return {"content": str(self._task.prompt), "role": "tool"}
-
-    async def step_all(self, actions: Sequence[Action]) -> NoReturn:
-        raise InvariantError("episode", f"{self._task.task_id} gets {len(actions)} turns at once, it asked for one")
-
-    async def run(self, _access: EndpointAccess) -> NoReturn:
-        raise InvariantError("episode", f"{self._task.task_id} is run, but it never said that it runs itself")

@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import Outcome, simulate
 from penstock.platform.simulator.world import LengthTable
-
-STEADY_STEPS = 12
-"""Number of measured steps in the steady state."""
 
 
 @dataclass(slots=True)
@@ -63,8 +59,6 @@ class Sweep:
     config: SimulationConfig
     failing: list[tuple[int, str]] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    ignored_reports: int = 0
     max_staleness_seen: int = 0
     trimmed_tokens: int = 0
     virtual_s: float = 0.0
@@ -77,13 +71,11 @@ class Sweep:
         """Add the outcome of one seed."""
         self.first = self.first or outcome
         self.hashes.append(outcome.trace_hash)
-        self.faults += outcome.faults
         if outcome.violation is not None:
             self.failing.append((outcome.seed, outcome.violation))
             return
         assert outcome.counts is not None, "a completed run has counts"
         self.ended += Counter(asdict(outcome.counts))
-        self.ignored_reports += outcome.ignored
         self.max_staleness_seen = max(self.max_staleness_seen, outcome.trained.max_staleness)
         self.trimmed_tokens += outcome.trained.trimmed_tokens
         self.virtual_s += outcome.train_s
@@ -94,7 +86,7 @@ class Sweep:
 def run_seeds(
     config: SimulationConfig, seeds: Iterable[int], *, on_seed: Callable[[Outcome], None] = lambda _outcome: None
 ) -> Sweep:
-    """Simulate every seed with invariant checks."""
+    """Simulate every seed."""
     sweep = Sweep(config)
     for seed in seeds:
         outcome = simulate(config, seed)
@@ -103,7 +95,9 @@ def run_seeds(
     return sweep
 
 
-def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any]:
+def summary(
+    sweep: Sweep, overrides: list[str], started: float, simulate: Callable[[Any, int], Outcome] = simulate
+) -> dict[str, Any]:
     """The JSON object that `penstock simulate` prints last."""
     config = sweep.config
     first = sweep.failing[0] if sweep.failing else None
@@ -116,11 +110,9 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
         "groups": sweep.ended["trained"],
         "trajectories": len(sweep.bias.trained),
         "ended": dict(sweep.ended),
-        "faults": dict(sorted(sweep.faults.items())),
-        "ignored_reports": sweep.ignored_reports,
         "max_staleness": config.eta,
         "max_staleness_seen": sweep.max_staleness_seen,
-        "speedup_over_synchronous": rounded(speedup_over_synchronous(sweep)),
+        "speedup_over_synchronous": rounded(speedup_over_synchronous(sweep, simulate)),
         "length_bias": rounded(sweep.bias.length_bias),
         "kept_p99": rounded(sweep.bias.kept_p99),
         "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sum(sweep.bias.trained), 1)),
@@ -131,8 +123,8 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
     }
 
 
-def speedup_over_synchronous(sweep: Sweep) -> float | None:
-    """Steps per second of the first seed over those of the synchronous run of this seed: same devices, same faults.
+def speedup_over_synchronous(sweep: Sweep, simulate: Callable[[Any, int], Outcome]) -> float | None:
+    """Steps per second of the first seed over those of the synchronous run of this seed on the same devices.
 
     None if either did not complete.
     """
@@ -147,27 +139,6 @@ def speedup_over_synchronous(sweep: Sweep) -> float | None:
 
 def _steps_per_s(outcome: Outcome) -> float:
     return len(outcome.trained.steps) / max(outcome.train_s, 1e-9)
-
-
-def must_complete(config: SimulationConfig, seed: int) -> Outcome:
-    """Simulate one seed without invariant checks; it must complete."""
-    outcome = simulate(config, seed, is_checked=False)
-    if outcome.violation is not None:
-        raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
-    return outcome
-
-
-def enough_steps(eta: int) -> int:
-    """Steps to fill the pipeline (two windows), to measure, and to empty it (one window)."""
-    return 2 * (eta + 1) + STEADY_STEPS + eta + 1
-
-
-def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
-    """Seconds per step between the filling and the emptying of the window."""
-    ends = [end for end, _, _ in outcome.trained.steps]
-    last = len(ends) - 1 - (config.eta + 1)
-    first = min(2 * (config.eta + 1), last - 1)
-    return (ends[last] - ends[first]) / (last - first)
 
 
 def replay_command(overrides: list[str], seed: int) -> str:

@@ -91,7 +91,7 @@ def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
 
 FOLDERS = (
     "actors", "benchmarks", "conf", "dataflow", "envs", "examples", "kernels", "platform", "rollout", "tests",
-    "trainer", "weights",
+    "tools", "trainer", "weights",
 )  # fmt: skip
 """Folders that a document names by their path. Other projects have a docs/ and a src/ as well."""
 GONE = {

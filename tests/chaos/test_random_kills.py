@@ -6,21 +6,25 @@ nodes, and an environment of several turns.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import run_cli
+from tests.command_line import ENVIRONMENT
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(2000)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 TORCH, VLLM = ("rollout/engine=torch",), ("rollout/engine=vllm",)
 RANKS = ("trainer.num_ranks=2", "trainer.zero_stage=2", "cluster.pools.cpu.count=4")
 NODES = ("--nodes", "2")
 GUESSING = ("env.args={high: 1000}", "env.factory=guessing:GuessingGame", "env.episode.max_turns=5", "reward=episode")
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 SHORT, LONG = "total_steps=100", "total_steps=250"
 
 
@@ -46,12 +50,14 @@ def test_a_run_survives_random_kills(
     seed: int, kills: int, overrides: tuple[str, ...], workspace: Path, train_overrides: list[str]
 ) -> None:
     name, plays = f"chaos_{seed}_{kills}", "reward=episode" in overrides
-    shutil.copy(EXAMPLES / "guessing.py", workspace)
+    shutil.copy(ROOT / "examples" / "guessing.py", workspace)
     settings = [setting for setting in train_overrides if not (plays and setting.startswith("env.args."))]
     few = ("evaluation.num_tasks=64", "evaluation.every_steps=0", "dataflow.batch_groups=8", f"name={name}")
-    done = run_cli(
-        "chaos", *settings, *overrides, *few, "--kills", str(kills), "--seed", str(seed), cwd=workspace, timeout_s=1900
-    )
+    program = [sys.executable, "-m", "tests.chaos.random_kills", "--kills", str(kills), "--seed", str(seed)]
+    done = subprocess.run(
+        [*program, *settings, *overrides, *few], cwd=workspace, env=ENVIRONMENT | {"PYTHONPATH": PYTHONPATH},
+        capture_output=True, text=True, timeout=1900, check=False,
+    )  # fmt: skip
     log = workspace / "runs" / f"{name}.chaos.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
     print(done.stdout)

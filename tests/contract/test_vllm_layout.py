@@ -116,7 +116,7 @@ def build(case: Case, tp: int, device: str) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from penstock.rollout.engines.vllm.layout import plain_config
+    from benchmarks.weights_plan import plain_config
 
     vllm_config = plain_config(case.config, "float32", tp)
     with set_current_vllm_config(vllm_config), torch.device(device):
@@ -158,7 +158,7 @@ def frozen_case(name: str) -> Case:
 
 @pytest.mark.parametrize("name", daily(LOADED, lambda name: name in ("loaded_qwen2", "loaded_qwen3_moe")))
 def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
-    from penstock.rollout.engines.vllm.layout import plain_layout
+    from benchmarks.weights_plan import plain_layout
 
     config, tensors = frozen_case(name)
     full = numbered(tensors)
@@ -176,7 +176,7 @@ def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
 @pytest.mark.parametrize("name", daily(MODELS, lambda name: name in DAILY))
 def test_what_the_loader_writes_is_where_the_plan_puts_it(name: str, tp: int) -> None:
     """Bit for bit: numbers of which no two are equal, by our plan and by vLLM's own loader."""
-    from penstock.rollout.engines.vllm.layout import plain_layout, stand_in_groups
+    from benchmarks.weights_plan import plain_layout, stand_in_groups
 
     model = case(name, **MODELS[name])
     full = numbered(model.tensors)
@@ -218,7 +218,7 @@ GATHERED = (*SHAPES, "gpt2")
 @pytest.mark.full
 @pytest.mark.parametrize("name", GATHERED)
 def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str) -> None:
-    from penstock.rollout.engines.vllm.layout import stand_in_groups
+    from benchmarks.weights_plan import stand_in_groups
     from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = case("gpt2", **MODELS["gpt2"]) if name == "gpt2" else frozen_case(name)
@@ -244,7 +244,7 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
 
 @pytest.mark.full
 def test_whole_tensors_that_the_model_does_not_have_are_refused_by_name() -> None:
-    from penstock.rollout.engines.vllm.layout import stand_in_groups
+    from benchmarks.weights_plan import stand_in_groups
     from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = frozen_case("loaded_qwen3")
@@ -271,7 +271,7 @@ def test_whole_tensors_that_the_model_does_not_have_are_refused_by_name() -> Non
     ],
 )
 def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_engine_rank(name: str, tp: int) -> None:
-    from penstock.rollout.engines.vllm.layout import plain_layout
+    from benchmarks.weights_plan import plain_layout
 
     file = CONF / "public" / f"{name}.json"
     config = transformers_config(file)
@@ -287,7 +287,7 @@ def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_eng
 def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    from penstock.rollout.engines.vllm.layout import plain_layout
+    from benchmarks.weights_plan import plain_layout
 
     model = frozen_case("loaded_qwen3")
     really = Qwen3ForCausalLM.load_weights
@@ -316,7 +316,8 @@ def test_a_worker_reports_where_its_layout_and_its_live_model_differ() -> None:
     from vllm.v1.engine import UtilityResult
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups
+    from benchmarks.weights_plan import plain_config, stand_in_groups
+    from penstock.rollout.engines.vllm.layout import joined
     from penstock.rollout.engines.vllm.worker import WorkerExtension
 
     model, answers = frozen_case("loaded_qwen3"), []

@@ -1,16 +1,21 @@
-"""`penstock weights plan` reads the trainer's layout from the configuration."""
+"""benchmarks/weights_plan.py reads the trainer's layout from the configuration."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.weights_plan import plan_report
 from penstock.platform.checks.load import compose_config
-from penstock.platform.cli.weights import plan_report
 from penstock.weights.model_config import ModelShape
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.integration,  # vLLM is imported
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"),
@@ -97,3 +102,16 @@ def test_experts_without_a_number_or_a_size_are_refused(experts, size, shared):
     dense = compose_config(["experiment=math_qwen_8gpu"]).model.shape.model_dump()
     with pytest.raises(ValidationError, match="experts need a number and a size"):
         ModelShape.model_validate(dense | shape)
+
+
+def test_the_plan_of_a_publish_needs_no_model() -> None:
+    overrides = ["experiment=math_qwen_8gpu", "rollout.engine.tensor_parallel_size=4", "rollout.num_engines=1"]
+    program = [sys.executable, "benchmarks/weights_plan.py", *overrides]
+    told = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "lower bound" in told
+    done = subprocess.run([*program, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["wire_bytes"] == report["lower_bound_bytes"]
+    assert report["wire_bytes"] == pytest.approx(report["model_bytes"], rel=0.001)  # norms are on every rank
+    assert report["max_egress_bytes"] == pytest.approx(report["wire_bytes"] / 4, rel=0.01)
+    assert len(report["links"]) == 16

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.weights_plan import bytes_per_link, wire_bytes
 from penstock.weights.transport.process_group.group import serve_store
 from tests.integration.weight_group_stories import BACK, BUCKET_BYTES, HOST, PROGRAM, STORIES, Story, plan_to
 from tests.rank_processes import run_ranks
@@ -61,7 +62,7 @@ def test_engines_hold_exactly_what_vllm_would_slice(exact: list[Story], chapter:
 @pytest.mark.parametrize(("chapter", "item_bytes"), [("v1", 4), ("v2", 4), ("bfloat16", 2)])
 def test_every_link_carries_the_bytes_of_the_plan(exact: list[Story], chapter: str, item_bytes: int) -> None:
     plan = plan_to(2, item_bytes)
-    expected = {(src, 2 + dst): num_bytes for (src, dst), num_bytes in plan.bytes_per_link.items()}
+    expected = {(src, 2 + dst): num_bytes for (src, dst), num_bytes in bytes_per_link(plan).items()}
     assert links_of(exact, chapter) == expected
     assert len(plan.buckets) > 20
 
@@ -102,7 +103,7 @@ def test_a_delta_sends_what_has_changed_and_relays_it_as_it_is(relayed: list[Sto
 def test_the_way_back_is_the_identity(exact: list[Story]) -> None:
     assert [process["back"]["wrong"] for process in exact] == [[]] * 4
     sent = {(rank - 2, int(peer)): n for rank in (2, 3) for peer, n in exact[rank]["back"]["sent"].items()}
-    assert sent == BACK.bytes_per_link
+    assert sent == bytes_per_link(BACK)
 
 
 def test_it_coexists_with_the_default_group(exact: list[Story]) -> None:
@@ -117,14 +118,14 @@ def test_members_that_disagree_are_named(exact: list[Story]) -> None:
 
 def test_the_trainer_sends_the_same_to_three_replicas_as_to_one(relayed: list[Story]) -> None:
     plan = plan_to(1)
-    to_first = {(src, 2): num_bytes for (src, _), num_bytes in plan.bytes_per_link.items()}
+    to_first = {(src, 2): num_bytes for (src, _), num_bytes in bytes_per_link(plan).items()}
     assert links_of(relayed[:3], "one") == to_first
-    assert links_of(relayed[:3] + relayed[4:], "survivors")[2, 3] == plan.wire_bytes
+    assert links_of(relayed[:3] + relayed[4:], "survivors")[2, 3] == wire_bytes(plan)
     for rank in (0, 1, 2, 4):
         assert relayed[rank]["three"]["wrong"] == []
     assert relayed[1]["three"]["sent"] == {"2": to_first[1, 2]}
     assert relayed[0]["three"]["sent"] == {"2": to_first[0, 2]}
-    assert relayed[2]["three"]["sent"] == relayed[4]["three"]["received"] | {"3": plan.wire_bytes}
+    assert relayed[2]["three"]["sent"] == relayed[4]["three"]["received"] | {"3": wire_bytes(plan)}
 
 
 def test_a_member_that_never_joins_is_named(relayed: list[Story]) -> None:

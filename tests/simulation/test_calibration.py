@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from calibration import calibrate, fit
+from comparisons import enough_steps, must_complete
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.simulator.calibration import calibrate, fit, halves
+from penstock.platform.cli.plan import halves
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.sweep import enough_steps, must_complete
 
 KNOWN = SimulationConfig(
     profile="short",

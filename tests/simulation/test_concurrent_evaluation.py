@@ -12,7 +12,7 @@ from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.engine_processes import EngineClasses
-from penstock.platform.simulator.simulation import Seams, Simulation, simulate
+from penstock.platform.simulator.simulation import Parts, Simulation, simulate
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 STEPS, BATCH = 8, 2
@@ -20,14 +20,13 @@ LONG_ANSWERS = ["profile=longtail", "engines=2", "slots=8", "group_size=2", f"ba
 
 
 def simulated(overrides: list[str]) -> Simulation:
-    simulation = Simulation(parse_simulation([*LONG_ANSWERS, "eval_every=1", *overrides]), seed=0)
+    simulation = Simulation(parse_simulation([*LONG_ANSWERS, "eval_every=1", *overrides]), 0, Parts())
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(simulation.main())
     return simulation
 
 
 def evaluations(simulation: Simulation) -> list[Evaluation]:
-    assert simulation.run is not None
     return simulation.run.evaluations
 
 
@@ -44,10 +43,8 @@ def test_one_version_answers_the_first_and_the_last_evaluation(mode: str, overla
 def test_evaluations_never_enter_the_ledger_and_train_nothing() -> None:
     simulation = simulated([])
     assert len(evaluations(simulation)) > 2
-    assert simulation.core is not None
     counts = simulation.core.ledger.counts()
     assert counts.admitted == counts.trained == STEPS * BATCH
-    assert simulation.trainer is not None
     assert simulation.trainer.trained.tasks == set(range(STEPS * BATCH))
 
 
@@ -81,7 +78,7 @@ def test_colocated_engines_are_awake_until_the_last_turn_of_an_evaluation(seed: 
     outcome = simulate(
         parse_simulation([*settings, "tool_mean_s=5", "update_mode=keep_kv"]),
         seed,
-        Seams(engines=EngineClasses(engine=RefusesInItsSleep)),
+        Parts(engines=EngineClasses(engine=RefusesInItsSleep)),
     )
     assert outcome.violation is None
     assert RefusesInItsSleep.num_refused == 0

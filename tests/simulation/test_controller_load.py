@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.controller_load import GROUP_SIZE, AnsweringClient, held_kib, load_config
 from penstock.platform.simulator.engine_processes import EngineClasses
-from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.simulation import Parts, simulate
 
 
 @pytest.mark.full
@@ -30,6 +30,6 @@ def calls(live_groups: int, steps: int) -> float:
     config = load_config(live_groups).model_copy(update={"steps": steps, **few_engines})
     profile = cProfile.Profile()
     with profile:
-        outcome = simulate(config, 0, Seams(engines=EngineClasses(client=AnsweringClient)), is_checked=False)
+        outcome = simulate(config, 0, Parts(engines=EngineClasses(client=AnsweringClient)))
     assert outcome.violation is None, outcome.violation
     return pstats.Stats(profile).total_calls / len(outcome.trained.lengths)  # type: ignore[attr-defined]

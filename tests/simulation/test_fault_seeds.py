@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
 
-from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.simulation import simulate
-from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
+from tests.simulation.config import parse_faulty
 from tests.simulation.configurations import CONFIGURATIONS, EPISODES, SMALL, seeds_of, violation
+from tests.simulation.simulation import simulate
+from tests.simulation.sweep import Sweep, replay_command, run_seeds
 from tests.tiers import by_tier, each_of
 
+ROOT = Path(__file__).parents[2]
 NUM_SEEDS = by_tier(200, full=1000)
 """`make soak` runs 10,000."""
 FAULTS = {
@@ -64,7 +66,7 @@ def test_the_fault_seeds_are_shared_out_over_the_configurations() -> None:
 
 def test_every_kind_of_fault_is_planted() -> None:
     """A fault that never happens proves nothing."""
-    sweep = run_seeds(parse_simulation([*EPISODES, "eval_every=2"]), range(1000, 1024))
+    sweep = run_seeds(parse_faulty([*EPISODES, "eval_every=2"]), range(1000, 1024))
     assert not sweep.failing, sweep.failing[0]
     assert sweep.faults.keys() >= FAULTS, FAULTS - sweep.faults.keys()
     assert sweep.ignored_reports > 0
@@ -72,7 +74,7 @@ def test_every_kind_of_fault_is_planted() -> None:
 
 def clean(overrides: list[str], seeds: range) -> Sweep:
     """Run seeds without a violation, or fail with the command that replays the first."""
-    sweep = run_seeds(parse_simulation(overrides), seeds)
+    sweep = run_seeds(parse_faulty(overrides), seeds)
     failing = [f"{violation}\n  {replay_command(overrides, seed)}" for seed, violation in sweep.failing]
     assert not failing, "\n".join(failing[:3])
     assert sweep.ended["trained"] == len(seeds) * sweep.config.steps * sweep.config.batch
@@ -87,7 +89,7 @@ def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
-    config = parse_simulation([*SMALL, "faults=heavy"])
+    config = parse_faulty([*SMALL, "faults=heavy"])
     first, second, other = simulate(config, 7), simulate(config, 7), simulate(config, 8)
     assert first.trace_hash == second.trace_hash
     assert first.num_turns == second.num_turns
@@ -96,20 +98,22 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
 
 def test_the_trace_does_not_depend_on_how_python_hashes_strings() -> None:
     script = (
-        "from penstock.platform.simulator.config import parse_simulation\n"
-        "from penstock.platform.simulator.simulation import simulate\n"
-        f"print(simulate(parse_simulation({[*SMALL, 'faults=heavy']!r}), 7).trace_hash)"
+        "from tests.simulation.config import parse_faulty\n"
+        "from tests.simulation.simulation import simulate\n"
+        f"print(simulate(parse_faulty({[*SMALL, 'faults=heavy']!r}), 7).trace_hash)"
     )
     runs = [
-        Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=PIPE, text=True)
+        Popen(
+            [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=PIPE, text=True
+        )
         for seed in ("1", "4242")
     ]
     traces = {run.communicate()[0].strip() for run in runs}
-    assert traces == {simulate(parse_simulation([*SMALL, "faults=heavy"]), 7).trace_hash}
+    assert traces == {simulate(parse_faulty([*SMALL, "faults=heavy"]), 7).trace_hash}
 
 
 def test_every_policy_sees_the_same_lengths() -> None:
-    runs = [simulate(parse_simulation([*SMALL, f"eta={eta}"]), 3) for eta in (0, 2)]
+    runs = [simulate(parse_faulty([*SMALL, f"eta={eta}"]), 3) for eta in (0, 2)]
     assert sorted(runs[0].trained.lengths) == sorted(runs[1].trained.lengths)
 
 
@@ -119,7 +123,7 @@ LONG_RUN = ["batch=4", "group_size=4", "engines=2", "slots=16", "steps=60", "sig
 @pytest.mark.parametrize("eta", [1, 2])
 @pytest.mark.parametrize("policy", ["wait", "trim"])
 def test_waiting_and_trimming_train_the_lengths_that_are_there(policy: str, eta: int) -> None:
-    sweep = run_seeds(parse_simulation([*LONG_RUN, f"on_expiry={policy}", f"eta={eta}"]), range(1))
+    sweep = run_seeds(parse_faulty([*LONG_RUN, f"on_expiry={policy}", f"eta={eta}"]), range(1))
     assert sweep.bias.length_bias is not None
     assert sweep.bias.kept_p99 is not None
     assert sweep.bias.length_bias == pytest.approx(1.0, abs=0.05)
@@ -129,7 +133,7 @@ def test_waiting_and_trimming_train_the_lengths_that_are_there(policy: str, eta:
 
 
 def test_dropping_is_biased_to_short_answers() -> None:
-    bias = run_seeds(parse_simulation([*LONG_RUN, "on_expiry=drop", "eta=1"]), range(1)).bias
+    bias = run_seeds(parse_faulty([*LONG_RUN, "on_expiry=drop", "eta=1"]), range(1)).bias
     assert bias.length_bias is not None
     assert bias.kept_p99 is not None
     assert bias.length_bias < 0.98

@@ -39,17 +39,17 @@ from penstock.platform.run.fleet import Fleet, Progress
 from penstock.platform.run.flow import Flow, FlowSnapshot
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator import simulation
-from penstock.platform.simulator.checks import CheckedDataflow
-from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
-from penstock.platform.simulator.engine_processes import CheckedEngine, CheckedPublisher, EngineClasses
-from penstock.platform.simulator.rewards import SimulatedRewards
-from penstock.platform.simulator.simulation import Seams, simulate
-from penstock.platform.simulator.trainer import SimulatedTrainer
-from penstock.platform.simulator.world import POISON, task_of
+from penstock.platform.simulator.engine import TokenStream
+from penstock.platform.simulator.world import task_of
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.trajectory.episodes import EpisodePlayer
+from tests.simulation.checks import CheckedDataflow
+from tests.simulation.config import parse_faulty
+from tests.simulation.faulty_engines import CheckedClasses, CheckedEngine, CheckedPublisher, FaultyEngine
+from tests.simulation.faulty_parts import FaultyRewards, FaultyTrainer
+from tests.simulation.simulation import Seams, simulate
 from tests.simulation.wirings import parse_wired, wired
+from tests.simulation.world import POISON
 
 SEEDS = 30
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
@@ -62,7 +62,7 @@ def checked(mutant: type[Dataflow]) -> Seams:
 
 def engine_side(**classes: Any) -> Seams:
     """A bug in a class of the engine side."""
-    return Seams(engines=EngineClasses(**classes))
+    return Seams(engines=CheckedClasses(**classes))
 
 
 class CreditLeaked(Dataflow):
@@ -148,14 +148,14 @@ class TrimmedTooLittle(Dataflow):
         return batch and tuple(replace(group, min_version=max(group.min_version - 1, 0)) for group in batch)
 
 
-class StampedLate(SimulatedEngine):
+class StampedLate(FaultyEngine):
     """Versions are written down when the tokens are delivered."""
 
     def stamp(self, spans: Spans) -> Spans:
         return (Span(self.version, num_tokens(spans)),) if spans else ()
 
 
-class StampedBackwards(SimulatedEngine):
+class StampedBackwards(FaultyEngine):
     """The spans of a delta are listed newest first."""
 
     def stamp(self, spans: Spans) -> Spans:
@@ -225,7 +225,7 @@ class FailureAsZero(Flow):
         await super().group_finished(run, outcomes)
 
 
-class PromptWeighted(SimulatedTrainer):
+class PromptWeighted(FaultyTrainer):
     """Prompt tokens carry loss weight."""
 
     def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
@@ -233,7 +233,7 @@ class PromptWeighted(SimulatedTrainer):
         return [mask / sum(map(len, masks)) for mask in masks]
 
 
-class NormalisedPerMicroBatch(SimulatedTrainer):
+class NormalisedPerMicroBatch(FaultyTrainer):
     """Each half of the batch is normalised by its own tokens."""
 
     def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
@@ -262,7 +262,7 @@ class FlowOfTheCheckpointBefore(Flow):
         return older
 
 
-class WeightsOfLater(SimulatedTrainer):
+class WeightsOfLater(FaultyTrainer):
     """The trainer writes its state as it is when it writes, and not as it was at the cut."""
 
     async def write_checkpoint(self, folder: str, rank: int) -> WrittenFile:
@@ -494,7 +494,7 @@ class ObservationsLearned(EpisodePlayer):
         return played
 
 
-class SilenceOfRewardsIgnored(SimulatedRewards):
+class SilenceOfRewardsIgnored(FaultyRewards):
     """A reward worker that does not answer is waited for."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -520,7 +520,7 @@ class RoomMadeFirst(CheckpointFolder):
         return super().unfinished(version)
 
 
-class RefusedPromptIsALoss(SimulatedEngine):
+class RefusedPromptIsALoss(FaultyEngine):
     """An engine that refuses a prompt says that it is lost. Half of the prompts are refused."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -649,24 +649,24 @@ def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: 
     def next_version_only(gate: ConsumptionGate, version: int) -> list[int]:
         return due_counts(gate, version)[:2]
 
-    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=1800"])
+    config = parse_faulty(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=1800"])
     assert simulate(config, 0).violation is None
     monkeypatch.setattr(ConsumptionGate, "due_counts", next_version_only)
     found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
     assert any("no token, score or ready group within" in violation for violation in found), found[:3]
 
 
-class StepHangs(SimulatedTrainer):
+class StepHangs(FaultyTrainer):
     """No step returns."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.hang_rate = 1.0
 
 
 def test_a_step_that_is_waited_for_without_a_limit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 1e9)
-    violation = simulate(parse_simulation(SMALL), 0, Seams(trainer=StepHangs)).violation
+    violation = simulate(parse_faulty(SMALL), 0, Seams(trainer=StepHangs)).violation
     assert violation is not None
     assert "progress: no token" in violation
     assert "controller" in violation
@@ -679,7 +679,7 @@ STALLED = [*SMALL, "faults=stalls", "reward_mean_s=20"]
 def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 200.0)
     monkeypatch.setattr(simulation, "LONG_STEPS", 1.0)
-    config = parse_simulation([*STALLED, "train_fixed_s=140"])
+    config = parse_faulty([*STALLED, "train_fixed_s=140"])
     assert not any(simulate(config, seed).violation for seed in range(4))
     monkeypatch.setattr(f"{client}.silence_limit", asyncio.timeout)
     marks = ("stall:", "no answer within", "fence:")
@@ -691,7 +691,7 @@ def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest
 
 def test_requests_that_count_as_silent_for_a_stall_of_the_driver_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.rollout.trajectory.runner.LATE_S", 1e9)
-    found = [simulate(parse_simulation(STALLED), seed).violation for seed in range(SEEDS)]
+    found = [simulate(parse_faulty(STALLED), seed).violation for seed in range(SEEDS)]
     assert any(violation and ("stall:" in violation or "fence:" in violation) for violation in found), found[:3]
 
 
@@ -702,6 +702,6 @@ def test_a_checkpointer_that_gives_up_after_a_full_disk_is_found(monkeypatch: py
         return not checkpointer._num_failed and is_due(checkpointer, version, is_last=is_last)
 
     monkeypatch.setattr(Checkpointer, "is_due", unless_one_has_failed)
-    config = parse_simulation([*SMALL, "faults=heavy", "checkpoint_every=1"])
+    config = parse_faulty([*SMALL, "faults=heavy", "checkpoint_every=1"])
     found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
     assert any("no checkpoint of the last step" in violation for violation in found), found[:3]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -23,11 +26,23 @@ from penstock.platform.cli.main import app
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.simulator.config import parse_simulation
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["profile=short", "pools=2x8+1", "batch=2", "group_size=2", "steps=4"]
 
 
+def run_sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The seeds with faults of `make simulate-faults`."""
+    program = [sys.executable, "-m", "tests.simulation.sweep", *arguments]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_faults_are_no_key_of_the_command() -> None:
+    with pytest.raises(ConfigError, match="faults: unknown key"):
+        parse_simulation(["faults=light"])
+
+
 def test_the_last_line_is_one_json_object_with_what_was_promised() -> None:
-    result = CliRunner().invoke(app, ["simulate", *SMALL, "faults=light", "--seeds", "0:3", "--json"])
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "--seeds", "0:3", "--json"])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout.splitlines()[-1])
     promised = "seeds violations first_failing_seed groups max_staleness_seen length_bias kept_p99 wall_s"
@@ -36,8 +51,10 @@ def test_the_last_line_is_one_json_object_with_what_was_promised() -> None:
 
 
 def test_the_speedup_compares_runs_with_the_same_faults() -> None:
-    result = CliRunner().invoke(app, ["simulate", *SMALL, "eta=0", "faults=heavy", "--seeds", "3", "--json"])
-    assert json.loads(result.stdout.splitlines()[-1])["speedup_over_synchronous"] == 1.0
+    result = run_sweep(*SMALL, "eta=0", "faults=heavy", "--seeds", "3", "--json")
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["speedup_over_synchronous"] == 1.0
+    assert figures["faults"]
     result = CliRunner().invoke(app, ["simulate", *SMALL, "steps=40", "eta=2", "--seeds", "3", "--json"])
     assert json.loads(result.stdout.splitlines()[-1])["speedup_over_synchronous"] > 1.05
 

@@ -10,28 +10,32 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
 from penstock.dataflow.versions import join_spans, num_tokens, versions_per_token
-from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
-from penstock.platform.simulator.world import POSITION_BITS, LengthProfile, LengthTable, World, prompt_ids
+from penstock.platform.simulator.engine import EngineCost
+from penstock.platform.simulator.world import POSITION_BITS, LengthProfile, LengthTable, prompt_ids
+from tests.simulation.faulty_engines import FaultyEngine
+from tests.simulation.world import CheckedWorld
 from tests.virtual_time import run_virtual
 
 COST = EngineCost(0.01, 0.001, 0.0, 8, 100_000, stage_s=0.5, swap_s=0.2)
 LENGTH = 200
 
 
-def make_engine(cost: EngineCost = COST, length: int = LENGTH) -> SimulatedEngine:
-    world = World(LengthTable(LengthProfile("constant", length, 0.0, 10_000), 8, seed=0), prompt_tokens=4, seed=0)
-    return SimulatedEngine(EngineId("engine-0"), cost, world)
+def make_engine(cost: EngineCost = COST, length: int = LENGTH) -> FaultyEngine:
+    world = CheckedWorld(
+        LengthTable(LengthProfile("constant", length, 0.0, 10_000), 8, seed=0), prompt_tokens=4, seed=0
+    )
+    return FaultyEngine(EngineId("engine-0"), cost, world)
 
 
 def request(member: int, task: int = 0) -> GenerateRequest:
     return GenerateRequest(RequestId(f"{task}/{member}#0"), prompt_ids(task, 4), SamplingParams(10_000))
 
 
-async def publish(engine: SimulatedEngine, version: int) -> None:
+async def publish(engine: FaultyEngine, version: int) -> None:
     await engine.update_weights(WeightManifest(version, "", (), 0, 0))
 
 
-async def collect(engine: SimulatedEngine, member: int) -> tuple[float, list[TokenDelta]]:
+async def collect(engine: FaultyEngine, member: int) -> tuple[float, list[TokenDelta]]:
     started = asyncio.get_running_loop().time()
     deltas = [delta async for delta in engine.generate(request(member))]
     return asyncio.get_running_loop().time() - started, deltas

@@ -12,11 +12,13 @@ from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
 from penstock.dataflow.versions import num_tokens
-from penstock.platform.simulator.config import FaultRates
-from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
-from penstock.platform.simulator.engine_processes import CheckedEngine, EngineProcess
+from penstock.platform.simulator.engine import EngineCost
 from penstock.platform.simulator.virtual_actor import VirtualProcess
-from penstock.platform.simulator.world import InvariantError, LengthProfile, LengthTable, World, prompt_ids
+from penstock.platform.simulator.world import LengthProfile, LengthTable, prompt_ids
+from tests.simulation.config import FaultRates
+from tests.simulation.faulty_engines import CheckedEngine, EngineProcess, FaultyEngine
+from tests.simulation.processes import FaultyProcess
+from tests.simulation.world import CheckedWorld, InvariantError
 from tests.virtual_time import run_virtual
 
 
@@ -62,7 +64,7 @@ def test_what_a_method_raises_arrives_as_rays_error_with_its_cause() -> None:
 
 def test_a_violation_ends_the_run_and_is_no_error_of_a_task() -> None:
     async def main() -> None:
-        await VirtualProcess(Counting(), lambda: None).handle.violate.remote()
+        await FaultyProcess(Counting(), lambda: None).handle.violate.remote()
 
     with pytest.raises(InvariantError, match="planted"):
         run_virtual(main())
@@ -70,7 +72,7 @@ def test_a_violation_ends_the_run_and_is_no_error_of_a_task() -> None:
 
 def test_a_death_ends_calls_once_it_is_noticed_and_later_calls_at_once() -> None:
     async def main() -> tuple[float, float, list[int]]:
-        process, now = VirtualProcess(actor := Counting(), lambda: None), asyncio.get_running_loop().time
+        process, now = FaultyProcess(actor := Counting(), lambda: None), asyncio.get_running_loop().time
         call = process.handle.add.remote(1)
         await asyncio.sleep(0.5)
         process.die(ray.exceptions.OutOfMemoryError("low on memory"), noticed_after_s=2.0)
@@ -89,7 +91,7 @@ def test_a_death_ends_calls_once_it_is_noticed_and_later_calls_at_once() -> None
 
 def test_a_process_that_hangs_starts_and_answers_nothing_until_it_recovers() -> None:
     async def main() -> tuple[float, list[int]]:
-        process = VirtualProcess(actor := Counting(), lambda: None)
+        process = FaultyProcess(actor := Counting(), lambda: None)
         running = process.handle.add.remote(1)
         await asyncio.sleep(0.5)
         process.hang()
@@ -108,9 +110,11 @@ LENGTH = 200
 
 
 def client() -> CheckedEngine:
-    world = World(LengthTable(LengthProfile("constant", LENGTH, 0.0, 10_000), 8, seed=0), prompt_tokens=4, seed=0)
+    world = CheckedWorld(
+        LengthTable(LengthProfile("constant", LENGTH, 0.0, 10_000), 8, seed=0), prompt_tokens=4, seed=0
+    )
     cost = EngineCost(0.01, 0.001, 0.0, 8, 100_000, stage_s=0.5, swap_s=0.2)
-    engine = SimulatedEngine(EngineId("engine-0"), cost, world)
+    engine = FaultyEngine(EngineId("engine-0"), cost, world)
     process = EngineProcess(engine, "node-0", FaultRates(), 1.0, world, joins=False)
     return CheckedEngine(engine.engine_id, process.handle, "node-0")  # type: ignore[arg-type]
 

@@ -19,12 +19,15 @@ from penstock.dataflow.stages import GatedStages, Stage
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import MIN_GROUP_SIZE, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
-from penstock.platform.simulator.checks import CheckedDataflow
-from penstock.platform.simulator.config import SimulationConfig, parse_simulation
+from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.parts import TrainingTasks, number_of
-from penstock.platform.simulator.rewards import SimulatedRewards
-from penstock.platform.simulator.simulation import MAX_REFILLS, Outcome, Seams, environment_of, simulate
-from penstock.platform.simulator.world import EVALUATION_TASKS, HASH, InvariantError, member_of, task_of
+from penstock.platform.simulator.simulation import MAX_REFILLS, environment_of
+from penstock.platform.simulator.world import EVALUATION_TASKS, HASH, member_of, task_of
+from tests.simulation.checks import CheckedDataflow
+from tests.simulation.config import FaultyConfig, parse_faulty
+from tests.simulation.faulty_parts import FaultyRewards
+from tests.simulation.simulation import Outcome, Seams, simulate
+from tests.simulation.world import InvariantError
 
 PASS_REWARD, GATE = 0.5, 0.3
 _ENDED = frozenset({"trained", "dropped", "filtered", "failed"})
@@ -143,7 +146,7 @@ class WiredDataflow(CheckedDataflow):
         return batch
 
 
-class WiredRewards(SimulatedRewards):
+class WiredRewards(FaultyRewards):
     """Without an opinion on some members."""
 
     wiring: Wiring
@@ -153,7 +156,7 @@ class WiredRewards(SimulatedRewards):
         return None if is_training and self.wiring.abstains(task, member) else super().reward_of(task, member)
 
 
-def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
+def parse_wired(overrides: Sequence[str]) -> tuple[FaultyConfig, Wiring]:
     """`KEY=VALUE` words of `penstock simulate`, and those of a `Wiring`."""
     words = dict(override.split("=") for override in overrides)
     wiring = Wiring(
@@ -163,7 +166,7 @@ def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
         sizing=words.pop("sizing", "false") == "true",
         hooks=words.pop("hooks", "false") == "true",
     )
-    return parse_simulation([f"{key}={value}" for key, value in words.items()]), wiring
+    return parse_faulty([f"{key}={value}" for key, value in words.items()]), wiring
 
 
 def wired(wiring: Wiring, seams: Seams | None = None, queue: type[TaskQueue] = TaskQueue) -> Seams:
@@ -171,7 +174,7 @@ def wired(wiring: Wiring, seams: Seams | None = None, queue: type[TaskQueue] = T
     seams, named = seams or Seams(), {"wiring": wiring}
     core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), named)
 
-    rewards = type("Rewarding", (WiredRewards, *([] if seams.rewards is SimulatedRewards else [seams.rewards])), named)
+    rewards = type("Rewarding", (WiredRewards, *([] if seams.rewards is FaultyRewards else [seams.rewards])), named)
 
     def make_task_queue(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
         return wiring.task_queue(config, limits, queue)

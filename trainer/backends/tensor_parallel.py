@@ -10,7 +10,7 @@ from the live model. Three choices:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from penstock.dataflow.errors import ConfigError
-from penstock.weights.layout.algebra import Box, Shape, TensorSpec, cut, extents, volume, whole
+from penstock.weights.layout.algebra import Box, Shape, cut, extents, volume, whole
 from penstock.weights.layout.training import Splits
 
 _COLUMN = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
@@ -50,18 +50,6 @@ def axis_of(name: str) -> int | None:
     if re.match(_COLUMN, of_weight) or re.match(_HEAD, name):
         return 0
     return 1 if re.match(_ROW, name) else None
-
-
-def expected_splits(tensors: Iterable[TensorSpec], size: int, num_kv_heads: int) -> dict[str, tuple[Box, ...]]:
-    """The splits that AutoTP will make, computed without it: attention in whole key/value heads, else equal parts."""
-    splits = {}
-    for name, shape in tensors:
-        axis = axis_of(name)
-        if axis is not None:
-            units = num_kv_heads if ".self_attn." in name else shape[axis]
-            counts = [units // size + (rank < units % size) for rank in range(size)]
-            splits[name] = _in_order(shape, axis, [count * (shape[axis] // units) for count in counts])
-    return splits
 
 
 def splits_of(shapes: Mapping[str, Shape], held: Sequence[Mapping[str, Shape]]) -> dict[str, tuple[Box, ...]]:

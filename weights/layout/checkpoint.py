@@ -13,41 +13,8 @@ from typing import Any
 import torch
 
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.model_config import ModelShape
 
 logger = logging.getLogger(__name__)
-
-
-def config_of_shape(shape: ModelShape) -> Any:
-    """A transformers configuration for a model of which only the shape is known: of the family that has this shape."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    experts = {
-        "num_experts": shape.num_experts,
-        "moe_intermediate_size": shape.expert_size,
-        "shared_expert_intermediate_size": shape.shared_expert_size,
-        "num_experts_per_tok": min(8, shape.num_experts),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    if shape.num_experts:
-        model_type = "qwen2_moe" if shape.shared_expert_size else "qwen3_moe"
-    else:
-        model_type = "qwen2" if shape.attention_bias else "qwen3" if shape.qk_norm else "llama"
-    return AutoConfig.for_model(
-        model_type,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        **(experts if shape.num_experts else {}),
-    )
 
 
 def model_without_memory(hf_config: Any) -> Any:

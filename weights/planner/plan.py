@@ -7,14 +7,13 @@ Pure: made once per (model, layouts) and reused for every version.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, subtract, volume
+from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, volume
 from penstock.weights.planner.balance import Assignment, assign, part_of
 from penstock.weights.planner.pieces import missing_pieces
 
@@ -61,28 +60,6 @@ class Plan:
         """Whether a copy stays on one device."""
         return self.resident.get(copy.dst_rank) == copy.src_rank
 
-    @cached_property
-    def bytes_per_link(self) -> Mapping[tuple[int, int], int]:
-        """`(source rank, destination rank)` -> bytes over the wire."""
-        links: Counter[tuple[int, int]] = Counter()
-        for copy in self.copies:
-            if not self.is_local(copy):
-                links[copy.src_rank, copy.dst_rank] += copy.num_elements * self.item_bytes
-        return links
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes over all links."""
-        return sum(self.bytes_per_link.values())
-
-    @property
-    def egress(self) -> Mapping[int, int]:
-        """Bytes that each source rank sends."""
-        sent: Counter[int] = Counter()
-        for (src_rank, _), num_bytes in self.bytes_per_link.items():
-            sent[src_rank] += num_bytes
-        return sent
-
 
 def make_plan(
     source: Layout,
@@ -124,22 +101,6 @@ def make_plan(
         for piece, src_rank in _at_most(one, largest)
     ]
     return Plan(item_bytes, bucket_bytes, resident, tuple(_buckets(copies, largest)))
-
-
-def lower_bound_bytes(
-    source: Layout, destination: Layout, item_bytes: int, resident: Mapping[int, int] | None = None
-) -> int:
-    """Σ |needed − owned| · size: the bytes that any plan must move between devices."""
-    resident = resident or {}
-    total = 0
-    for tensor, wanted in destination.shards.items():
-        for shard in wanted:
-            here = [owned.box for owned in source.shards[tensor] if owned.rank == resident.get(shard.rank)]
-            missing = [shard.box]
-            for box in here:
-                missing = [rest for part in missing for rest in subtract(part, box)]
-            total += sum(map(volume, missing)) * item_bytes
-    return total
 
 
 def _at_most(one: Assignment, largest: int) -> Iterable[Assignment]:

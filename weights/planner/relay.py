@@ -37,11 +37,3 @@ def relay_tree(nodes: Sequence[str], fanout: int = 2) -> tuple[Hop, ...]:
         first_on[node] = replica
         heads.append(replica)
     return tuple(hops)
-
-
-def depth(hops: Sequence[Hop]) -> int:
-    """Longest chain of hops from the first replica to the last."""
-    level = {0: 0}
-    for hop in hops:
-        level[hop.child] = level[hop.parent] + 1
-    return max(level.values())

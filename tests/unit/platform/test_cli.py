@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -154,15 +153,3 @@ def test_an_unknown_kind_of_algorithm_is_refused_with_the_kinds(invoke):
     result = invoke("algorithms", "--kind", "corection")
     assert result.exit_code == 2
     assert "Did you mean 'correction'?" in result.stderr
-
-
-def test_the_plan_of_a_publish_needs_no_model(invoke):
-    overrides = ["experiment=math_qwen_8gpu", "rollout.engine.tensor_parallel_size=4", "rollout.num_engines=1"]
-    result = invoke("weights", "plan", *overrides)
-    assert result.exit_code == 0, result.output
-    assert "lower bound" in result.output
-    report = json.loads(invoke("weights", "plan", *overrides, "--json").stdout)
-    assert report["wire_bytes"] == report["lower_bound_bytes"]
-    assert report["wire_bytes"] == pytest.approx(report["model_bytes"], rel=0.001)  # norms are on every rank
-    assert report["max_egress_bytes"] == pytest.approx(report["wire_bytes"] / 4, rel=0.01)
-    assert len(report["links"]) == 16

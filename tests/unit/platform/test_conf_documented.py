@@ -19,7 +19,7 @@ from penstock.platform.config.field_errors import tags_of
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import RunConfig
 from tests.composed_once import compose_every_time
-from tests.config_page import config_page, inner_sections, undocumented
+from tools.config_page import config_page, inner_sections, undocumented
 
 Values = dict[str, Any]
 ROOT = Path(__file__).parents[3]
@@ -151,7 +151,7 @@ def test_every_key_is_described() -> None:
 
 def test_the_reference_page_is_that_of_the_schema() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
-    assert page == config_page(), "print it with: python -m tests.config_page > docs/reference/configuration.md"
+    assert page == config_page(), "print it with: python tools/config_page.py > docs/reference/configuration.md"
 
 
 def test_only_a_reward_model_may_take_all_memory_by_default() -> None:

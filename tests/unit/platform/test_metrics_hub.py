@@ -14,7 +14,7 @@ from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.hub import MetricsHub, catalog, undeclared
 from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.summary import LedgerCounts, RunSummary
-from tests.metrics_page import render_markdown
+from tools.metrics_page import render_markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,7 +59,7 @@ def a_summary(**changes) -> RunSummary:
 
 def test_docs_metrics_md_is_the_rendered_catalog() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert text == render_markdown(), "docs/metrics.md is old: python -m tests.metrics_page > docs/metrics.md"
+    assert text == render_markdown(), "docs/metrics.md is old: python tools/metrics_page.py > docs/metrics.md"
 
 
 def test_every_declared_metric_is_on_the_page_and_fully_described() -> None:

@@ -10,14 +10,14 @@ import pytest
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.algorithms import is_arxiv
 from penstock.trainer.algorithms.catalog import ALGORITHMS
-from tests.paper_table import paper_table, setting
+from tools.paper_table import paper_table, setting
 
 ROOT = Path(__file__).parents[3]
 INDEX = (ROOT / "docs" / "paper_index.md").read_text(encoding="utf-8")
 
 
 def test_the_index_holds_the_table_of_the_catalog_as_it_is_printed():
-    assert paper_table() in INDEX, "print it with: python -m tests.paper_table"
+    assert paper_table() in INDEX, "print it with: python tools/paper_table.py"
 
 
 @pytest.mark.parametrize("entry", ALGORITHMS, ids=lambda entry: f"{entry.kind}-{entry.name}")

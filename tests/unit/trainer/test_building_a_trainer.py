@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.weights_plan import expected_splits
 from penstock.dataflow.errors import ConfigError
-from penstock.trainer.backends.tensor_parallel import check_splittable, expected_splits, splits_of
+from penstock.trainer.backends.tensor_parallel import check_splittable, splits_of
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.passes import attention_share

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.weights_plan import bytes_per_link, egress, expected_splits, lower_bound_bytes, relay_depth, wire_bytes
 from penstock.dataflow.errors import WeightSyncError
-from penstock.trainer.backends.tensor_parallel import expected_splits
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
-from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
-from penstock.weights.planner.relay import depth, relay_tree
+from penstock.weights.planner.plan import Plan, make_plan
+from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.shards import ShardTransfer
 from tests.tiers import each_of
 from tests.unit.weights.models import PADDING, buffers_of, engine_layout, numbered, strided, tensors_of, vllm_rank
@@ -103,8 +103,8 @@ def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(pa
                 np.testing.assert_array_equal(
                     received[rank][buffer], values.ravel(), err_msg=f"{ranks} {rank} {buffer}"
                 )
-        assert plan.wire_bytes == 4 * needed
-        assert max(plan.egress.values()) <= 1.1 * least_egress(source, destination, 4)
+        assert wire_bytes(plan) == 4 * needed
+        assert max(egress(plan).values()) <= 1.1 * least_egress(source, destination, 4)
         for bucket in plan.buckets:
             for end in ("src_rank", "dst_rank"):
                 filled: dict[int, int] = defaultdict(int)
@@ -129,7 +129,7 @@ def test_every_engine_layout_reaches_every_training_layout(pair: tuple[str, int]
             assert received[rank].keys() == expected.keys()
             for buffer, values in expected.items():
                 np.testing.assert_array_equal(received[rank][buffer], values, err_msg=f"{ranks} {rank} {buffer}")
-        assert plan.wire_bytes == 4 * sum(volume(shard.box) for held in destination.shards.values() for shard in held)
+        assert wire_bytes(plan) == 4 * sum(volume(shard.box) for held in destination.shards.values() for shard in held)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,7 +138,7 @@ def test_on_the_same_devices_only_missing_elements_are_sent(name: str) -> None:
     destination = engine_layout(name, 4)
     whole_everywhere = training_layout(tensors, num_replicas=4)
     here = {rank: rank for rank in range(4)}
-    assert make_plan(whole_everywhere, destination, 2, resident=here).wire_bytes == 0
+    assert wire_bytes(make_plan(whole_everywhere, destination, 2, resident=here)) == 0
     partitioned = training_layout(tensors, num_replicas=4, is_partitioned=True)
     plan = make_plan(partitioned, destination, 2, resident=here)
     missing = 0
@@ -146,7 +146,7 @@ def test_on_the_same_devices_only_missing_elements_are_sent(name: str) -> None:
         for shard in wanted:
             own = [other.box for other in partitioned.shards[tensor] if other.rank == shard.rank]
             missing += volume(shard.box) - sum(volume(c) for box in own if (c := intersect(shard.box, box)) is not None)
-    assert plan.wire_bytes == 2 * missing == lower_bound_bytes(partitioned, destination, 2, here)
+    assert wire_bytes(plan) == 2 * missing == lower_bound_bytes(partitioned, destination, 2, here)
     carried_out(plan, partitioned, destination, numbered(tensors))
 
 
@@ -159,9 +159,9 @@ def test_among_owners_those_on_the_same_node_send() -> None:
         source_nodes={0: "a", 1: "a", 2: "b", 3: "b"},
         destination_nodes={0: "b", 1: "c"},
     )
-    assert {src for src, dst in plan.bytes_per_link if dst == 0} == {2, 3}
-    assert {src for src, dst in plan.bytes_per_link if dst == 1} == {0, 1}  # they have nothing else to send
-    assert max(plan.egress.values()) <= 1.1 * plan.wire_bytes / 4
+    assert {src for src, dst in bytes_per_link(plan) if dst == 0} == {2, 3}
+    assert {src for src, dst in bytes_per_link(plan) if dst == 1} == {0, 1}  # they have nothing else to send
+    assert max(egress(plan).values()) <= 1.1 * wire_bytes(plan) / 4
 
 
 def test_a_tensor_that_the_training_ranks_lack_is_named() -> None:
@@ -216,4 +216,4 @@ def test_relays_reach_every_replica_once_and_the_root_sends_to_few(per_node: int
     assert sorted(hop.child for hop in hops) == list(range(1, 64))
     nodes_sent_to = [hop for hop in hops if hop.parent // per_node != hop.child // per_node]
     assert max(sum(hop.parent == parent for hop in nodes_sent_to) for parent in range(64)) <= 2
-    assert depth(hops) <= 7
+    assert relay_depth(hops) <= 7

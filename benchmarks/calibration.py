@@ -1,5 +1,7 @@
 """Fits the simulator's costs to a real run and compares the predicted with the measured step time.
 
+    python benchmarks/calibration.py runs/arithmetic-seed0 [--json]        (`make calibrate RUN=runs/arithmetic-seed0`)
+
 The costs are fitted to half of the steps, and the comparison uses the other half:
 
     training      trainer/step_s = fixed + per_token · trained tokens               least squares, both ≥ 0
@@ -16,27 +18,27 @@ that are not ready ÷ engines). All other work of engine and trainer, and the sh
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from comparisons import enough_steps, must_complete, steady_step_s
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.metrics.run_files import METRICS_FILE
-from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.cli.main import print_error
+from penstock.platform.cli.plan import Row, column, halves
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.sweep import enough_steps, must_complete, rounded, steady_step_s
+from penstock.platform.simulator.sweep import rounded
 
-WARM_STEPS = 1
-FEWEST_STEPS = 4
 PROMPT_TOKENS = 8
 """Any number serves: what prompts cost is part of the fitted costs."""
-
-Row = dict[str, float]
 
 
 def calibrate(run_dir: Path) -> dict[str, Any]:
@@ -75,36 +77,6 @@ _FITTED = (
     "mean_tokens",
     "sigma",
 )
-
-
-def halves(run_dir: Path) -> tuple[list[Row], list[Row]]:
-    """Metrics of the steps to fit and of those to compare, without the first one, which compiles and allocates.
-
-    They are alternating eighths of the run, so that a machine that becomes slower during it affects both.
-
-    Raises:
-        PenstockError: If the run has too few steps.
-    """
-    rows = training_rows(run_dir)[WARM_STEPS:]
-    if len(rows) < FEWEST_STEPS:
-        raise PenstockError(
-            f"{run_dir}: {len(rows)} training steps after the first, but {FEWEST_STEPS} are needed, half to fit "
-            "the costs and half to compare. Use a longer run of `penstock train`."
-        )
-    length = max(len(rows) // 8, 1)
-    fitted = [row for step, row in enumerate(rows) if step // length % 2 == 0]
-    return fitted, [row for step, row in enumerate(rows) if step // length % 2]
-
-
-def training_rows(run_dir: Path) -> list[Row]:
-    """Metrics of every training step, without evaluations."""
-    path = run_dir / METRICS_FILE
-    if not path.exists():
-        raise PenstockError(
-            f"{path}: no such file. Give --calibrate the directory of a run, e.g. runs/arithmetic-seed0."
-        )
-    lines = [dict(record.metrics) for record in read_metrics(run_dir)]
-    return [metrics for metrics in lines if "throughput/step_s" in metrics and "length/mean_tokens" in metrics]
 
 
 def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationConfig:
@@ -168,10 +140,6 @@ def lengths_sigma(run_dir: Path) -> float:
     return float(np.std([math.log(max(length, 1)) for length in lengths])) if lengths else 0.5
 
 
-def column(rows: list[Row], name: str) -> NDArray[np.float64]:
-    return np.array([row.get(name, 0.0) for row in rows], dtype=np.float64)
-
-
 def two_terms(
     first: NDArray[np.float64], second: NDArray[np.float64], target: NDArray[np.float64]
 ) -> tuple[float, float]:
@@ -182,3 +150,22 @@ def two_terms(
     if b < 0:
         return float(first @ target / (first @ first)), 0.0
     return float(a), float(b)
+
+
+def main() -> int:
+    """Parse the command line and print the figures; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="Run directory, e.g. runs/arithmetic-seed0.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    arguments = parser.parse_args()
+    try:
+        figures = calibrate(arguments.run)
+    except PenstockError as error:
+        print_error(error)
+        return 1
+    print(json.dumps(figures, indent=None if arguments.json else 2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

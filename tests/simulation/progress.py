@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from penstock.dataflow.core import Dataflow
-from penstock.platform.simulator.world import InvariantError
+from tests.simulation.world import InvariantError
 
 PROGRESS_S = 3600.0
 CHECKS_PER_LIMIT = 8

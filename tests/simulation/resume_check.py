@@ -3,7 +3,6 @@
 `memory_of` reads the objects themselves, and never their `state_dict`, which would forget the same on both sides. Of
 dataclasses all fields are read, so a counter that is added later and not restored is found as well.
 """
-# ruff: noqa: SLF001 - the point is to see what is not exposed
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from penstock.platform.run.flow import Flow
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.run.run import Run
 from penstock.platform.simulator.parts import TrainingTasks
-from penstock.platform.simulator.world import InvariantError
+from tests.simulation.world import InvariantError
 
 BEGIN_AGAIN = frozenset({"last", "last_version", "samples", "_candidates", "num_scored", "num_ready", "anomalies"})
 """Fields of `FlowStats` that are of one batch or of one process."""

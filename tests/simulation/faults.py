@@ -1,7 +1,7 @@
 """Injects faults into a simulated run by its seed: rewards, environments, trainer, reports, the driver.
 
 Rates are relative to the expected time of a step, so they do not depend on the length of a step. Those of engines are
-in engine_faults.py and engine_processes.py.
+in engine_faults.py and faulty_engines.py.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ import asyncio
 import math
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId
-from penstock.platform.simulator.config import FaultRates
-from penstock.platform.simulator.disk import ModelledDisk
-from penstock.platform.simulator.parts import SimulatedEnvironments
-from penstock.platform.simulator.rewards import SimulatedRewards
-from penstock.platform.simulator.trainer import SimulatedTrainer
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
-from penstock.platform.simulator.world import World
-
-if TYPE_CHECKING:
-    from penstock.platform.simulator.checks import CheckedDataflow
-
+from tests.simulation.checks import CheckedDataflow
+from tests.simulation.config import FaultRates
+from tests.simulation.disk import ModelledDisk
+from tests.simulation.faulty_parts import FaultyEnvironments, FaultyRewards, FaultyTrainer
+from tests.simulation.world import CheckedWorld
 
 OPERATIONS_OF_CHECKPOINTS = 60
 """File operations of the first two or three checkpoints of a small run."""
@@ -41,15 +35,15 @@ MAX_DEATHS = 4
 class Targets:
     """The components into which faults are injected."""
 
-    rewards: SimulatedRewards
-    environments: SimulatedEnvironments
-    trainer: SimulatedTrainer
+    rewards: FaultyRewards
+    environments: FaultyEnvironments
+    trainer: FaultyTrainer
 
 
 class FaultInjector:
     """Injects faults until `run` is cancelled."""
 
-    def __init__(self, rates: FaultRates, world: World, targets: Targets, step_s: float) -> None:
+    def __init__(self, rates: FaultRates, world: CheckedWorld, targets: Targets, step_s: float) -> None:
         self._rates = rates
         self._world = world
         self._targets = targets

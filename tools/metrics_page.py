@@ -1,4 +1,4 @@
-"""docs/metrics.md, rendered from platform/metrics/catalog.yaml: python -m tests.metrics_page > docs/metrics.md"""
+"""docs/metrics.md, rendered from platform/metrics/catalog.yaml: python tools/metrics_page.py > docs/metrics.md"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FAMILIES = {
 _INTRO = """\
 # Metrics
 
-<!-- Rendered: python -m tests.metrics_page > docs/metrics.md -->
+<!-- Rendered: python tools/metrics_page.py > docs/metrics.md -->
 
 These are all metrics that Penstock logs to `metrics.jsonl`, the console, Weights & Biases and TensorBoard. Logging a
 name that is not declared here is an error. A share is between 0 and 1. Terms are defined in

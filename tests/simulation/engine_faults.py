@@ -1,6 +1,6 @@
 """Faults of engines at random times: processes that die or hang, nodes that are drained, engines that join and leave.
 
-What fails in messages and updates is drawn in the process (engine_processes.py). The run survives everything that is
+What fails in messages and updates is drawn in the process (faulty_engines.py). The run survives everything that is
 planted here: an engine is only taken if another one is well, or if its budget of restarts brings it back.
 """
 
@@ -11,16 +11,16 @@ import math
 from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.simulator.config import FaultRates
-from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.engine_processes import (
+from tests.simulation.config import FaultRates
+from tests.simulation.faulty_engines import (
     DEATH_NOTICED_S,
     SAFE_RESTARTS,
     CheckedEngine,
     EngineProcess,
     EngineService,
+    FaultyEngine,
 )
-from penstock.platform.simulator.world import InvariantError, World
+from tests.simulation.world import CheckedWorld, InvariantError
 
 KINDS = ("crash", "hang", "process hang", "slow")
 EXTRA_ENGINES = 2
@@ -31,7 +31,7 @@ class EngineFaults:
     """Injects faults until `run` is cancelled."""
 
     def __init__(
-        self, rates: FaultRates, world: World, service: EngineService, num_engines: int, step_s: float
+        self, rates: FaultRates, world: CheckedWorld, service: EngineService, num_engines: int, step_s: float
     ) -> None:
         """Prepare the faults.
 
@@ -88,7 +88,7 @@ class EngineFaults:
                 process.hang()
             self._jobs.create_task(self._recover(process, outage_s))
 
-    async def _speed_up(self, engine: SimulatedEngine, factor: float, outage_s: float) -> None:
+    async def _speed_up(self, engine: FaultyEngine, factor: float, outage_s: float) -> None:
         await asyncio.sleep(outage_s)
         engine.set_speed(engine.speed * factor)
 

@@ -1,4 +1,4 @@
-"""The table of docs/paper_index.md, from the catalog of algorithms: python -m tests.paper_table"""
+"""The table of docs/paper_index.md, from the catalog of algorithms: python tools/paper_table.py"""
 
 from __future__ import annotations
 

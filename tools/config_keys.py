@@ -1,4 +1,4 @@
-"""Each key of the configuration: what it is by default, who sets it and who reads it: python -m tests.config_keys
+"""Each key of the configuration: what it is by default, who sets it and who reads it: python tools/config_keys.py
 
 Set: in conf/ to another value than the default, by an experiment, in the documents, in the tests. Read: files of the
 product with an attribute of that name (by name only, so a common name looks better read than it is).

@@ -1,4 +1,4 @@
-"""`penstock chaos`: train while processes are killed at random moments, and check that nothing was lost.
+"""`make chaos`: train while processes are killed at random moments, and check that nothing was lost.
 
     start `penstock train … checkpoint.every_steps=1`, then until the kills are used up:
       wait a random time → choose a kind of process that is alive → kill -9 it, or stop it as if it hung
@@ -14,6 +14,7 @@ they hit does not, since the run is asynchronous.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -26,22 +27,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import psutil
 from ray.cluster_utils import Cluster
+from rich.console import Console
 
 from penstock.actors.cluster import RAY_ENVIRONMENT
+from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ledger import GroupState, LedgerEvent
 from penstock.platform.checks.load import load_config
+from penstock.platform.cli.main import plain_console, print_error, unwinding
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.ledger_log import surviving
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # A dead process is found at once, one that hangs only after these limits, so they are short.
 OVERRIDES = (
@@ -279,3 +280,23 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline()) or process.name()
     except psutil.Error:
         return ""
+
+
+def main() -> int:
+    """Parse the command line and run it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="As of penstock train.")
+    parser.add_argument("--kills", type=int, default=5, help="Number of processes to kill.")
+    parser.add_argument("--seed", type=int, default=0, help="Decides which kinds of process are killed, and when.")
+    parser.add_argument("--nodes", type=int, default=1, help="Ray nodes here; all but the first are killed, too.")
+    arguments = parser.parse_intermixed_args()
+    try:
+        with unwinding():
+            return run_chaos(arguments.overrides, arguments.kills, arguments.seed, arguments.nodes, plain_console())
+    except PenstockError as error:
+        print_error(error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

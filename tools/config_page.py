@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md, rendered from the schema: python -m tests.config_page"""
+"""docs/reference/configuration.md, rendered from the schema: python tools/config_page.py"""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def config_page() -> str:
     lines = [
         "# Configuration",
         "",
-        "<!-- Rendered: python -m tests.config_page > docs/reference/configuration.md -->",
+        "<!-- Rendered: python tools/config_page.py > docs/reference/configuration.md -->",
         "Every key with its default, what it accepts and what it means. Set a key with `key=value` on a command line,",
         "or in a YAML file of your own; choose a file of a config group (a folder of `conf/`) with `group=choice`.",
         "`penstock train --dry-run experiment=NAME` prints the whole configuration of a run without starting it.",

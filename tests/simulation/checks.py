@@ -7,7 +7,7 @@
     I5  a group trains at most once                                        when a batch closes, and when it trains
     I6  credits never negative; all free when no group is live             after every event; at the end
     I7  no loss weight on a token the policy did not sample                when a batch trains
-    I8  an engine serves only what it has acknowledged                     requests, deltas (simulator/world.py)
+    I8  an engine serves only what it has acknowledged                     requests, deltas (tests/simulation/world.py)
     I9  one normaliser per optimizer step, over its whole batch            when a batch trains
 
 The limit of live trajectories is checked as well.
@@ -29,14 +29,8 @@ from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reas
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.platform.simulator.world import (
-    POSITION_BITS,
-    InvariantError,
-    World,
-    member_of,
-    task_of,
-    true_reward,
-)
+from penstock.platform.simulator.world import POSITION_BITS, member_of, task_of, true_reward
+from tests.simulation.world import CheckedWorld, InvariantError
 
 RECENT = 32
 _NEXT = {
@@ -126,7 +120,7 @@ class Lineage:
 
     Attributes:
         models: Version -> the model of the ledger at its newest cut.
-        memories: Version -> what the run knew at its newest cut (platform/simulator/resume_check.py).
+        memories: Version -> what the run knew at its newest cut (tests/simulation/resume_check.py).
     """
 
     def __init__(self) -> None:
@@ -141,7 +135,9 @@ class CheckedDataflow(Dataflow):
         recent: Groups that became ready recently, which faults report again.
     """
 
-    def __init__(self, limits: FlowLimits, rules: GroupRules, world: World, every: int, lineage: Lineage) -> None:
+    def __init__(
+        self, limits: FlowLimits, rules: GroupRules, world: CheckedWorld, every: int, lineage: Lineage
+    ) -> None:
         super().__init__(limits, rules)
         self.model = LedgerModel(limits)
         self.ledger.on_event = self._on_ledger
@@ -281,7 +277,7 @@ class CheckedDataflow(Dataflow):
                 raise InvariantError("I2", f"group {group.group_id} is in a batch and not in training")
 
 
-def check_trajectory(trajectory: Trajectory, world: World) -> None:
+def check_trajectory(trajectory: Trajectory, world: CheckedWorld) -> None:
     """Check I4, I7 and the reward of one trajectory against the versions in its token ids."""
     name = trajectory.trajectory_id
     sampled = trajectory.token_ids[trajectory.loss_mask]
