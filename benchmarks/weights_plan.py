@@ -13,20 +13,17 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from penstock.dataflow.errors import PenstockError, WeightSyncError
+from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import load_config
 from penstock.platform.cli.main import print_error
@@ -261,58 +258,13 @@ def plain_layout(
     Raises:
         WeightSyncError: As `trace_rank` and `joined`.
     """
-    from penstock.rollout.engines.vllm.layout import joined, trace_rank
+    from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups, trace_rank
 
     ranks = []
     for rank in range(tp_size):
         with stand_in_groups(rank, tp_size):
             ranks.append(trace_rank(plain_config(hf_config, dtype, tp_size, max_model_len), tensors, dtype, rank))
     return joined(ranks)
-
-
-def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32) -> Any:
-    """vLLM's configuration of a model that exists only as a configuration of transformers."""
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        hf_config.save_pretrained(folder)
-        try:
-            return VllmConfig(
-                model_config=ModelConfig(
-                    model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=max_model_len
-                ),
-                parallel_config=ParallelConfig(
-                    tensor_parallel_size=tp_size, distributed_executor_backend="uni" if tp_size == 1 else "mp"
-                ),
-            )
-        except ValueError as error:
-            raise WeightSyncError(
-                f"weights: vLLM refuses {hf_config.model_type} over {tp_size} tensor-parallel ranks: {error}"
-            ) from error
-
-
-@contextmanager
-def stand_in_groups(rank: int, size: int) -> Iterator[None]:
-    """Act as one tensor-parallel rank of `size`: to build and load a model, vLLM only needs ranks and sizes."""
-    from vllm.distributed import parallel_state
-
-    names = {"_PP": (0, 1), "_DP": (0, 1), "_PCP": (0, 1), "_DCP": (0, 1), "_TP": (rank, size), "_EP": (rank, size)}
-    before = {name: getattr(parallel_state, name) for name in names}
-    try:
-        for name, place in names.items():
-            setattr(parallel_state, name, _stand_in(*place))
-        yield
-    finally:
-        for name, group in before.items():
-            setattr(parallel_state, name, group)
-
-
-def _stand_in(rank: int, size: int) -> Any:
-    ranks = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    ends = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
-    return SimpleNamespace(
-        world_size=size, rank_in_group=rank, device_group=ranks, cpu_group=ranks, unique_name="stand-in", **ends
-    )
 
 
 def _print(config: RunConfig, report: PlanReport, console: Console) -> None:

@@ -189,7 +189,7 @@ class Flow:
             await asyncio.gather(*jobs, return_exceptions=True)
             self.core.finish()
 
-    async def next_batch(self) -> list[GroupRef]:
+    async def next_batch(self) -> Sequence[GroupRef]:
         """Wait for the next batch; returns its groups in deadline order, or the last part of a batch in parts.
 
         Raises:

@@ -7,11 +7,11 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import GroupPayload, Task
-from penstock.envs.environment import Action
+from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.world import EVALUATION_TASKS, World, prompt_ids
@@ -99,6 +99,12 @@ class SimulatedEpisode:
             return {"done": True}
         await self._source.work(self._task)
         return {"content": str(self._task.prompt), "role": "tool"}
+
+    async def step_all(self, actions: Sequence[Action]) -> NoReturn:
+        raise AssertionError(f"{self._task.task_id} gets {len(actions)} turns at once, it asked for one")
+
+    async def run(self, _access: EndpointAccess) -> NoReturn:
+        raise AssertionError(f"{self._task.task_id} is run, but it never said that it runs itself")
 
 
 class SimulatedEnvironments:

@@ -274,11 +274,10 @@ class Simulation:
         return f"{type(error).__name__}{where}: {error}"
 
     def _note(self, event: JournalEntry) -> None:
-        is_version = isinstance(event, VersionMark)
-        what = (
-            f"version {event.version}" if is_version else f"group {event.group_id} {event.state} {event.reason or ''}"
-        )
-        self.world.note(what)
+        if isinstance(event, VersionMark):
+            self.world.note(f"version {event.version}")
+        else:
+            self.world.note(f"group {event.group_id} {event.state} {event.reason or ''}")
 
 
 def flow_limits(config: SimulationConfig) -> FlowLimits:

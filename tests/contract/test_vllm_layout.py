@@ -116,7 +116,7 @@ def build(case: Case, tp: int, device: str) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from benchmarks.weights_plan import plain_config
+    from penstock.rollout.engines.vllm.layout import plain_config
 
     vllm_config = plain_config(case.config, "float32", tp)
     with set_current_vllm_config(vllm_config), torch.device(device):
@@ -176,7 +176,8 @@ def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
 @pytest.mark.parametrize("name", daily(MODELS, lambda name: name in DAILY))
 def test_what_the_loader_writes_is_where_the_plan_puts_it(name: str, tp: int) -> None:
     """Bit for bit: numbers of which no two are equal, by our plan and by vLLM's own loader."""
-    from benchmarks.weights_plan import plain_layout, stand_in_groups
+    from benchmarks.weights_plan import plain_layout
+    from penstock.rollout.engines.vllm.layout import stand_in_groups
 
     model = case(name, **MODELS[name])
     full = numbered(model.tensors)
@@ -218,7 +219,7 @@ GATHERED = (*SHAPES, "gpt2")
 @pytest.mark.full
 @pytest.mark.parametrize("name", GATHERED)
 def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str) -> None:
-    from benchmarks.weights_plan import stand_in_groups
+    from penstock.rollout.engines.vllm.layout import stand_in_groups
     from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = case("gpt2", **MODELS["gpt2"]) if name == "gpt2" else frozen_case(name)
@@ -244,7 +245,7 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
 
 @pytest.mark.full
 def test_whole_tensors_that_the_model_does_not_have_are_refused_by_name() -> None:
-    from benchmarks.weights_plan import stand_in_groups
+    from penstock.rollout.engines.vllm.layout import stand_in_groups
     from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = frozen_case("loaded_qwen3")
@@ -316,8 +317,7 @@ def test_a_worker_reports_where_its_layout_and_its_live_model_differ() -> None:
     from vllm.v1.engine import UtilityResult
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from benchmarks.weights_plan import plain_config, stand_in_groups
-    from penstock.rollout.engines.vllm.layout import joined
+    from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups
     from penstock.rollout.engines.vllm.worker import WorkerExtension
 
     model, answers = frozen_case("loaded_qwen3"), []

@@ -118,9 +118,8 @@ def answer(case: Case) -> Answer:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.abstract import Executor
 
-    from benchmarks.weights_plan import stand_in_groups
     from penstock.rollout.engines.vllm.engine import engine_args
-    from penstock.rollout.engines.vllm.layout import joined, trace_rank
+    from penstock.rollout.engines.vllm.layout import joined, stand_in_groups, trace_rank
     from penstock.weights.layout.algebra import TensorSpec
 
     spec = case.spec

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import current_platform
@@ -150,6 +153,25 @@ def joined(ranks: Sequence[RankLayout]) -> Layout:
     return layout
 
 
+def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32) -> VllmConfig:
+    """vLLM's configuration of a model that exists only as a configuration of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf_config.save_pretrained(folder)
+        try:
+            return VllmConfig(
+                model_config=ModelConfig(
+                    model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=max_model_len
+                ),
+                parallel_config=ParallelConfig(
+                    tensor_parallel_size=tp_size, distributed_executor_backend="uni" if tp_size == 1 else "mp"
+                ),
+            )
+        except ValueError as error:
+            raise WeightSyncError(
+                f"weights: vLLM refuses {hf_config.model_type} over {tp_size} tensor-parallel ranks: {error}"
+            ) from error
+
+
 def expert_refusal(model: torch.nn.Module) -> str:
     """Why the experts of a vLLM model cannot be updated on this device; empty if they can, or if it has none."""
     if current_platform.is_cpu() and any(".routed_experts." in name for name, _ in model.named_parameters()):
@@ -158,6 +180,28 @@ def expert_refusal(model: torch.nn.Module) -> str:
             "would keep serving the old experts. Use rollout/engine=torch, or a GPU."
         )
     return ""
+
+
+@contextmanager
+def stand_in_groups(rank: int, size: int) -> Iterator[None]:
+    """Act as one tensor-parallel rank of `size`: to build and load a model, vLLM only needs ranks and sizes."""
+    names = {"_PP": (0, 1), "_DP": (0, 1), "_PCP": (0, 1), "_DCP": (0, 1), "_TP": (rank, size), "_EP": (rank, size)}
+    before = {name: getattr(parallel_state, name) for name in names}
+    try:
+        for name, place in names.items():
+            setattr(parallel_state, name, _stand_in(*place))
+        yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+def _stand_in(rank: int, size: int) -> Any:
+    ranks = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    ends = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
+    return SimpleNamespace(
+        world_size=size, rank_in_group=rank, device_group=ranks, cpu_group=ranks, unique_name="stand-in", **ends
+    )
 
 
 def _separate_config(vllm_config: VllmConfig) -> VllmConfig:
