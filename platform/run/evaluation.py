@@ -19,8 +19,8 @@ from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.summary import EvaluatedOn
 from penstock.platform.run.lifecycle import first_error
-from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
 MAX_ATTEMPTS = 3

@@ -514,7 +514,7 @@ class Flow:
         """
         self.stats.group_failed(failure)
         self._end(run.group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
-        if run.is_suspect:  # most such prompts are innocent, and lost engines have a limit of their own
+        if run.context.is_suspect:  # most such prompts are innocent, and lost engines have a limit of their own
             return
         self._consecutive_failures += 1
         if self._consecutive_failures >= max(self.core.limits.window, MIN_FAILURES_TO_STOP):

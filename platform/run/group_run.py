@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import TrajectoryError
@@ -16,7 +17,7 @@ from penstock.dataflow.records import Failure, MemberProgress, OpenGroup
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 
 if TYPE_CHECKING:
     from penstock.platform.run.flow import Flow
@@ -26,20 +27,21 @@ Outcome = Trajectory | TrajectoryError
 """Result of one trajectory of a group: the scored trajectory, or the error that ended its last attempt."""
 
 
-class GroupRun(RolloutContext):
+class GroupRun:
     """The running work of one group.
 
     Attributes:
         queued: The task and how many trajectories it gets.
         group_id: Its admission number in the ledger.
+        context: What its trajectories share while they are sampled.
         outcomes: Result of each trajectory; None while it runs.
         is_judged: Whether the filters and the hooks of the task queue have seen the group.
     """
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
-        super().__init__(queued.task, group_id)
         self.queued = queued
         self.group_id = group_id
+        self.context = RolloutContext(queued.task, group_id, partial(flow.record_version, group_id))
         self.outcomes: list[Outcome | None] = [None] * queued.group_size
         self.is_judged = False
         self._sampled: list[Trajectory | None] = [None] * queued.group_size
@@ -54,7 +56,7 @@ class GroupRun(RolloutContext):
         return OpenGroup(self.group_id, members, self.is_judged)
 
     def _progress(self, index: int) -> MemberProgress:
-        outcome, sampled, turn = self.outcomes[index], self._sampled[index], self.turns.get(index)
+        outcome, sampled, turn = self.outcomes[index], self._sampled[index], self.context.turns.get(index)
         progress = MemberProgress(
             failures=tuple([Failure(one.kind, one.detail, one.is_final) for one in self._failures[index]]),
             has_failed=isinstance(outcome, TrajectoryError),
@@ -65,8 +67,8 @@ class GroupRun(RolloutContext):
             progress.trajectory = replace(sampled)  # it gets its reward while the checkpoint is being written
         elif outcome is None and turn is not None:
             progress.deltas = turn.deltas
-        elif outcome is None and index in self.saved_tokens:  # it has not started since the last resume
-            progress.deltas = (self.saved_tokens[index],)
+        elif outcome is None and index in self.context.saved_tokens:  # it has not started since the last resume
+            progress.deltas = (self.context.saved_tokens[index],)
         return progress
 
     def restore(self, saved: OpenGroup) -> None:
@@ -83,18 +85,18 @@ class GroupRun(RolloutContext):
             elif trajectory is not None:
                 self._sampled[index] = trajectory
             elif partial is not None:
-                self.saved_tokens[index] = partial.delta()
+                self.context.saved_tokens[index] = partial.delta()
 
     def start(self) -> None:
         """Start every trajectory that has not ended."""
         for index, outcome in enumerate(self.outcomes):
             if outcome is None:
-                name = f"trajectory {self.trajectory_id(index)}"
+                name = f"trajectory {self.context.trajectory_id(index)}"
                 self._jobs.append(asyncio.create_task(self._run_trajectory(index), name=name))
             else:  # restored from a checkpoint
                 self._mark_generated(index)
         if None not in self.outcomes:
-            self._jobs.append(asyncio.create_task(self._report_restored(), name=f"group {self.name}"))
+            self._jobs.append(asyncio.create_task(self._report_restored(), name=f"group {self.context.name}"))
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel the running tasks, which abort their requests on the engines. Returns the tasks to await."""
@@ -114,23 +116,23 @@ class GroupRun(RolloutContext):
                 try:
                     trajectory = self._sampled[index]
                     if trajectory is None:
-                        trajectory = await ports.runner.run(self, index, sampling)
+                        trajectory = await ports.runner.run(self.context, index, sampling)
                         flow.stats.trajectory_generated(trajectory)
                         self._sampled[index] = trajectory
                     self._mark_generated(index)
-                    score = await ports.rewards.score(self.task, trajectory)
+                    score = await ports.rewards.score(self.context.task, trajectory)
                     flow.stats.num_scored += 1
                     trajectory.score(score.reward, score.parts)
                     if trajectory.has_abstained:
-                        flow.stats.abstained(self.task.task_id)
+                        flow.stats.abstained(self.context.task.task_id)
                     if failures:
                         trajectory = replace(trajectory, retried_after=failures[-1].summary)
                     self.outcomes[index] = trajectory
                 except TrajectoryError as failure:
                     failures.append(failure)
-                    flow.stats.anomalies.attempt_failed(self.task.task_id, failure)
+                    flow.stats.anomalies.attempt_failed(self.context.task.task_id, failure)
                     self._sampled[index] = None
-                    self.turns.pop(index, None)
+                    self.context.turns.pop(index, None)
                     attempts = sum(earlier.kind == failure.kind for earlier in failures)
                     if failure.is_final or not flow.core.grant_retry(failure.kind, attempts):
                         self._mark_generated(index)
@@ -147,10 +149,6 @@ class GroupRun(RolloutContext):
             await self._flow.group_finished(self, [outcome for outcome in self.outcomes if outcome is not None])
         except Exception as error:  # noqa: BLE001 - as in `_run_trajectory`
             self._flow.fail(error)
-
-    def record_version(self, member: int, version: int) -> None:
-        """Report to the core which version samples a trajectory. Called by the runner."""
-        self._flow.record_version(self.group_id, member, version)
 
     def _mark_generated(self, index: int) -> None:
         """Record that a trajectory has its tokens or has failed for good. The first time counts: a retry is no news."""

@@ -30,7 +30,7 @@ from penstock.platform.run.evaluation import sample_and_score
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.run.serving import STARTING, Serving, rollout_sampling, serving
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
 TASKS_PER_BATCH = 512

@@ -24,7 +24,7 @@ from penstock.rollout.pool.pool import LATE_S, EnginePool, Interruption, Interru
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, build_trajectory
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
+from penstock.rollout.trajectory.rollout_context import OldestTurn, RolloutContext
 from penstock.rollout.trajectory.stop_texts import end_at_stop_texts
 
 CHECKS_PER_TIMEOUT = 8

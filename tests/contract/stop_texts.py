@@ -16,7 +16,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 from .engine_harness import JOURNAL_INTERVAL, Harness, within

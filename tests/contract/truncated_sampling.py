@@ -18,7 +18,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, GroupPayload, Task
 from penstock.dataflow.versions import versions_per_token
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 

@@ -112,7 +112,7 @@ def _group(record: GroupRecord, run: GroupRun | None) -> dict[str, Any]:
 
 
 def _member(run: GroupRun, index: int) -> list[Any]:
-    outcome, sampled, turn = run.outcomes[index], run._sampled[index], run.turns.get(index)
+    outcome, sampled, turn = run.outcomes[index], run._sampled[index], run.context.turns.get(index)
     failures = [str(failure) for failure in run._failures[index]]
     if isinstance(outcome, Trajectory):
         return ["scored", outcome.reward, outcome.num_sampled_tokens, failures]
@@ -120,6 +120,6 @@ def _member(run: GroupRun, index: int) -> list[Any]:
         return ["failed", failures]
     if sampled is not None:
         return ["sampled", sampled.num_sampled_tokens, failures]
-    saved = run.saved_tokens.get(index)
+    saved = run.context.saved_tokens.get(index)
     num_tokens = turn.num_tokens if turn is not None else 0 if saved is None else len(saved.token_ids)
     return ["sampling", num_tokens, failures]

@@ -25,7 +25,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.updates import batch_metrics
 from tests.agents import ReplyingEngine, chat, check_tokens, run_agent, user

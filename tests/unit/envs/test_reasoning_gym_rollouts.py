@@ -19,7 +19,7 @@ from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig

@@ -25,7 +25,7 @@ from penstock.platform.run.control import request_scale, served_control
 from penstock.platform.run.fleet import Fleet
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.config import WeightsConfig
 from tests.fakes import FakeEngine, ends_by_context

@@ -14,7 +14,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import CODEC, make_flow, next_groups, tasks, train_all

@@ -21,7 +21,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine
 

@@ -21,8 +21,8 @@ from penstock.envs.environment import EndpointAccess
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.serving import answer_questions, episode_player
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.recording import PolicyAnswers
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.agents import CODEC, ReplyingEngine, chat, client_of, user
 from tests.unit.envs.test_judge import answered, make

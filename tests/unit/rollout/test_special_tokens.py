@@ -18,7 +18,7 @@ from penstock.envs.config import EnvConfig
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, byte_tokenizer, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.rollout.trajectory.threads import Threads
 from tests.agents import CODEC, ReplyingEngine, chat, check_tokens, run_agent, user

@@ -17,7 +17,7 @@ from penstock.dataflow.versions import Span
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import PartialTurn
-from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.rollout.trajectory.stop_texts import StopTextReader, end_at_stop_texts
 from tests.agents import CODEC, ReplyingEngine, chat, check_tokens, run_agent, user

@@ -26,7 +26,7 @@ from penstock.rollout.pool.routing import EngineView, LeastLoaded, SlotRequest
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
+from penstock.rollout.trajectory.rollout_context import OldestTurn, RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine
 
@@ -69,10 +69,10 @@ class Watched(RolloutContext):
     """A context that keeps the versions recorded for its only trajectory."""
 
     def __init__(self) -> None:
-        super().__init__(TASK, "0")
+        super().__init__(TASK, "0", self._note)
         self.told: list[int] = []
 
-    def record_version(self, member: int, version: int) -> None:
+    def _note(self, member: int, version: int) -> None:
         assert member == 3
         self.told.append(version)
 

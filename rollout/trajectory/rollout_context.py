@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId, TrajectoryId
@@ -26,9 +27,16 @@ class RolloutContext:
         saved_tokens: Tokens of a checkpoint with which the turn of a member begins.
         lost_engines: Engines that died or hung on the prompt before any engine returned a token for it.
         is_answered: Whether an engine has returned a token for the prompt.
+        record_version: Takes a member and the version that samples it: the engine's at dispatch, then the first
+            token's if it differs.
     """
 
-    def __init__(self, task: Task, group: GroupId | str) -> None:
+    def __init__(
+        self,
+        task: Task,
+        group: GroupId | str,
+        record_version: Callable[[int, int], None] = lambda _member, _version: None,
+    ) -> None:
         self.task = task
         self.group = group
         self.name = str(group)
@@ -37,6 +45,7 @@ class RolloutContext:
         self.saved_tokens: dict[int, TokenDelta] = {}
         self.lost_engines: list[EngineView] = []
         self.is_answered = False
+        self.record_version = record_version
 
     @property
     def is_suspect(self) -> bool:
@@ -45,11 +54,6 @@ class RolloutContext:
 
     def trajectory_id(self, member: int) -> TrajectoryId:
         return TrajectoryId(f"{self.name}/{member}")
-
-    def record_version(self, member: int, version: int) -> None:
-        """Record the version that samples the trajectory `member`: the engine's at dispatch, then the first token's if
-        it differs. The base class ignores it.
-        """
 
 
 class OldestTurn:
@@ -72,22 +76,12 @@ class OldestTurn:
 
     def begin(self) -> RolloutContext:
         """Create the context of one more turn."""
-        return _Turn(self._context, self)
+        turn = RolloutContext(self._context.task, self._context.group)
+        turn.record_version = lambda _member, version: self._record(turn, version)  # all are of one trajectory
+        return turn
 
-    def record_turn_version(self, turn: RolloutContext, version: int) -> None:
-        """Record the version of a turn, at dispatch or with its first token."""
+    def _record(self, turn: RolloutContext, version: int) -> None:
         before = self.min_version
         self._versions[turn] = version
         if self.min_version != before:
             self._context.record_version(self._member, self.min_version)
-
-
-class _Turn(RolloutContext):
-    """One turn of an episode."""
-
-    def __init__(self, context: RolloutContext, episode: OldestTurn) -> None:
-        super().__init__(context.task, context.group)
-        self._episode = episode
-
-    def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one trajectory
-        self._episode.record_turn_version(self, version)
