@@ -85,10 +85,8 @@ class ReasoningReader:
         return TurnText(thought, answer)
 
 
-def split_turn(marks: ReasoningConfig | None, text: str, before: str) -> TurnText:
+def split_turn(marks: ReasoningConfig, text: str, before: str) -> TurnText:
     """Split a whole turn that continues the text `before`. If the reasoning is not closed, there is no answer."""
-    if marks is None:
-        return TurnText("", text)
     reader = ReasoningReader(marks, before)
     reader.read(text)
     reader.finish()

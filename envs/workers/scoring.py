@@ -64,6 +64,7 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None, device: Device = "cpu") -> None:
         self._config = config
+        self._label = config.label
         self._sandbox = sandbox or SandboxConfig()
         self._timeout_s = config.timeout_s
         self._device = device
@@ -94,7 +95,7 @@ class RewardRunner:
         if self._process is None:
             await asyncio.shield(self._ensure_starting())
         if self._process is None:
-            raise ConfigError(f"reward.fn={self._config.label!r}: the reward runner has been shut down.")
+            raise ConfigError(f"reward.fn={self._label!r}: the reward runner has been shut down.")
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """Score one trajectory.
@@ -125,7 +126,7 @@ class RewardRunner:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         self._drop_process()
-        self._fail_all(TrajectoryError("reward", f"{self._config.label}: the reward worker was shut down"))
+        self._fail_all(TrajectoryError("reward", f"{self._label}: the reward worker was shut down"))
 
     def _submit(self, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
         outcome: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
@@ -133,7 +134,7 @@ class RewardRunner:
         if key is not None and (cached := self._cache.get(key)) is not None:
             outcome.set_result(cached)
             return outcome
-        label = f"{self._config.label} on {trajectory.trajectory_id} ({task.task_id})"
+        label = f"{self._label} on {trajectory.trajectory_id} ({task.task_id})"
         if self._is_shut_down:
             outcome.set_exception(TrajectoryError("reward", f"{label}: the reward worker was shut down"))
             return outcome
@@ -271,7 +272,7 @@ class RewardRunner:
             self._fail_all(error)
             raise
         except Exception as error:
-            what = f"{self._config.label}: its process cannot be started: {type(error).__name__}: {error}"
+            what = f"{self._label}: its process cannot be started: {type(error).__name__}: {error}"
             failure = TrajectoryError("reward", what)
             self._fail_all(failure)
             raise failure from error

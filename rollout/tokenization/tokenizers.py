@@ -262,7 +262,8 @@ class TokenCodec:
 
     def split(self, token_ids: Iterable[int], before: str) -> TurnText:
         """Split the text of a sampled turn that continues the text `before` into reasoning and answer."""
-        return split_turn(self.reasoning, self.decode(token_ids), before)
+        text = self.decode(token_ids)
+        return TurnText("", text) if self.reasoning is None else split_turn(self.reasoning, text, before)
 
 
 def _are_messages(prompt: object) -> bool:

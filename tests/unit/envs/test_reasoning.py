@@ -57,11 +57,10 @@ SAMPLING = SamplingParams(200, stop_token_ids=THINKING.stop_token_ids)
         (OWN, "?", "<think>so</think>42", "", "<think>so</think>42"),
         (ALWAYS, "?", "so</think>42", "so</think>", "42"),
         (ALWAYS, "?", "so", "so", ""),
-        (None, "<think>", "so</think>42", "", "so</think>42"),
     ],
 )
 def test_an_answer_is_what_follows_the_thinking(
-    marks: ReasoningConfig | None, before: str, text: str, reasoning: str, answer: str
+    marks: ReasoningConfig, before: str, text: str, reasoning: str, answer: str
 ) -> None:
     assert split_turn(marks, text, before) == (reasoning, answer)
 
