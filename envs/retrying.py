@@ -12,17 +12,14 @@ _BACKOFF_FACTOR, _MAX_BACKOFF_S = 2.0, 30.0
 
 
 class RetryConfig(BaseModel):
-    """How requests to a service that fails are retried.
+    """How requests to a service that fails are retried."""
 
-    Attributes:
-        max_attempts: Attempts of one request, including the first.
-        backoff_s: Wait before the second attempt, seconds; doubled each time, with jitter.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_attempts: int = Field(default=4, ge=1)
+    """Attempts of one request, including the first."""
     backoff_s: float = Field(default=0.5, ge=0)
+    """Wait before the second attempt, seconds; doubled each time, with jitter."""
 
     def wait_s(self, attempt: int) -> float:
         """Wait before the next attempt, after `attempt` >= 1 attempts, seconds: exponential, with jitter."""

@@ -16,30 +16,27 @@ MAX_TOP_K = 64
 
 
 class VllmEngineConfig(BaseModel):
-    """A vLLM engine (rollout/engines/vllm/engine.py).
+    """A vLLM engine (rollout/engines/vllm/engine.py)."""
 
-    Attributes:
-        type: Always `vllm`.
-        max_num_seqs: Trajectories decoded at once by one engine.
-        tensor_parallel_size: Devices that one engine is split over.
-        kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None takes what
-            `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
-        gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and the
-            staged version that waits for its swap; with `cluster.colocated=true` also for what the trainer keeps
-            between steps. Without effect if `kv_cache_gib` is set.
-        enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
-        journal_interval_tokens: Tokens of a trajectory are reported at least this often.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     type: Literal["vllm"]
+    """Always `vllm`."""
     max_num_seqs: int = Field(default=256, ge=1, le=65_536)
+    """Trajectories decoded at once by one engine."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that one engine is split over."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
+    """KV-cache memory of one engine on each of its devices, GiB; None takes what `gpu_memory_utilization` leaves, and
+    is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a device's memory for the engine in all: weights, KV cache, and the staged version that waits for its
+    swap; with `cluster.colocated=true` also for what the trainer keeps between steps. Without effect if
+    `kv_cache_gib` is set."""
     enforce_eager: bool = False
+    """Skip CUDA graphs and compilation. A CPU engine is always eager."""
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+    """Tokens of a trajectory are reported at least this often."""
 
     def cache_gib(self, device: Literal["cpu", "gpu", "cuda"]) -> float | None:
         """KV cache of one engine on `device`, GiB; None if vLLM computes it from the memory that is left."""
@@ -83,22 +80,19 @@ class VllmEngineConfig(BaseModel):
 
 
 class TorchEngineConfig(BaseModel):
-    """The plain torch engine (rollout/engines/torch/engine.py): for machines without vLLM and for fast tests.
+    """The plain torch engine (rollout/engines/torch/engine.py): for machines without vLLM and for fast tests."""
 
-    Attributes:
-        type: Always `torch`.
-        max_num_seqs: Trajectories decoded at once by one engine.
-        journal_interval_tokens: Tokens of a trajectory are reported at least this often.
-        deterministic: Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that
-            the tokens of a request do not depend on the rest of its batch (docs/concepts/determinism.md). Slower.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     type: Literal["torch"]
+    """Always `torch`."""
     max_num_seqs: int = Field(default=256, ge=1, le=65_536)
+    """Trajectories decoded at once by one engine."""
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+    """Tokens of a trajectory are reported at least this often."""
     deterministic: bool = False
+    """Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that the tokens of a
+    request do not depend on the rest of its batch (docs/concepts/determinism.md). Slower."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -114,53 +108,48 @@ class SamplingConfig(BaseModel):
 
     From a truncated distribution, the ids that each token was sampled from are recorded with it, and the trainer
     renormalises over them (docs/concepts/truncated-sampling.md).
-
-    Attributes:
-        max_new_tokens: Longest answer, tokens; below `model.max_context_tokens`.
-        temperature: Applied by the engine and, identically, by the trainer's logprobs.
-        top_k: Sample from so many most likely tokens; 0 from all. `top_p` and `min_p` need one, so that what they leave
-            can be recorded.
-        top_p: Sample from the fewest most likely tokens that together have this probability.
-        min_p: Sample from tokens with at least this share of the largest probability.
-        stop: Texts that end a turn. The token that completes one is its last; the text stays in the answer, and all its
-            tokens carry loss. A special token is not text: name it in `stop_token_ids`.
-        stop_token_ids: Ids that end a turn, in addition to the end tokens of the tokenizer and the generation config.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(gt=0)
+    """Longest answer, tokens; below `model.max_context_tokens`."""
     temperature: float = Field(default=1.0, gt=0, le=10)
+    """Applied by the engine and, identically, by the trainer's logprobs."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    """Sample from so many most likely tokens; 0 from all. `top_p` and `min_p` need one, so that what they leave can be
+    recorded."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest most likely tokens that together have this probability."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens with at least this share of the largest probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a turn. The token that completes one is its last; the text stays in the answer, and all its tokens
+    carry loss. A special token is not text: name it in `stop_token_ids`."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Ids that end a turn, in addition to the end tokens of the tokenizer and the generation config."""
 
 
 class RolloutConfig(BaseModel):
-    """Engines and sampling.
+    """Engines and sampling."""
 
-    Attributes:
-        num_engines: Engines; each holds the whole policy.
-        request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
-        max_resumes: Interruptions in a row, without a new token between them, that one trajectory survives by resuming
-            from its tokens.
-        max_engine_restarts_per_hour: How often within an hour an engine that was lost or fenced is restarted; it
-            receives the current version before it serves. Colocated engines are not restarted.
-        routing: `prefix_aware` keeps the trajectories of a group on one engine while that is not too busy
-            (rollout/pool/routing.py); `least_loaded` does not.
-        start_timeout_s: Longest wait for all engines to start, seconds: a download, loading, compilation. Those that
-            are not up are named every minute.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     engine: EngineConfig
     num_engines: int = Field(default=1, ge=1, le=10_000)
+    """Engines; each holds the whole policy."""
     sampling: SamplingConfig
     request_timeout_s: float = Field(default=600.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest wait for the next tokens of one request, seconds, before its engine counts as lost."""
     max_resumes: int = Field(default=3, ge=0)
+    """Interruptions in a row, without a new token between them, that one trajectory survives by resuming from its
+    tokens."""
     max_engine_restarts_per_hour: int = Field(default=6, ge=0)
+    """How often within an hour an engine that was lost or fenced is restarted; it receives the current version before
+    it serves. Colocated engines are not restarted."""
     routing: RoutingName = "prefix_aware"
+    """`prefix_aware` keeps the trajectories of a group on one engine while that is not too busy
+    (rollout/pool/routing.py); `least_loaded` does not."""
     start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest wait for all engines to start, seconds: a download, loading, compilation. Those that are not up are named
+    every minute."""

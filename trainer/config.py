@@ -32,30 +32,27 @@ def _as_list(value: Any) -> Any:
 
 
 class OptimizerConfig(BaseModel):
-    """AdamW (torch), with linear warm-up to a learning rate that is constant or decays.
+    """AdamW (torch), with linear warm-up to a learning rate that is constant or decays."""
 
-    Attributes:
-        lr: Learning rate. AdamW changes a weight by about this much per step.
-        betas: Decay of the first and the second moment; each in [0, 1).
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay; a step multiplies weights by 1 - lr x weight_decay.
-        warmup_steps: Optimizer steps of linear warm-up.
-        decay_steps: Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
-            `final_lr_ratio` of it, where it stays; 0 is constant.
-        final_lr_ratio: Share of the learning rate that is left after the decay.
-        gradient_clip_norm: The global gradient norm is clipped to this.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     lr: float = Field(gt=0, le=1)
+    """Learning rate. AdamW changes a weight by about this much per step."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and the second moment; each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """Decoupled weight decay; a step multiplies weights by 1 - lr x weight_decay."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
     decay_steps: int = Field(default=0, ge=0)
+    """Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
+    `final_lr_ratio` of it, where it stays; 0 is constant."""
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of the learning rate that is left after the decay."""
     gradient_clip_norm: float = Field(default=1.0, gt=0)
+    """The global gradient norm is clipped to this."""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Self:
@@ -68,22 +65,19 @@ class OptimizerConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters in place of whole weights (`trainer/models/lora.py`): W + alpha / rank · B·A with W frozen.
+    """Low-rank adapters in place of whole weights (`trainer/models/lora.py`): W + alpha / rank · B·A with W frozen."""
 
-    Attributes:
-        rank: Rows of A and columns of B.
-        alpha: With a fixed alpha, the best learning rate hardly depends on the rank (and is about ten times that of
-            whole weights).
-        targets: Linear layers, by the end of their names (`q_proj`, `layers.0.mlp.up_proj`).
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
     alpha: int = Field(default=32, ge=1)
+    """With a fixed alpha, the best learning rate hardly depends on the rank (and is about ten times that of whole
+    weights)."""
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
+    """Linear layers, by the end of their names (`q_proj`, `layers.0.mlp.up_proj`)."""
 
     def adapts(self, layer: str) -> bool:
         """Whether a linear layer of this name gets an adapter."""
@@ -91,43 +85,40 @@ class LoraConfig(BaseModel):
 
 
 class TrainerConfig(BaseModel):
-    """The trainer group.
+    """The trainer group."""
 
-    Attributes:
-        backend: `deepspeed` (any number of ranks) or `torch` (one rank, for tests and tiny runs).
-        num_ranks: Processes: data-parallel size x tensor_parallel_size x sequence_parallel_size.
-        zero_stage: DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight.
-        tensor_parallel_size: Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences.
-        sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
-        gradient_checkpointing: Recompute activations in the backward pass: less memory, about 30 % more time.
-        offload_optimizer: Keep master weights and moments in host memory; needs zero_stage >= 1.
-        max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
-        share_prompts: Compute a prompt once for the sequences of a row that begin with it.
-        compile: Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism.
-        lora: Train adapters and freeze the weights; None trains all of them.
-        max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
-        start_timeout_s: Longest wait for all ranks to start, seconds: a download, loading. Those that are not up are
-            named every minute.
-        step_timeout_s: Longest wait for one training step, seconds.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     backend: Literal["deepspeed", "torch"] = "deepspeed"
+    """`deepspeed` (any number of ranks) or `torch` (one rank, for tests and tiny runs)."""
     num_ranks: int = Field(default=1, ge=1)
+    """Processes: data-parallel size x tensor_parallel_size x sequence_parallel_size."""
     zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences."""
     sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split every sequence (DeepSpeed Ulysses)."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about 30 % more time."""
     offload_optimizer: bool = False
+    """Keep master weights and moments in host memory; needs zero_stage >= 1."""
     max_tokens_per_micro_batch: int = Field(gt=0)
+    """Token budget of one forward-backward on one rank."""
     share_prompts: bool = False
+    """Compute a prompt once for the sequences of a row that begin with it."""
     compile: bool = False
+    """Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism."""
     lora: LoraConfig | None = None
+    """Train adapters and freeze the weights; None trains all of them."""
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
+    """Skipped steps in a row (non-finite numbers) before the run stops."""
     start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest wait for all ranks to start, seconds: a download, loading. Those that are not up are named every minute.
+    """
     step_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest wait for one training step, seconds."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -141,48 +132,45 @@ class TrainerConfig(BaseModel):
 
 
 class AlgorithmConfig(BaseModel):
-    """An algorithm: advantage × policy loss × corrections × divergence × aggregation.
+    """An algorithm: advantage × policy loss × corrections × divergence × aggregation."""
 
-    Attributes:
-        advantage: Estimator of how much better than expected an answer was (`algorithm/advantage=NAME`).
-        reward_weights: Named part of the reward -> weight; each part is normalised in its group and then summed.
-            Empty: the reward as a whole.
-        loss: Policy loss (`algorithm/loss=NAME`).
-        proximal: Center of the trust region: `target` (the ratio is 1 and clips do nothing), `behavior` (the ratio
-            carries all staleness), `recompute` (one more forward per batch) or `interpolate`.
-        mini_batches: Optimizer steps of one pass over a batch; each takes its share of the groups.
-        epochs: Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps.
-        correction: Correction of off-policy data (`algorithm/correction=NAME` or `=[NAME,NAME]`).
-        kl: Divergence from a frozen reference.
-        entropy: Bonus for the entropy of the policy.
-        aggregation: How the terms of tokens are averaged.
-        teacher_coefficient: Advantage per nat by which the teacher's logprob of a token exceeds the policy's, added to
-            that of the rewards; 0: no teacher.
-        nll_coefficient: Weight of the mean −logprob of all tokens of the answers that pass (`dataflow.pass_reward`), in
-            nat, added to the loss (VAPO's paper: 0.1). Of a loss of pairs: of the mean over the pairs of
-            the mean −logprob of the better answer's tokens (RPO's paper: 1).
-        overlong: What happens to answers that were cut off.
-        staleness_decay: Factor of a token's term per version of staleness; 1 is off.
-        entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     advantage: AdvantageConfig = GrpoConfig()
+    """Estimator of how much better than expected an answer was (`algorithm/advantage=NAME`)."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Named part of the reward -> weight; each part is normalised in its group and then summed. Empty: the reward as a
+    whole."""
     loss: LossConfig = ClippedConfig()
+    """Policy loss (`algorithm/loss=NAME`)."""
     proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
+    """Center of the trust region: `target` (the ratio is 1 and clips do nothing), `behavior` (the ratio carries all
+    staleness), `recompute` (one more forward per batch) or `interpolate`."""
     mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps of one pass over a batch; each takes its share of the groups."""
     epochs: int = Field(default=1, ge=1)
+    """Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps."""
     correction: CorrectionConfig = CorrectionConfig(decoupled=DecoupledConfig())
+    """Correction of off-policy data (`algorithm/correction=NAME` or `=[NAME,NAME]`)."""
     kl: KlConfig = KlConfig()
+    """Divergence from a frozen reference."""
     entropy: EntropyConfig = EntropyConfig()
+    """Bonus for the entropy of the policy."""
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
+    """How the terms of tokens are averaged."""
     teacher_coefficient: float = Field(default=0.0, ge=0, le=100)
+    """Advantage per nat by which the teacher's logprob of a token exceeds the policy's, added to that of the rewards;
+    0: no teacher."""
     nll_coefficient: float = Field(default=0.0, ge=0, le=100)
+    """Weight of the mean −logprob of all tokens of the answers that pass (`dataflow.pass_reward`), in nat, added to the
+    loss (VAPO's paper: 0.1). Of a loss of pairs: of the mean over the pairs of the mean −logprob of the better
+    answer's tokens (RPO's paper: 1)."""
     overlong: OverlongConfig = OverlongConfig()
+    """What happens to answers that were cut off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
+    """Factor of a token's term per version of staleness; 1 is off."""
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
+    """q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all."""
 
     @property
     def updates_per_batch(self) -> int:
@@ -226,111 +214,95 @@ class AlgorithmConfig(BaseModel):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's own AdamW.
-
-    Attributes:
-        lr: Learning rate. It is ten times the policy's, because values are learned from scratch.
-    """
+    """The critic's own AdamW."""
 
     lr: float = Field(default=1e-5, gt=0, le=1)
+    """Learning rate. It is ten times the policy's, because values are learned from scratch."""
 
 
 class CriticConfig(BaseModel):
-    """The critic of `algorithm/advantage=gae`: a model of its own on the trainer ranks.
+    """The critic of `algorithm/advantage=gae`: a model of its own on the trainer ranks."""
 
-    Attributes:
-        path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
-            language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
-        optimizer: The critic's own optimizer; all other settings are the trainer's.
-        value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
-        warmup_steps: Batches at the start that train the critic only; the policy stays as it is.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     path: str | None = None
+    """Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal language
+    model, of the policy's tokenizer and about its size; None is the policy that training starts from."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The critic's own optimizer; all other settings are the trainer's."""
     value_clip: float = Field(default=0.2, gt=0)
+    """ε_v: a value is clipped to ± this around the value at the start of the batch."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Batches at the start that train the critic only; the policy stays as it is."""
 
 
 class ReferenceConfig(BaseModel):
-    """The frozen policy for `algorithm.kl.coefficient` and losses of pairs (online_dpo, ipo).
+    """The frozen policy for `algorithm.kl.coefficient` and losses of pairs (online_dpo, ipo)."""
 
-    Attributes:
-        path: Hugging Face directory or hub name; None is the policy that training starts from.
-        num_workers: Processes; each holds the whole policy in float32.
-        pool: Pool that they run on; None is the trainer's.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str | None = None
+    """Hugging Face directory or hub name; None is the policy that training starts from."""
     num_workers: int = Field(default=1, ge=1)
+    """Processes; each holds the whole policy in float32."""
     pool: str | None = None
+    """Pool that they run on; None is the trainer's."""
 
 
 class TeacherConfig(ReferenceConfig):
     """The frozen policy for `algorithm/loss=distill` and `algorithm.teacher_coefficient`: any size, but the policy's
     tokenizer.
-
-    Attributes:
-        path: Hugging Face directory or hub name.
-        num_workers: Processes; each holds the whole teacher in float32.
-        pool: Pool that they run on; None is the trainer's.
-        num_parameters: Number of its parameters, for the estimate of memory; None: as many as the policy has.
     """
 
+    path: str | None = None
+    """Hugging Face directory or hub name."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes; each holds the whole teacher in float32."""
     num_parameters: int | None = Field(default=None, gt=0)
+    """Number of its parameters, for the estimate of memory; None: as many as the policy has."""
 
 
 class SftConfig(BaseModel):
-    """Supervised warm start (`penstock sft`).
+    """Supervised warm start (`penstock sft`)."""
 
-    Attributes:
-        batch_size: Examples per optimizer step.
-        max_steps: Upper limit of optimizer steps.
-        eval_every_steps: The share of held-out gold answers is measured this often.
-        eval_tasks: Held-out tasks per measurement; 0: none, and the policy after `max_steps` is kept.
-        stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
-            probability of the whole answer); None trains for `max_steps`.
-        max_greedy_accuracy: The best step whose greedy decoding gives at most this share of held-out gold answers is
-            kept, so that reinforcement learning can still improve on it. 1 is no condition.
-        reuse: Do nothing where the run directory holds a finished run of the same configuration.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     batch_size: int = Field(gt=0)
+    """Examples per optimizer step."""
     max_steps: int = Field(gt=0)
+    """Upper limit of optimizer steps."""
     eval_every_steps: int = Field(default=10, gt=0)
+    """The share of held-out gold answers is measured this often."""
     eval_tasks: int = Field(default=256, ge=0)
+    """Held-out tasks per measurement; 0: none, and the policy after `max_steps` is kept."""
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
+    """Stop when one sample answers this share of held-out tasks with the gold answer (the mean probability of the whole
+    answer); None trains for `max_steps`."""
     max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
+    """The best step whose greedy decoding gives at most this share of held-out gold answers is kept, so that
+    reinforcement learning can still improve on it. 1 is no condition."""
     reuse: bool = False
+    """Do nothing where the run directory holds a finished run of the same configuration."""
 
 
 class PreferenceConfig(BaseModel):
-    """Learning from pairs of answers (`penstock rm`, `penstock dpo`).
+    """Learning from pairs of answers (`penstock rm`, `penstock dpo`)."""
 
-    Attributes:
-        batch_size: Pairs per optimizer step.
-        num_steps: Optimizer steps.
-        eval_every_steps: Held-out accuracy is measured this often.
-        eval_pairs: Held-out pairs per measurement; 0: none.
-        beta: β of DPO; a reward model always has 1.
-        length: Of DPO: whether an answer counts by the sum or by the mean of the logprobs of its tokens.
-        label_smoothing: ε: probability that the rejected answer of a pair is the better one.
-        nll_coefficient: Of DPO: weight of the mean −logprob of the chosen answer, added to the loss.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     batch_size: int = Field(gt=0)
+    """Pairs per optimizer step."""
     num_steps: int = Field(gt=0)
+    """Optimizer steps."""
     eval_every_steps: int = Field(default=10, gt=0)
+    """Held-out accuracy is measured this often."""
     eval_pairs: int = Field(default=256, ge=0)
+    """Held-out pairs per measurement; 0: none."""
     beta: float = Field(default=0.1, gt=0)
+    """β of DPO; a reward model always has 1."""
     length: Literal["mean", "sum"] = "sum"
+    """Of DPO: whether an answer counts by the sum or by the mean of the logprobs of its tokens."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """ε: probability that the rejected answer of a pair is the better one."""
     nll_coefficient: float = Field(default=0.0, ge=0, le=100)
+    """Of DPO: weight of the mean −logprob of the chosen answer, added to the loss."""

@@ -17,39 +17,36 @@ class ModelShape(BaseModel):
 
     That of a checkpoint is read from its config.json (platform/config/checkpoint_shapes.py). It is stated only for a
     model that is made from scratch.
-
-    Attributes:
-        vocab_size: Tokens.
-        hidden_size: Width of the residual stream.
-        num_layers: Transformer layers.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads; divides `num_heads`.
-        head_dim: Width of one head.
-        tie_word_embeddings: lm_head shares the embedding matrix.
-        attention_bias: q, k and v have biases (Qwen2).
-        qk_norm: Queries and keys are normalised per head (Qwen3).
-        intermediate_size: Rows of the MLP; with experts, the rows that a token uses. Activation memory is estimated
-            from it.
-        num_experts: Experts of every layer, which replace the MLP; 0: a dense model.
-        expert_size: Rows of one expert (`moe_intermediate_size`).
-        shared_expert_size: Rows of the expert that every token uses (Qwen2-MoE); 0: there is none.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     vocab_size: int = Field(gt=0)
+    """Tokens."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
+    """Rows of the MLP; with experts, the rows that a token uses. Activation memory is estimated from it."""
     num_layers: int = Field(gt=0)
+    """Transformer layers."""
     num_heads: int = Field(gt=0)
+    """Query heads."""
     num_kv_heads: int = Field(gt=0)
+    """Key/value heads; divides `num_heads`."""
     head_dim: int = Field(gt=0)
+    """Width of one head."""
     tie_word_embeddings: bool = False
+    """lm_head shares the embedding matrix."""
     attention_bias: bool = False
+    """q, k and v have biases (Qwen2)."""
     qk_norm: bool = False
+    """Queries and keys are normalised per head (Qwen3)."""
     num_experts: int = Field(default=0, ge=0)
+    """Experts of every layer, which replace the MLP; 0: a dense model."""
     expert_size: int = Field(default=0, ge=0)
+    """Rows of one expert (`moe_intermediate_size`)."""
     shared_expert_size: int = Field(default=0, ge=0)
+    """Rows of the expert that every token uses (Qwen2-MoE); 0: there is none."""
 
     @model_validator(mode="after")
     def _experts_have_a_size(self) -> ModelShape:
@@ -122,28 +119,24 @@ def attention_for(keys: dict[str, Any]) -> Attention:
 
 
 class ModelConfig(BaseModel):
-    """The policy: its weights and tokenizer, and the precision in which it is served and trained.
+    """The policy: its weights and tokenizer, and the precision in which it is served and trained."""
 
-    Attributes:
-        path: Hugging Face directory or hub name. Its config.json gives the shape.
-        from_scratch: Build `shape` with random weights and a new tokenizer instead of loading `path`
-            (the tiny policies of the warm start).
-        tokenizer: Of a policy from scratch: characters of arithmetic, or bytes of any text, with a chat template.
-        dtype: Precision of the forward pass in trainer and engines, and of published weights; master weights are
-            float32.
-        head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
-        max_context_tokens: Longest prompt plus answer, tokens.
-        attention: Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks,
-            which shared prompts need). Unless set, varlen in bfloat16 and sdpa in float32.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str | None = None
+    """Hugging Face directory or hub name. Its config.json gives the shape."""
     from_scratch: bool = False
+    """Build `shape` with random weights and a new tokenizer instead of loading `path` (the tiny policies of the warm
+    start)."""
     tokenizer: NewTokenizer = "characters"
+    """Of a policy from scratch: characters of arithmetic, or bytes of any text, with a chat template."""
     dtype: DType = "float32"
+    """Precision of the forward pass in trainer and engines, and of published weights; master weights are float32."""
     head_dtype: Literal["model", "float32"] = "float32"
+    """Precision of the engines' output projection; the trainer's always accumulates in float32."""
     max_context_tokens: int = Field(gt=0)
+    """Longest prompt plus answer, tokens."""
     attention: Attention = Field(default_factory=attention_for)
+    """Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks, which
+    shared prompts need). Unless set, varlen in bfloat16 and sdpa in float32."""
     shape: ModelShape

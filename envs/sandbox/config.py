@@ -11,38 +11,32 @@ from penstock.envs.sandbox.contract import Limits
 
 
 class RemoteConfig(RetryConfig):
-    """A sandbox service that speaks the protocol of envs/sandbox/service.py.
-
-    Attributes:
-        url: Its address, e.g. `http://sandbox:8080`.
-        token_variable: Environment variable of the reward workers that holds the service's token; None sends none.
-        grace_s: How much longer than the program's own wall-clock limit an answer may take, seconds.
-    """
+    """A sandbox service that speaks the protocol of envs/sandbox/service.py."""
 
     url: str = Field(pattern=r"^https?://")
+    """Its address, e.g. `http://sandbox:8080`."""
     token_variable: str | None = None
+    """Environment variable of the reward workers that holds the service's token; None sends none."""
     grace_s: float = Field(default=10.0, gt=0)
+    """How much longer than the program's own wall-clock limit an answer may take, seconds."""
 
 
 class SandboxConfig(BaseModel):
-    """The sandbox.
+    """The sandbox."""
 
-    Attributes:
-        allow_unisolated: Run programs without isolation if the host does not allow any: limits still hold, but a
-            program can read, write and send everything that this user can. False refuses.
-        max_concurrency: Programs at a time in each reward worker; None is the number of cores.
-        read_only_paths: Host paths that programs may read, in addition to the system's programs and this Python.
-        limits: What one program may use.
-        remote: A sandbox service to use instead of this machine; None is local.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     allow_unisolated: bool = False
+    """Run programs without isolation if the host does not allow any: limits still hold, but a program can read, write
+    and send everything that this user can. False refuses."""
     max_concurrency: int | None = Field(default=None, ge=1)
+    """Programs at a time in each reward worker; None is the number of cores."""
     read_only_paths: tuple[str, ...] = ()
+    """Host paths that programs may read, in addition to the system's programs and this Python."""
     limits: Limits = Limits()
+    """What one program may use."""
     remote: RemoteConfig | None = None
+    """A sandbox service to use instead of this machine; None is local."""
 
     @property
     def num_slots(self) -> int:

@@ -28,27 +28,24 @@ class SandboxUnavailableError(PenstockError):
 
 
 class Limits(BaseModel):
-    """Limits of one program, over all its processes unless noted otherwise.
+    """Limits of one program, over all its processes unless noted otherwise."""
 
-    Attributes:
-        wall_s: Wall-clock time, seconds.
-        cpu_s: Processor time, seconds.
-        memory_mib: Resident memory, MiB; each process may also reserve no more than this.
-        max_processes: Processes and threads at a time.
-        max_file_mib: Largest single file, MiB.
-        max_disk_mib: Size of the working directory, where the sandbox is isolated, MiB; it is main memory.
-        max_output_kib: Standard output and standard error, KiB; the program is ended if it writes more.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     wall_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Wall-clock time, seconds."""
     cpu_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Processor time, seconds."""
     memory_mib: int = Field(default=512, ge=16)
+    """Resident memory, MiB; each process may also reserve no more than this."""
     max_processes: int = Field(default=32, ge=1)
+    """Processes and threads at a time."""
     max_file_mib: int = Field(default=16, ge=1)
+    """Largest single file, MiB."""
     max_disk_mib: int = Field(default=64, ge=1)
+    """Size of the working directory, where the sandbox is isolated, MiB; it is main memory."""
     max_output_kib: int = Field(default=64, ge=1)
+    """Standard output and standard error, KiB; the program is ended if it writes more."""
 
 
 @dataclass(frozen=True, slots=True)

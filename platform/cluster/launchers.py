@@ -56,64 +56,52 @@ def _slurm_time(value: str) -> str:
 
 
 class LaunchSettings(BaseModel):
-    """Settings of every launcher (`launch.KEY=VALUE`).
+    """Settings of every launcher (`launch.KEY=VALUE`)."""
 
-    Attributes:
-        gpus_per_node: GPUs of a node; a run that needs fewer takes fewer.
-        shared_dir: Folder that every node sees under this path. The run starts there, so modules, relative paths and
-            `runs/` are in it.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     gpus_per_node: int = Field(default=8, ge=1, le=64)
+    """GPUs of a node; a run that needs fewer takes fewer."""
     shared_dir: Annotated[str, AfterValidator(_absolute)]
+    """Folder that every node sees under this path. The run starts there, so modules, relative paths and `runs/` are in
+    it."""
 
 
 class SlurmSettings(LaunchSettings):
-    """Settings of `penstock launch slurm`; without `shared_dir` the working directory is taken.
-
-    Attributes:
-        partition: None: the default partition of the site.
-        account: None: the default account of the user.
-        time_limit: None: that of the partition.
-        gpu_names: `cluster.pools.NAME.accelerator_type` -> this site's name of that GPU; by default in lower case.
-    """
+    """Settings of `penstock launch slurm`; without `shared_dir` the working directory is taken."""
 
     shared_dir: Annotated[str, AfterValidator(_absolute)] = Field(default_factory=lambda: str(Path.cwd()))
     partition: str | None = None
+    """None: the default partition of the site."""
     account: str | None = None
+    """None: the default account of the user."""
     time_limit: Annotated[str, AfterValidator(_slurm_time)] | None = None
+    """None: that of the partition."""
     gpu_names: dict[str, str] = Field(default_factory=dict)
+    """`cluster.pools.NAME.accelerator_type` -> this site's name of that GPU; by default in lower case."""
 
 
 class KubeRaySettings(LaunchSettings):
-    """Settings of `penstock launch kuberay`.
-
-    Attributes:
-        image: Image with Penstock, e.g. one made from the Dockerfile.
-        volume_claim: Claim of a volume that all pods can write (ReadWriteMany); mounted at `shared_dir`.
-        namespace: Namespace of the job.
-        gpu_label: Label of the nodes that names their GPU.
-        gpu_names: `cluster.pools.NAME.accelerator_type` -> value of that label. Without an entry any GPU is taken.
-    """
+    """Settings of `penstock launch kuberay`."""
 
     shared_dir: Annotated[str, AfterValidator(_absolute)] = "/shared"
     image: str
+    """Image with Penstock, e.g. one made from the Dockerfile."""
     volume_claim: str
+    """Claim of a volume that all pods can write (ReadWriteMany); mounted at `shared_dir`."""
     namespace: str = "default"
+    """Namespace of the job."""
     gpu_label: str = "nvidia.com/gpu.product"
+    """Label of the nodes that names their GPU."""
     gpu_names: dict[str, str] = Field(default_factory=dict)
+    """`cluster.pools.NAME.accelerator_type` -> value of that label. Without an entry any GPU is taken."""
 
 
 class RaySettings(LaunchSettings):
-    """Settings of `penstock launch ray`; without `shared_dir` the working directory is taken.
-
-    Attributes:
-        head: Host name or address of the head node.
-    """
+    """Settings of `penstock launch ray`; without `shared_dir` the working directory is taken."""
 
     shared_dir: Annotated[str, AfterValidator(_absolute)] = Field(default_factory=lambda: str(Path.cwd()))
     head: str = Field(pattern=r"^[\w.-]+$")
+    """Host name or address of the head node."""
 
 
 @dataclass(frozen=True, slots=True)

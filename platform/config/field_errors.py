@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,7 +19,6 @@ from pydantic_core import ErrorDetails
 from penstock.platform.config.schema import RunConfig
 
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-_ATTRIBUTE = re.compile(r"^        (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n            .*)*)", re.MULTILINE)
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _PRESETS = ("cispo", "dppo", "gspo", "online_dpo", "sapo", "topr")
 _ACCEPTED_WITH = {
@@ -352,10 +350,5 @@ def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Key -> its text below `Attributes:` in the docstring of its class, or of a base class."""
-    found: dict[str, str] = {}
-    for one in reversed(section.__mro__):
-        _, _, attributes = (one.__dict__.get("__doc__") or "").partition("Attributes:\n")
-        for match in _ATTRIBUTE.finditer(attributes):
-            found |= dict.fromkeys(match["names"].split(", "), " ".join(match["text"].split()))
-    return found
+    """Key -> the text below its field."""
+    return {name: " ".join((field.description or "").split()) for name, field in section.model_fields.items()}

@@ -40,26 +40,23 @@ FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class PoolConfig(Section):
-    """A set of equal accelerators, or of CPU slots.
-
-    Attributes:
-        device: Kind of device in the pool.
-        count: Accelerators (or CPU slots) in the pool.
-        memory_gib: Memory of one accelerator, GiB; for a CPU pool what the run may take of the machine's memory, null
-            is what the machine has free.
-        accelerator_type: Ray accelerator label, e.g. `H100`; None accepts any.
-        devices_per_node: Accelerators of one node, which the devices of an engine never leave; None: all are on one.
-    """
+    """A set of equal accelerators, or of CPU slots."""
 
     device: Literal["cpu", "gpu"]
+    """Kind of device in the pool."""
     count: int = Field(ge=1, le=100_000)
+    """Accelerators (or CPU slots) in the pool."""
     memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of one accelerator, GiB; for a CPU pool what the run may take of the machine's memory, null is what the
+    machine has free."""
     accelerator_type: str | None = None
+    """Ray accelerator label, e.g. `H100`; None accepts any."""
     devices_per_node: int | None = Field(default=None, ge=1)
+    """Accelerators of one node, which the devices of an engine never leave; None: all are on one."""
 
     @model_validator(mode="after")
     def _gpus_have_a_size(self) -> Self:
@@ -74,15 +71,12 @@ class PoolConfig(Section):
 
 
 class ExtraRolloutConfig(Section):
-    """Further engines of the run on another pool, e.g. of older accelerators (docs/guides/unequal-pools.md).
-
-    Attributes:
-        num_engines: Engines on this pool.
-        engine: Settings of these engines, all of them; None: those of `rollout.engine`.
-    """
+    """Further engines of the run on another pool, e.g. of older accelerators (docs/guides/unequal-pools.md)."""
 
     num_engines: int = Field(ge=1, le=10_000)
+    """Engines on this pool."""
     engine: EngineConfig | None = None
+    """Settings of these engines, all of them; None: those of `rollout.engine`."""
 
 
 def is_within(key: str, section: str) -> bool:
@@ -97,94 +91,83 @@ def _cluster_address(value: str) -> str:
 
 
 class ClusterConfig(Section):
-    """Pools, and the assignment of roles to pools.
-
-    Attributes:
-        address: `local` starts Ray on this machine; otherwise the address of a running cluster.
-        pools: Name -> pool.
-        trainer_pool: Pool of the trainer ranks.
-        rollout_pool: Pool of the `rollout.num_engines` engines.
-        extra_rollout_pools: Name of another pool -> the engines on it, in addition to those.
-        colocated: Trainer and engines share their devices and take turns (needs max_staleness 0).
-        threads_per_process: CPU threads of each engine and trainer process.
-    """
+    """Pools, and the assignment of roles to pools."""
 
     address: Annotated[str, AfterValidator(_cluster_address)] = "local"
+    """`local` starts Ray on this machine; otherwise the address of a running cluster."""
     pools: dict[str, PoolConfig]
+    """Name -> pool."""
     trainer_pool: str
+    """Pool of the trainer ranks."""
     rollout_pool: str
+    """Pool of the `rollout.num_engines` engines."""
     extra_rollout_pools: dict[str, ExtraRolloutConfig] = {}
+    """Name of another pool -> the engines on it, in addition to those."""
     colocated: bool = False
+    """Trainer and engines share their devices and take turns (needs max_staleness 0)."""
     threads_per_process: int = Field(default=1, ge=1, le=256)
+    """CPU threads of each engine and trainer process."""
 
 
 class FilterConfig(Section):
-    """Filters of groups that should not be trained (docs/concepts/dataflow.md). Each filtered group is replaced.
-
-    Attributes:
-        zero_variance: Filter groups whose rewards are all equal.
-        zero_variance_part: Compare this named part of the reward instead of the sum, e.g. raw correctness.
-        max_overlong_share: Filter groups with a larger share of truncated answers; None is off.
-        pass_rate: Keep groups with a share of passing answers (`dataflow.pass_reward`) in [lowest, highest]; None is
-            off.
-        user: Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered.
-    """
+    """Filters of groups that should not be trained (docs/concepts/dataflow.md). Each filtered group is replaced."""
 
     zero_variance: bool = False
+    """Filter groups whose rewards are all equal."""
     zero_variance_part: str | None = None
+    """Compare this named part of the reward instead of the sum, e.g. raw correctness."""
     max_overlong_share: float | None = Field(default=None, ge=0, lt=1)
+    """Filter groups with a larger share of truncated answers; None is off."""
     pass_rate: tuple[float, float] | None = None
+    """Keep groups with a share of passing answers (`dataflow.pass_reward`) in [lowest, highest]; None is off."""
     user: str | None = None
+    """Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered."""
 
 
 class DataflowConfig(Section):
-    """Batching, staleness and retries (docs/concepts/staleness.md).
-
-    Attributes:
-        batch_groups: B, groups per training batch.
-        group_size: Trajectories per group; they share a baseline.
-        pass_reward: Reward from which an answer passes: for the accuracy of evaluations, `filters.pass_rate` and
-            `by_success`.
-        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py),
-            which may reduce the group size of individual tasks; None is off.
-        length_limiting: `by_success`, or import path of a `LengthLimiting`, which may reduce the turn length of
-            individual tasks; None is off.
-        max_staleness: η, the maximum staleness of a trained token, in policy versions. 0 is the synchronous algorithm.
-        on_expiry: What happens to groups that would become too old. `wait` holds the batch open for them, `trim` gives
-            their tokens that are too old no loss weight, and `drop` drops them and requeues their tasks.
-        max_requeues: How often a task is requeued after `drop`.
-        surplus: Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many
-            of them are cancelled. Biased towards short answers.
-        stream_micro_batches: The trainer starts with the first groups of a batch while the rest is still being
-            generated. The gradient is the same.
-        early_logprobs: While the trainer waits for a batch, it computes values, proximal logprobs and reference
-            logprobs (of a policy with adapters) of the ready groups. The gradient is the same. It has no effect if the
-            algorithm needs none of these, with colocated roles, and with `stream_micro_batches`.
-        max_retries: Retries of one trajectory after its environment or reward failed.
-        min_group_size: Smallest number of members with which a group trains after others have failed; null is 2, and 1
-            for groups of one.
-        max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
-        filters: Which ready groups are not trained.
-        batch_timeout_s: Longest wait for a batch without a new token, score or ready group, seconds, before the run
-            stops and lists what it waits for.
-    """
+    """Batching, staleness and retries (docs/concepts/staleness.md)."""
 
     batch_groups: int = Field(ge=1, le=65_536)
+    """B, groups per training batch."""
     group_size: int = Field(ge=1, le=1024)
+    """Trajectories per group; they share a baseline."""
     pass_reward: float = 1.0
+    """Reward from which an answer passes: for the accuracy of evaluations, `filters.pass_rate` and `by_success`."""
     group_sizing: str | None = None
+    """`by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py), which may
+    reduce the group size of individual tasks; None is off."""
     length_limiting: str | None = None
+    """`by_success`, or import path of a `LengthLimiting`, which may reduce the turn length of individual tasks; None is
+    off."""
     max_staleness: int = Field(ge=0)
+    """η, the maximum staleness of a trained token, in policy versions. 0 is the synchronous algorithm."""
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
+    """What happens to groups that would become too old. `wait` holds the batch open for them, `trim` gives their tokens
+    that are too old no loss weight, and `drop` drops them and requeues their tasks."""
     max_requeues: int = Field(default=3, ge=0)
+    """How often a task is requeued after `drop`."""
     surplus: int = Field(default=0, ge=0)
+    """Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many of them are
+    cancelled. Biased towards short answers."""
     stream_micro_batches: bool = False
+    """The trainer starts with the first groups of a batch while the rest is still being generated. The gradient is the
+    same."""
     early_logprobs: bool = True
+    """While the trainer waits for a batch, it computes values, proximal logprobs and reference logprobs (of a policy
+    with adapters) of the ready groups. The gradient is the same. It has no effect if the algorithm needs none of
+    these, with colocated roles, and with `stream_micro_batches`."""
     max_retries: int = Field(default=2, ge=0)
+    """Retries of one trajectory after its environment or reward failed."""
     min_group_size: int | None = Field(default=None, ge=1)
+    """Smallest number of members with which a group trains after others have failed; null is 2, and 1 for groups of
+    one."""
     max_live_gib: float | None = Field(default=None, gt=0)
+    """Memory reserved at admission for the payloads of all live groups, GiB; None is no limit."""
     filters: FilterConfig = FilterConfig()
+    """Which ready groups are not trained."""
     batch_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest wait for a batch without a new token, score or ready group, seconds, before the run stops and lists what
+    it waits for."""
 
     @property
     def fewest_members(self) -> int:
@@ -193,35 +176,32 @@ class DataflowConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on held-out tasks (docs/guides/evaluation.md).
-
-    Attributes:
-        num_tasks: Held-out tasks of the first and the last evaluation; null is all of them, at most 1024; 0 is a run
-            without evaluations.
-        every_steps: Steps between evaluations that run concurrently with training; 0 disables them.
-        num_tasks_during_training: The first so many of these tasks are those of such an evaluation; null is 256, and
-            all of them with `keep_best`, which compares evaluations.
-        answers_per_task: k, answers per task. Above 1, `pass@k` is measured, too.
-        temperature: Of these answers; 0 is greedy, which gives every answer of a task the same text.
-        max_failed_share: Tolerated share of answers that cannot be sampled or scored after three attempts. They are
-            left out of all figures. Beyond it, the evaluation fails.
-        keep_best: Take a checkpoint with every evaluation, and keep that of the best one in addition to
-            `checkpoint.keep`. `penstock export --best` writes its policy.
-        part: Part of the reward that evaluations measure instead of the whole: what the policy should be good at, if it
-            learns from a reward model. The best evaluation is that of this part.
-        patience: End the training after so many evaluations in a row of which none is better than the best one; null
-            never does.
-    """
+    """Evaluation on held-out tasks (docs/guides/evaluation.md)."""
 
     num_tasks: int | None = Field(default=None, ge=0)
+    """Held-out tasks of the first and the last evaluation; null is all of them, at most 1024; 0 is a run without
+    evaluations."""
     every_steps: int = Field(default=20, ge=0)
+    """Steps between evaluations that run concurrently with training; 0 disables them."""
     num_tasks_during_training: int | None = Field(default=None, ge=1)
+    """The first so many of these tasks are those of such an evaluation; null is 256, and all of them with `keep_best`,
+    which compares evaluations."""
     answers_per_task: int = Field(default=1, ge=1, le=1024)
+    """k, answers per task. Above 1, `pass@k` is measured, too."""
     temperature: float = Field(default=0.0, ge=0, le=10)
+    """Of these answers; 0 is greedy, which gives every answer of a task the same text."""
     max_failed_share: float = Field(default=0.05, ge=0, lt=1)
+    """Tolerated share of answers that cannot be sampled or scored after three attempts. They are left out of all
+    figures. Beyond it, the evaluation fails."""
     keep_best: bool = False
+    """Take a checkpoint with every evaluation, and keep that of the best one in addition to `checkpoint.keep`.
+    `penstock export --best` writes its policy."""
     part: str | None = Field(default=None, min_length=1)
+    """Part of the reward that evaluations measure instead of the whole: what the policy should be good at, if it learns
+    from a reward model. The best evaluation is that of this part."""
     patience: int | None = Field(default=None, ge=1)
+    """End the training after so many evaluations in a row of which none is better than the best one; null never does.
+    """
 
     def first_tasks(self, num_held_out: int) -> int:
         """How many of the held-out tasks an evaluation during training has."""
@@ -231,76 +211,62 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of the whole run, from which `penstock resume` continues.
-
-    Attributes:
-        every_minutes: Take one at the first step that ends so many minutes after the last one; 0 turns this off.
-        every_steps: Take one every so many steps, too; 0 turns this off.
-        keep: Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition.
-    """
+    """Checkpoints of the whole run, from which `penstock resume` continues."""
 
     every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)
+    """Take one at the first step that ends so many minutes after the last one; 0 turns this off."""
     every_steps: int = Field(default=0, ge=0)
+    """Take one every so many steps, too; 0 turns this off."""
     keep: int = Field(default=2, ge=1, le=10_000)
+    """Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition."""
 
 
 class SampleConfig(Section):
-    """Settings of `penstock sample`.
-
-    Attributes:
-        num_tasks: Number of tasks.
-        answers_per_task: Answers sampled per task.
-        pairs_per_task: Maximum number of preference pairs written per task.
-        split: The split of the tasks.
-    """
+    """Settings of `penstock sample`."""
 
     num_tasks: int = Field(default=1024, ge=1)
+    """Number of tasks."""
     answers_per_task: int = Field(default=4, ge=1)
+    """Answers sampled per task."""
     pairs_per_task: int = Field(default=4, ge=0)
+    """Maximum number of preference pairs written per task."""
     split: Literal["train", "held_out"] = "train"
+    """The split of the tasks."""
 
 
 class PartnerConfig(Section):
-    """A second policy that is trained in the same run on the same groups, half of each sampled by it.
-
-    Attributes:
-        model: Model of the partner, of any size, with the tokenizer of `model`.
-        optimizer: Optimizer of the partner; None uses `trainer.optimizer`.
-    """
+    """A second policy that is trained in the same run on the same groups, half of each sampled by it."""
 
     model: ModelConfig
+    """Model of the partner, of any size, with the tokenizer of `model`."""
     optimizer: OptimizerConfig | None = None
+    """Optimizer of the partner; None uses `trainer.optimizer`."""
 
 
 class RunConfig(Section):
-    """Configuration of a run.
-
-    Attributes:
-        name: Name of the run: letters, digits and `._-`.
-        run_dir: Directory of the run, relative to the working directory.
-        seed: Seed of tasks, sampling and initial weights.
-        total_steps: Number of batches to train.
-        max_hours: End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on.
-            None: no limit.
-        stop_grace_s: Longest time from a signal (SIGTERM, Ctrl-C, a closed terminal) to the end of all processes,
-            seconds. Less than the time until the sender of the signal kills: docker 10, SLURM and Kubernetes 30.
-        console: What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line.
-        overwrite: Delete a non-empty `run_dir` instead of refusing to start.
-        resume: `auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start
-            the same command again.
-        warm_start: Overrides of the `penstock sft` that `penstock train` runs first if `model.path` does not exist;
-            None: `model.path` must exist.
-    """
+    """Configuration of a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=128)
+    """Name of the run: letters, digits and `._-`."""
     run_dir: str
+    """Directory of the run, relative to the working directory."""
     seed: int = Field(ge=0, lt=2**32)
+    """Seed of tasks, sampling and initial weights."""
     total_steps: int = Field(ge=1, le=100_000_000)
+    """Number of batches to train."""
     max_hours: float | None = Field(default=None, gt=0, le=100_000)
+    """End in order after so many hours, with policy and checkpoint, so that `penstock resume` goes on. None: no limit.
+    """
     stop_grace_s: float = Field(default=25.0, ge=1, le=MAX_TIMEOUT_S)
+    """Longest time from a signal (SIGTERM, Ctrl-C, a closed terminal) to the end of all processes, seconds. Less than
+    the time until the sender of the signal kills: docker 10, SLURM and Kubernetes 30."""
     console: ConsoleForm = "table"
+    """What it prints: `table`, a line for each step; `quiet`, only how it ended; `json`, an object per line."""
     overwrite: bool = False
+    """Delete a non-empty `run_dir` instead of refusing to start."""
     resume: Literal["never", "auto"] = "never"
+    """`auto`: `penstock train` continues the run in `run_dir` if there is one, so that a scheduler may start the same
+    command again."""
     model: ModelConfig
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
@@ -320,6 +286,8 @@ class RunConfig(Section):
     partner: PartnerConfig | None = None
     sample: SampleConfig = SampleConfig()
     warm_start: tuple[str, ...] | None = None
+    """Overrides of the `penstock sft` that `penstock train` runs first if `model.path` does not exist; None:
+    `model.path` must exist."""
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
     _typed: tuple[str, ...] = PrivateAttr(default=())

@@ -27,101 +27,98 @@ PROFILES: dict[str, LengthProfile] = {
 
 
 class SimulationConfig(BaseModel):
-    """Configuration of a simulated run.
+    """Configuration of a simulated run."""
 
-    Attributes:
-        profile: Named length profile.
-        sigma: σ of the lognormal; overrides the profile.
-        mean_tokens: Mean response length in tokens; overrides the profile.
-        cap_tokens: Longest response in tokens; overrides the profile.
-        prompt_tokens: Prompt length, tokens.
-        grain: Real tokens per simulated token; sets the speed of the simulation and the resolution of spans.
-        engines: Number of engines.
-        slots: Requests one engine decodes at once.
-        kv_tokens: KV-cache capacity of one engine, tokens.
-        trainer_devices: Devices the trainer computes on.
-        colocated: Trainer and engines share the devices and take turns (needs eta=0).
-        decode_base_s: Seconds of a decode step with an empty batch: reading the weights.
-        decode_per_sequence_s: Seconds that each running sequence adds to a decode step.
-        prefill_s_per_token: Seconds to prefill one prompt token; decoding is paused during prefill.
-        engine_speeds: Relative speed per engine, repeated over the engines.
-        train_s_per_token: Device-seconds to train one token.
-        train_fixed_s: Seconds of a training step that do not depend on its size.
-        weight_bytes: Bytes of a published version.
-        publish_bytes_per_s: Bandwidth to one engine.
-        swap_s: Seconds that an engine is paused to swap staged weights.
-        routing: Policy that selects the engine of a request.
-        update_mode: How engines receive weights while they generate.
-        overlap: Whether the trainer continues during a publish.
-        adaptive_concurrency: Whether engines get fewer requests while their KV cache is full.
-        turns: Mean number of turns of an episode; 1 is a single turn without an environment.
-        observation_tokens: Tokens of an observation between two turns.
-        tool_mean_s: Mean time of an environment between two turns, seconds; lognormal.
-        tool_sigma: σ of the logarithm of this time.
-        tool_cap_s: Maximum of this time, seconds.
-        environments: Number of concurrent episodes; further episodes wait.
-        reward_mean_s: Mean latency of a reward, seconds; exponential.
-        reward_workers: Number of concurrent rewards.
-        steps: Number of batches to train.
-        batch: B, groups per batch.
-        group_size: Trajectories per group.
-        eta: η, max_staleness, versions.
-        on_expiry: What happens to groups that would become too old.
-        surplus: Redundant groups beyond the credits.
-        min_group_size: Smallest number of members with which a group trains after others have failed.
-        max_live: Maximum number of live trajectories (as set by `dataflow.max_live_gib`); none is no limit.
-        stream: Whether the trainer starts with the first groups of a batch while the rest is generated.
-        max_retries: Retries of one trajectory.
-        eval_every: Steps between evaluations during training; 0 disables them.
-        batch_timeout_s: Longest wait for a batch without a new token, score or ready group, virtual seconds.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     profile: Literal["constant", "short", "longtail", "exponential"] = "longtail"
+    """Named length profile."""
     sigma: float | None = Field(default=None, ge=0, le=3)
+    """σ of the lognormal; overrides the profile."""
     mean_tokens: float | None = Field(default=None, gt=0)
+    """Mean response length in tokens; overrides the profile."""
     cap_tokens: int | None = Field(default=None, ge=1)
+    """Longest response in tokens; overrides the profile."""
     prompt_tokens: int = Field(default=256, ge=1)
+    """Prompt length, tokens."""
     grain: int = Field(default=16, ge=1)
+    """Real tokens per simulated token; sets the speed of the simulation and the resolution of spans."""
     engines: int = Field(default=4, ge=1)
+    """Number of engines."""
     slots: int = Field(default=16, ge=1)
+    """Requests one engine decodes at once."""
     kv_tokens: int = Field(default=600_000, ge=1)
+    """KV-cache capacity of one engine, tokens."""
     trainer_devices: int = Field(default=1, ge=1)
+    """Devices the trainer computes on."""
     colocated: bool = False
+    """Trainer and engines share the devices and take turns (needs eta=0)."""
     decode_base_s: float = Field(default=5e-3, ge=0)
+    """Seconds of a decode step with an empty batch: reading the weights."""
     decode_per_sequence_s: float = Field(default=1e-4, ge=0)
+    """Seconds that each running sequence adds to a decode step."""
     prefill_s_per_token: float = Field(default=28e-6, ge=0)
+    """Seconds to prefill one prompt token; decoding is paused during prefill."""
     engine_speeds: tuple[float, ...] = (1.0,)
+    """Relative speed per engine, repeated over the engines."""
     train_s_per_token: float = Field(default=100e-6, gt=0)
+    """Device-seconds to train one token."""
     train_fixed_s: float = Field(default=0.5, gt=0)
+    """Seconds of a training step that do not depend on its size."""
     weight_bytes: int = Field(default=14_000_000_000, ge=0)
+    """Bytes of a published version."""
     publish_bytes_per_s: float = Field(default=25e9, gt=0)
+    """Bandwidth to one engine."""
     swap_s: float = Field(default=0.1, ge=0)
+    """Seconds that an engine is paused to swap staged weights."""
     routing: Literal["prefix_aware", "least_loaded"] = "prefix_aware"
+    """Policy that selects the engine of a request."""
     update_mode: UpdateMode = "keep_kv"
+    """How engines receive weights while they generate."""
     overlap: bool = False
+    """Whether the trainer continues during a publish."""
     adaptive_concurrency: bool = False
+    """Whether engines get fewer requests while their KV cache is full."""
     turns: int = Field(default=1, ge=1)
+    """Mean number of turns of an episode; 1 is a single turn without an environment."""
     observation_tokens: int = Field(default=64, ge=1)
+    """Tokens of an observation between two turns."""
     tool_mean_s: float = Field(default=1.0, ge=0)
+    """Mean time of an environment between two turns, seconds; lognormal."""
     tool_sigma: float = Field(default=1.0, ge=0, le=3)
+    """σ of the logarithm of this time."""
     tool_cap_s: float = Field(default=60.0, gt=0)
+    """Maximum of this time, seconds."""
     environments: int = Field(default=64, ge=1)
+    """Number of concurrent episodes; further episodes wait."""
     reward_mean_s: float = Field(default=0.1, ge=0)
+    """Mean latency of a reward, seconds; exponential."""
     reward_workers: int = Field(default=64, ge=1)
+    """Number of concurrent rewards."""
     steps: int = Field(default=12, ge=1)
+    """Number of batches to train."""
     batch: int = Field(default=4, ge=1)
+    """B, groups per batch."""
     group_size: int = Field(default=4, ge=1)
+    """Trajectories per group."""
     eta: int = Field(default=2, ge=0)
+    """η, max_staleness, versions."""
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
+    """What happens to groups that would become too old."""
     surplus: int = Field(default=0, ge=0)
+    """Redundant groups beyond the credits."""
     min_group_size: int = Field(default=2, ge=1)
+    """Smallest number of members with which a group trains after others have failed."""
     max_live: int | None = Field(default=None, ge=1)
+    """Maximum number of live trajectories (as set by `dataflow.max_live_gib`); none is no limit."""
     stream: bool = False
+    """Whether the trainer starts with the first groups of a batch while the rest is generated."""
     max_retries: int = Field(default=4, ge=0)
+    """Retries of one trajectory."""
     eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations during training; 0 disables them."""
     batch_timeout_s: float = Field(default=36_000.0, gt=0)
+    """Longest wait for a batch without a new token, score or ready group, virtual seconds."""
 
     @property
     def lengths(self) -> LengthProfile:

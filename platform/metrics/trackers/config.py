@@ -13,7 +13,7 @@ ConsoleForm = Literal["table", "quiet", "json"]
 class TrackerSection(BaseModel):
     """Base of the tracker sections: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class JsonlTrackerConfig(TrackerSection):
@@ -25,17 +25,14 @@ class TensorboardTrackerConfig(TrackerSection):
 
 
 class WandbTrackerConfig(TrackerSection):
-    """Weights & Biases. Without an API key it logs offline into the run directory.
-
-    Attributes:
-        project: Project to which the run is logged.
-        entity: Team or user; None is the default of your account.
-        mode: `auto` is online with an API key, otherwise offline.
-    """
+    """Weights & Biases. Without an API key it logs offline into the run directory."""
 
     project: str
+    """Project to which the run is logged."""
     entity: str | None = None
+    """Team or user; None is the default of your account."""
     mode: Literal["auto", "online", "offline"] = "auto"
+    """`auto` is online with an API key, otherwise offline."""
 
 
 class TrackerConfig(TrackerSection):
