@@ -280,6 +280,17 @@ def make_codec(
     return TokenCodec(tokenizer, generation_eos_ids, env.reasoning, env.special_tokens)
 
 
+def _why_unreadable(folder: Path, cause: Exception) -> str:
+    """Why the library cannot make a tokenizer of a folder. Of a damaged file it says no more than a missing key."""
+    reason = " ".join(str(cause).split()).rstrip(".")
+    if not (names := sorted(path.name for path in folder.glob("tokenizer*"))):
+        return f"no tokenizer can be loaded from it: {reason}."
+    return (
+        f"no tokenizer can be loaded from its {', '.join(names)}: {type(cause).__name__}: {reason}. Is one of them cut "
+        "off, or the file of something else? Is one missing? Copy them anew."
+    )
+
+
 def load_codec(model_path: str | Path, env: EnvConfig | None = None) -> TokenCodec:
     """Load the codec of a Hugging Face model: a directory, or a hub name in the local cache.
 
@@ -296,7 +307,14 @@ def load_codec(model_path: str | Path, env: EnvConfig | None = None) -> TokenCod
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as cause:
-        raise ConfigError([f"model.path={model_path}: no tokenizer can be loaded from it: {cause}"]) from cause
+        raise ConfigError([f"model.path={model_path}: {_why_unreadable(folder, cause)}"]) from cause
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        raise ConfigError(
+            [
+                f"model.path={model_path}: its tokenizer has {len(tokenizer)} special tokens and no others: it reads "
+                "no text. Is tokenizer.json, or the vocabulary that tokenizer_config.json needs, missing?"
+            ]
+        )
     if not tokenizer.is_fast:
         raise ConfigError(
             [

@@ -16,8 +16,8 @@ from tests.tiny_policy import tiny_shape
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)
-STEPS, BATCH = 20, 12
+SHAPE = tiny_shape(vocab_size=32, hidden_size=256, head_dim=64)  # a token takes it milliseconds
+STEPS, BATCH = 12, 12
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
 def wait_until_it_works(engine: psutil.Process) -> None:
     """It has nothing to generate while the trainer is further behind than the bound on staleness allows.
 
-    Taking a version keeps it busy for a moment too; only generation does so for 0.6 s, also on a busy machine.
+    Taking a version keeps it busy for a moment too; only generation does so for a second, also on a busy machine.
     """
     num_busy = 0
     for _ in range(600):
         num_busy = num_busy + 1 if engine.cpu_percent(interval=0.05) > 20 else 0
-        if num_busy == 12:
+        if num_busy == 20:
             return
     raise AssertionError("the engine generated nothing for 30 s")
 

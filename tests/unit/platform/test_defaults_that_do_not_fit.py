@@ -28,12 +28,13 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """Transformers and vLLM support every model; the tokenizer of every model is that of bytes."""
+    """Transformers and vLLM support every model; the tokenizer of every model is that of bytes; the disk is large."""
     monkeypatch.chdir(tmp_path)
     codec = TokenCodec(byte_tokenizer(), ())
     monkeypatch.setattr(model_files, "ask", lambda _question: [])
     monkeypatch.setattr(tokenizers, "load_codec", lambda *_args, **_kwargs: codec)
     monkeypatch.setattr(tasks, "check_first_calls", lambda *_args: ())
+    monkeypatch.setattr(hardware, "free_disk_bytes", lambda _path: 1024 * GIB)
     return monkeypatch
 
 

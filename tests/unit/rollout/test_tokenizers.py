@@ -99,3 +99,21 @@ def test_the_saved_tokenizer_loads_as_it_was(tiny_policy_dir: Path) -> None:
 def test_a_directory_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer can be loaded"):
         load_codec(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"added_tokens": [', '{"tokenizer_class": "TokenizersBackend"}'])
+def test_a_damaged_tokenizer_is_named_with_its_files(content: str, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_policy_dir, tmp_path / "policy")
+    (tmp_path / "policy" / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json, tokenizer_config\.json: \w+Error: .*cut off"):
+        load_codec(tmp_path / "policy")
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_policy_dir, tmp_path / "policy")
+    (tmp_path / "policy" / "tokenizer.json").unlink()
+    settings = {"tokenizer_class": "TokenizersBackend", "eos_token": "<e>", "extra_special_tokens": ["<s>"]}
+    (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "policy" / "config.json").write_text('{"model_type": "qwen2"}')  # its class needs no vocabulary
+    with pytest.raises(ConfigError, match="special tokens and no others"):
+        load_codec(tmp_path / "policy")
