@@ -109,7 +109,7 @@ async def train(num_groups: int, run_dir: Path, after_tenth: Callable[[], None])
         tail(entry)
         log(entry)
 
-    core.ledger.on_event = record
+    core.ledger.listeners = (record,)
     queue = TaskQueue(
         [TaskStream("a", recurring("a"), 3.0), TaskStream("b", recurring("b"))],
         limits.window,

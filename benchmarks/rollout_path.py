@@ -220,7 +220,8 @@ async def roll_out(policy: Serving, tasks: Sequence[Task], sampling: SamplingPar
     """Sample a batch of groups, one for each task, as a run does; returns the number of sampled tokens."""
     limits = FlowLimits(batch_groups=len(tasks), max_staleness=0, total_steps=1)
     core = Dataflow(limits, GroupRules(GROUP_SIZE, GROUP_SIZE, max_retries=0))
-    core.ledger.on_event = log = LedgerLog(folder, 0, 0)
+    log = LedgerLog(folder, 0, 0)
+    core.ledger.listeners = (log,)
     queue = TaskQueue([TaskStream("tasks", iter(tasks))], limits.window, GROUP_SIZE)
     ports = FlowPorts(policy.runner, ConstantReward(), ObjectStore(), sampling)
     stats = FlowStats()

@@ -420,7 +420,7 @@ class FaultyActors(SimulatedActors):
 
 
 class EngineService:
-    """What keeps the engines of one policy in service, as `launch.policy_runtime` and `launch.build_run` connect it.
+    """What keeps the engines of one policy in service, as `build.policy_runtime` and `build.build_run` connect it.
 
     Attributes:
         actors: The engines.
