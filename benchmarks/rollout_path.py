@@ -45,7 +45,8 @@ from penstock.actors.cluster import ObjectStore
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import SamplingParams, Score
+from penstock.dataflow.ports import Score
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory

@@ -23,7 +23,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import JournalEntry, LedgerCounts, VersionMark
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig

@@ -15,7 +15,13 @@ from penstock.actors.engine import client as engine_client
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TensorEntry, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    GenerateRequest,
+    TensorEntry,
+    WeightAck,
+    WeightManifest,
+)
+from penstock.dataflow.sampling import SamplingParams
 
 MANIFEST = WeightManifest(1, "somewhere", (), 100, 7)
 

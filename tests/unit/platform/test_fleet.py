@@ -16,7 +16,13 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, SharedMemoryTransport
 from penstock.dataflow.errors import EngineLostError, PenstockError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId, TaskId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    GenerateRequest,
+    TokenDelta,
+    WeightAck,
+    WeightManifest,
+)
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
