@@ -15,8 +15,6 @@ from functools import partial
 from itertools import islice
 from typing import cast
 
-from penstock.platform.run.control import served_control
-
 from penstock.actors.cluster import draining_nodes
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
@@ -48,6 +46,7 @@ from penstock.platform.run.flow_builder import flow_limits, make_filters, make_t
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
+from penstock.platform.run.scale import served_control
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
