@@ -55,7 +55,7 @@ class Trainer:
     hangs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def step(self, batch):
-        groups = [group async for group in batch]
+        groups = list(batch)
         assert len(groups) == GROUPS
         self.given.append([group.group_id for group in groups])
         if self.num_steps == self.hangs_in:

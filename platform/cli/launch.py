@@ -28,7 +28,7 @@ from penstock.platform.cluster.launchers import (
     slurm_script,
     train_command,
 )
-from penstock.platform.config.field_errors import nearest_choice
+from penstock.platform.config.field_errors import descriptions, nearest_choice
 from penstock.platform.config.schema import RunConfig
 
 Launcher = Literal["slurm", "kuberay", "ray"]
@@ -149,17 +149,11 @@ def read_settings(model: type[LaunchSettings], typed: Sequence[str], problems: l
                 hint = nearest_choice(key, keys)
                 told = f"is no setting of this launcher.{hint} Settings: {', '.join(keys)}."
             elif details["type"] == "missing":
-                told = f"is needed: {_meaning(model, key)}"
+                told = f"is needed: {descriptions(model)[key]}"
             else:
                 told = details["msg"].removeprefix("Value error, ") + "."
             problems.append(f"launch.{key}{'=' + str(values[key]) if key in values else ''}: {told}")
         return None
-
-
-def _meaning(model: type[LaunchSettings], key: str) -> str:
-    """What the docstring of a model says of a setting."""
-    lines = (model.__doc__ or "").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.strip().startswith(f"{key}:")), "")
 
 
 def run_wait(num_nodes: int, timeout_s: float, say: Callable[[str], None]) -> int:

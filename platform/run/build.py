@@ -172,7 +172,9 @@ async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Check
     saved, payloads = await asyncio.to_thread(folder.flow_snapshot, resumed)
     await flow.restore(saved, payloads)
     run.load_state_dict(resumed.version, resumed.manifest["run"])
-    await asyncio.to_thread(folder.prune, run.config.checkpoint.keep, resumed.version, run.spared_versions())
+    await asyncio.to_thread(
+        folder.prune, run.config.checkpoint.keep, resumed.version, run.evaluations.spared_versions()
+    )
 
 
 @asynccontextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,24 +16,17 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.progress import Progress
-from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, POLICY_FOLDER
+from penstock.platform.metrics.run_files import CONFIG_FILE, POLICY_FOLDER
 from penstock.platform.metrics.summary import SkippedPrompts
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import (
-    Evaluation,
-    SupportsEvaluation,
-    best_of,
-    evaluated_on,
-    evaluation_from,
-    num_since_best,
-)
+from penstock.platform.run.evaluation import SupportsEvaluation
+from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
@@ -73,8 +65,7 @@ class Run:
         version: Version of the policy that was published last.
         total_steps: Batches to train; `evaluation.patience` lowers it to those that were trained.
         has_begun: Whether the flow was started.
-        evaluations: Successful evaluations, in order.
-        held_out: Tasks of the first and the last evaluation; empty: the run has no evaluations.
+        evaluations: What it evaluates, and when.
         policy_version: Version of the policy saved in the run directory; None before the first save.
     """
 
@@ -95,13 +86,19 @@ class Run:
         self.publisher = runtime.publisher
         self.stats = flow.stats
         self.has_begun = False
-        self.evaluations: list[Evaluation] = []
+        self.evaluations = Evaluations(
+            config.evaluation,
+            runtime.evaluator,
+            held_out,
+            instruments.run_dir,
+            lambda metrics: instruments.hub.log(self.version, metrics),
+            instruments.note,
+            timeline,
+        )
         self.policy_version: int | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._published = 0  # or being published
-        self._evaluator = runtime.evaluator
         self._monitor = runtime.monitor
-        self.held_out = held_out
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
@@ -114,13 +111,9 @@ class Run:
         self._tokens_generated = 0
         self._consecutive_bad_steps = 0
         self._skipped_steps = 0
-        self._failed_evaluations = 0
         self._is_silent = False
         self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
         self._bad_batch: Path | str | None = None
-        self._evaluation_task: asyncio.Task[None] | None = None
-        self._evaluates = False
-        self._evaluating: int | None = None  # version whose evaluation goes on during training
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
 
@@ -141,7 +134,7 @@ class Run:
     def skipped_prompts(self) -> SkippedPrompts:
         """The tasks that were skipped because their prompt leaves no space for an answer."""
         taken, skipped, first = self._flow.skipped_tasks()
-        newest = self.evaluations[-1].score if self.evaluations else None
+        newest = self.evaluations.done[-1].score if self.evaluations.done else None
         return SkippedPrompts(
             taken, skipped, first, newest.num_tasks if newest else 0, newest.num_skipped if newest else 0
         )
@@ -221,100 +214,60 @@ class Run:
             )
 
     async def evaluate_first(self) -> None:
-        """Evaluate before training, on all held-out tasks. A resumed run repeats the evaluation that was cut off."""
+        """Evaluate before training. A resumed run repeats the evaluation that was cut off."""
         self._end_without_progress()
-        if not self.held_out:
-            return
-        if not self.evaluations and not self.version:
-            await self._evaluate(self.held_out)
-        elif all(evaluation.step != self.version for evaluation in self.evaluations):
-            self.evaluate_concurrently()
-
-    async def evaluate_last(self) -> None:
-        """Evaluate after training, on all held-out tasks, once the engines have the last published version."""
-        if self._evaluation_task is not None:
-            await self._evaluation_task
-        if self.held_out:
-            await self._evaluate(self.held_out, after=self.publisher.delivered())
+        if not self.version and not self.evaluations.done:
+            await self.evaluations.first(self.version)
+        elif all(evaluation.step != self.version for evaluation in self.evaluations.done):
+            self._evaluate_if_due()
 
     def evaluate_concurrently(self) -> None:
-        """Every `evaluation.every_steps` steps, start an evaluation task that shares the engines with the rollouts.
+        """Every `evaluation.every_steps` steps, start an evaluation that shares the engines with the rollouts.
 
         Call it at the cut, before `maybe_checkpoint`: if earlier evaluations end the training, it ends here.
         """
         self._end_without_progress()
-        every = self.config.evaluation.every_steps
-        if not self.held_out or not every or self.version % every or self.version in (0, self.total_steps):
-            return
-        if self._evaluation_task is not None:
-            if not self._evaluation_task.done():
-                self._instruments.note(f"evaluation at v{self.version} skipped: the previous one is still running")
-                return
-            # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
-            self._evaluation_task.result()
-        tasks = self.held_out[: self.config.evaluation.first_tasks(len(self.held_out))]
-        self._evaluating = self.version
-        self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
+        self._evaluate_if_due()
+
+    async def evaluate_last(self) -> None:
+        """Evaluate after training, once the engines have the last published version."""
+        await self.evaluations.last(self.version, self.publisher.delivered)
+
+    def _evaluate_if_due(self) -> None:
+        if self.version != self.total_steps and self.evaluations.is_due(self.version):
+            self.evaluations.start(self.version)
 
     def _end_without_progress(self) -> None:
-        """Make this version the last one once `evaluation.patience` evaluations in a row were not better than the best.
-
-        It needs no state but the evaluations, so a run that is resumed or rolled back ends at the same step.
-        """
-        patience = self.config.evaluation.patience
-        num_worse = num_since_best(self.evaluations)
-        if patience is None or self.version >= self.total_steps or num_worse < patience:
-            return
-        self.total_steps = self.version
-        best, first = best_of(self.evaluations), self.evaluations[0]
-        assert best is not None, "evaluations came after it"
-        was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
-        self._instruments.note(
-            f"the training ends at v{self.version}: v{best.step} is still the best ({best.score}) after {num_worse} "
-            f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
-            + (f"Before training it was better still ({first.score}). " if was_better else "")
-            + (
-                f"`penstock export {self._instruments.run_dir} --best` writes its policy"
-                if self.config.evaluation.keep_best
-                else f"The policy of v{best.step} is not kept, since evaluation.keep_best=false"
-            )
-        )
+        """Make this version the last one if `evaluation.patience` is at its end."""
+        if self.version < self.total_steps and self.evaluations.is_without_progress(self.version):
+            self.total_steps = self.version
 
     async def maybe_checkpoint(self) -> None:
         """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
         is_last = self.version == self.total_steps
-        may_be_best = self.config.evaluation.keep_best and (is_last or self._evaluating == self.version)
+        may_be_best = self.config.evaluation.keep_best and (is_last or self.evaluations.running == self.version)
         if may_be_best or self._checkpointer.is_due(self.version, is_last=is_last):
-            self._checkpointer.spared = self.spared_versions()
+            self._checkpointer.spared = self.evaluations.spared_versions()
             await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
-
-    def spared_versions(self) -> frozenset[int]:
-        """Versions whose checkpoints are kept, however old: the best one, and one whose evaluation goes on."""
-        if not self.config.evaluation.keep_best:
-            return frozenset()
-        best = best_of(self.evaluations)
-        return frozenset(version for version in (best and best.step, self._evaluating) if version)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
         return {
-            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "evaluations": self.evaluations.state(),
             "mismatch": self._mismatch.state_dict(),
             "rewards": list(self._instruments.hub.rewards),
             "skipped_steps": self._skipped_steps,
-            "failed_evaluations": self._failed_evaluations,
+            "failed_evaluations": self.evaluations.num_failed,
             "wall_s": self.wall_s,
         }
 
     def load_state_dict(self, version: int, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, at a policy version."""
         self.version = version
-        self.evaluations = [evaluation_from(saved) for saved in state["evaluations"]]
-        self._write_best()
+        self.evaluations.restore(state["evaluations"], state["failed_evaluations"])
         self._mismatch.load_state_dict(state["mismatch"])
         self._instruments.hub.rewards[:] = state["rewards"]
         self._skipped_steps = state["skipped_steps"]
-        self._failed_evaluations = state["failed_evaluations"]
         self._tokens_generated = self.stats.tokens_generated
         self._trainer_waited_for = dict(self.stats.trainer_wait_for)
         self._wall_s_before = state["wall_s"]
@@ -423,10 +376,8 @@ class Run:
         """What the run does now. Called in a thread."""
         num_tokens = self._flow.ports.runner.stats.received_tokens
         if not self._flow.is_running:
-            evaluator = self._evaluator
-            if self._evaluates and evaluator.num_wanted:
-                what = f"evaluating v{self.version}"
-                return Progress(what, evaluator.num_answered, evaluator.num_wanted, "answers", num_tokens)
+            if (evaluating := self.evaluations.progress(self.version)) is not None:
+                return evaluating._replace(num_tokens=num_tokens)
             return Progress(f"publishing v{self.version}" if not self.has_begun else "ending")
         core, step = self._flow.core, f"step {self.version + 1}/{self.total_steps}"
         if core.is_batch_complete:
@@ -466,68 +417,7 @@ class Run:
     async def close(self) -> None:
         """Cancel a running evaluation, and wait for the checkpoint that is being written."""
         await self._checkpointer.written()
-        if self._evaluation_task is not None and not self._evaluation_task.done():
-            self._evaluation_task.cancel()
-            await asyncio.gather(self._evaluation_task, return_exceptions=True)
-
-    async def _evaluate(self, tasks: list[Task], after: Awaitable[object] | None = None) -> None:
-        """Evaluate once `after` has completed. A failure is noted and counted; it never ends the run."""
-        version = self.version
-        self._evaluates = True
-        try:
-            if after is not None:
-                await after
-            began_at = time.time()
-            evaluation = await self._evaluator.evaluate(version, tasks)
-        except PenstockError as error:
-            self._evaluating, self._evaluates = None, False
-            self._failed_evaluations += 1
-            self._instruments.hub.log(self.version, {"eval/failed": float(self._failed_evaluations)})
-            self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
-            return
-        self._evaluating, self._evaluates = None, False
-        if self._timeline is not None:
-            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
-        self.evaluations.append(evaluation)
-        num_trained_on = sum(task.is_trained_on for task in tasks)
-        self._instruments.hub.log(self.version, evaluation.metrics() | {"eval/tasks_trained_on": num_trained_on})
-        is_best = self._write_best() is evaluation
-        size = self.config.evaluation.answers_per_task
-        self._instruments.note(
-            f"eval at v{evaluation.version_min}"
-            + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
-            + (f", {part}" if (part := self.config.evaluation.part) else "")
-            + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
-            + (f" with {size} answers each" if size > 1 else "")
-            + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
-            + "".join(f"; {name}: {score} on {score.counted}" for name, score in evaluation.sets.items())
-            + ("; the best so far" if is_best else "")
-        )
-        if evaluation.num_unscorable:
-            reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
-            self._instruments.note(
-                f"eval at v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
-                f"out ({reasons})"
-            )
-        if evaluation.num_abstained:
-            self._instruments.note(
-                f"eval at v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
-                "are left out"
-            )
-
-    def _write_best(self) -> Evaluation | None:
-        """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
-        best = best_of(self.evaluations) if self.config.evaluation.keep_best else None
-        path = self._instruments.run_dir / BEST_FILE
-        try:
-            if best is not None:
-                figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
-                write_text_atomically(path, json.dumps(figures) + "\n")
-            elif self._has_directory:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            self._instruments.note(f"{path} could not be written, so `export --best` may name an older step: {error}")
-        return best
+        await self.evaluations.close()
 
     def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:
         flow, last, counts = self._flow, self.stats.last, self.counts()

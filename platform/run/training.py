@@ -467,7 +467,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
     """Build the summary of a run."""
     counts = run.counts()
     first, last = first_and_last_mean(hub.rewards)
-    evaluations = run.evaluations
+    evaluations = run.evaluations.done
     before = next((evaluation for evaluation in evaluations if evaluation.step == 0), None)
     at_end = run.version if run.version > 0 and status == "completed" else None
     after = next((evaluation for evaluation in evaluations if evaluation.step == at_end), None)
@@ -476,7 +476,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         seed=run.config.seed,
         status=status,
         version=__version__,
-        evaluated_on=evaluated_on(run.held_out),
+        evaluated_on=evaluated_on(run.evaluations.held_out),
         eval_before=None if before is None else before.accuracy,
         eval_after=None if after is None else after.accuracy,
         eval_reward_before=None if before is None else before.reward_mean,

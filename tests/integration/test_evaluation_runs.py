@@ -66,7 +66,7 @@ def test_a_resumed_run_keeps_answers_and_the_best_policy_of_the_steps_that_were_
     checkpoint = Run.maybe_checkpoint
 
     async def dies_before_the_checkpoint(run: Run) -> None:
-        while run._evaluating:  # noqa: ASYNC110 - so that the evaluation of every second step is there
+        while run.evaluations.running:  # noqa: ASYNC110 - so that the evaluation of every second step is there
             await asyncio.sleep(0.01)
         if run.version == 6:
             raise KilledError

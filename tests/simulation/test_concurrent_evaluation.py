@@ -27,7 +27,7 @@ def simulated(overrides: list[str]) -> Simulation:
 
 
 def evaluations(simulation: Simulation) -> list[Evaluation]:
-    return simulation.run.evaluations
+    return simulation.run.evaluations.done
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])

@@ -675,7 +675,7 @@ def test_a_step_that_is_waited_for_without_a_limit_is_found(monkeypatch: pytest.
 STALLED = [*SMALL, "faults=stalls", "reward_mean_s=20"]
 
 
-@pytest.mark.parametrize("client", ["penstock.actors.reward.client", "penstock.actors.ray_errors"])
+@pytest.mark.parametrize("client", ["penstock.actors.batched_calls", "penstock.actors.ray_errors"])
 def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
     monkeypatch.setattr(simulation, "STEP_TIMEOUT_S", 200.0)
     monkeypatch.setattr(simulation, "LONG_STEPS", 1.0)

@@ -36,7 +36,7 @@ async def test_the_policy_is_saved_before_the_last_evaluation_which_may_fail(tmp
     run = run_of(set(), tmp_path, notes, evaluator=LooksAtTheDisk(fails_at={STEPS}))
     await controller.train(run)
     assert run.policy_version == STEPS
-    assert [one.step for one in run.evaluations] == [0], "the figure is missing, not replaced by another one"
+    assert [one.step for one in run.evaluations.done] == [0], "the figure is missing, not replaced by another one"
     assert [note for note in notes if "the judge is down" in note and f"v{STEPS}" in note]
 
 
@@ -47,7 +47,7 @@ async def test_failed_evaluations_before_and_during_training_are_reported_and_co
     run._instruments.hub.log = lambda step, metrics: (logged.append((step, metrics)), log(step, metrics))
     await controller.train(run)
     assert run.version == STEPS
-    assert [one.step for one in run.evaluations] == [1, 3, STEPS]
+    assert [one.step for one in run.evaluations.done] == [1, 3, STEPS]
     assert [(step, found["eval/failed"]) for step, found in logged if "eval/failed" in found] == [(0, 1.0), (2, 2.0)]
 
 

@@ -36,6 +36,7 @@ def keeping_run(
     run = run_of(set(), run_dir, notes, evaluator=evaluator)
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
+    run.evaluations._config = evaluation
     run._checkpointer._config = CheckpointConfig(every_minutes=0, every_steps=every, keep=1)
     return run
 
@@ -102,7 +103,7 @@ async def test_a_full_disk_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
     run = keeping_run(tmp_path, notes, Graded(0.1, 0.2, 0.3, 0.9, 0.4))
     await controller.train(run)
     assert run.version == STEPS
-    assert len(run.evaluations) == STEPS + 1
+    assert len(run.evaluations.done) == STEPS + 1
     assert any("best.json could not be written" in note for note in notes)
 
 

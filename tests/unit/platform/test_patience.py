@@ -41,6 +41,7 @@ def run_with(
     run = run_of(set(), run_dir, [] if notes is None else notes, evaluator=evaluator)
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best, patience=patience)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
+    run.evaluations._config = evaluation
     run._checkpointer._config = CheckpointConfig(every_minutes=0, every_steps=1, keep=1)
     return run
 
@@ -54,7 +55,7 @@ async def test_it_ends_at_the_first_cut_after_so_many_evaluations_that_are_not_b
     run = run_with(1, tmp_path, Graded(*FALLING), notes)
     await controller.train(run)
     assert run.version == run.total_steps == 3 < STEPS
-    assert [one.step for one in run.evaluations] == [0, 1, 2, 3], "the last policy is evaluated"
+    assert [one.step for one in run.evaluations.done] == [0, 1, 2, 3], "the last policy is evaluated"
     (note,) = [note for note in notes if "evaluation.patience" in note]
     assert "the training ends at v3: v1 is still the best (accuracy 0.500, mean reward 0.500) after 1 more eval" in note
     assert f"`penstock export {tmp_path} --best` writes its policy" in note

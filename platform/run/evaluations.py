@@ -1,0 +1,220 @@
+"""When a run evaluates: before, during and after training; and which of its policies is the best.
+
+How it evaluates is evaluation.py. An evaluation during training is a task that shares the engines with the rollouts and
+reports the versions that it sampled. A failure is noted and counted; it never ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.trajectory import Task
+from penstock.platform.config.schema import EvaluationConfig
+from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.progress import Progress
+from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE
+from penstock.platform.metrics.timeline import Timeline
+from penstock.platform.run.evaluation import (
+    Evaluation,
+    SupportsEvaluation,
+    best_of,
+    evaluated_on,
+    evaluation_from,
+    num_since_best,
+)
+
+
+class Evaluations:
+    """All evaluations of a run.
+
+    Attributes:
+        done: Successful ones, in order.
+        held_out: Tasks of the first and the last one; empty: the run has no evaluations.
+        num_failed: Failed ones.
+        running: Version whose evaluation goes on during training; None if there is none.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        evaluator: SupportsEvaluation,
+        held_out: list[Task],
+        run_dir: Path,
+        log: Callable[[Mapping[str, float]], None],
+        note: Callable[[str], None],
+        timeline: Timeline | None,
+    ) -> None:
+        """Evaluate nothing yet.
+
+        Args:
+            config: How often, and how many tasks.
+            evaluator: How.
+            held_out: The attribute.
+            run_dir: Where the best step is written.
+            log: Logs metrics at the version that the run has by then.
+            note: Prints a line on the console.
+            timeline: Gets a slice per evaluation.
+        """
+        self.done: list[Evaluation] = []
+        self.held_out = held_out
+        self.num_failed = 0
+        self.running: int | None = None
+        self._config = config
+        self._evaluator = evaluator
+        self._run_dir = run_dir
+        self._log = log
+        self._note = note
+        self._timeline = timeline
+        self._task: asyncio.Task[None] | None = None
+        self._is_evaluating = False
+
+    async def first(self, version: int) -> None:
+        """Evaluate before training, on all held-out tasks."""
+        if self.held_out:
+            await self._evaluate(version, self.held_out)
+
+    async def last(self, version: int, delivered: Callable[[], Awaitable[object]]) -> None:
+        """Evaluate after training, on all held-out tasks, once the engines have the version."""
+        if self._task is not None:
+            await self._task
+        if self.held_out:
+            await self._evaluate(version, self.held_out, delivered)
+
+    def is_due(self, version: int) -> bool:
+        """Whether a version is one of `evaluation.every_steps` that is evaluated during training."""
+        every = self._config.every_steps
+        return bool(self.held_out and every and version and version % every == 0)
+
+    def start(self, version: int) -> None:
+        """Begin to evaluate a version during training, unless the previous evaluation is still running."""
+        if self._task is not None:
+            if not self._task.done():
+                self._note(f"evaluation at v{version} skipped: the previous one is still running")
+                return
+            # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
+            self._task.result()
+        tasks = self.held_out[: self._config.first_tasks(len(self.held_out))]
+        self.running = version
+        self._task = asyncio.create_task(self._evaluate(version, tasks), name="evaluation")
+
+    def is_without_progress(self, version: int) -> bool:
+        """Whether `evaluation.patience` evaluations in a row were not better than the best; says so.
+
+        It needs no state but the evaluations, so a run that is resumed or rolled back ends at the same step.
+        """
+        patience, num_worse = self._config.patience, num_since_best(self.done)
+        if patience is None or num_worse < patience:
+            return False
+        best, first = best_of(self.done), self.done[0]
+        assert best is not None, "evaluations came after it"
+        was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
+        self._note(
+            f"the training ends at v{version}: v{best.step} is still the best ({best.score}) after {num_worse} "
+            f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
+            + (f"Before training it was better still ({first.score}). " if was_better else "")
+            + (
+                f"`penstock export {self._run_dir} --best` writes its policy"
+                if self._config.keep_best
+                else f"The policy of v{best.step} is not kept, since evaluation.keep_best=false"
+            )
+        )
+        return True
+
+    def spared_versions(self) -> frozenset[int]:
+        """Versions whose checkpoints are kept, however old: the best one, and one whose evaluation goes on."""
+        if not self._config.keep_best:
+            return frozenset()
+        best = best_of(self.done)
+        return frozenset(version for version in (best and best.step, self.running) if version)
+
+    def progress(self, version: int) -> Progress | None:
+        """How far the evaluation is that runs now; None if none does, or it has just begun."""
+        evaluator = self._evaluator
+        if not self._is_evaluating or not evaluator.num_wanted:
+            return None
+        return Progress(f"evaluating v{version}", evaluator.num_answered, evaluator.num_wanted, "answers")
+
+    def state(self) -> list[dict[str, Any]]:
+        """The successful ones, as JSON types."""
+        return [asdict(evaluation) for evaluation in self.done]
+
+    def restore(self, saved: Iterable[Mapping[str, Any]], num_failed: int) -> None:
+        """Continue after those of a checkpoint."""
+        self.done = [evaluation_from(one) for one in saved]
+        self.num_failed = num_failed
+        self._write_best()
+
+    async def close(self) -> None:
+        """Cancel a running evaluation."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _evaluate(
+        self, version: int, tasks: list[Task], after: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """Evaluate once `after` has completed."""
+        self._is_evaluating = True
+        try:
+            if after is not None:
+                await after()
+            began_at = time.time()
+            evaluation = await self._evaluator.evaluate(version, tasks)
+        except PenstockError as error:
+            self.running, self._is_evaluating = None, False
+            self.num_failed += 1
+            self._log({"eval/failed": float(self.num_failed)})
+            self._note(f"evaluation at v{version} failed; the run continues: {error}")
+            return
+        self.running, self._is_evaluating = None, False
+        if self._timeline is not None:
+            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
+        self.done.append(evaluation)
+        num_trained_on = sum(task.is_trained_on for task in tasks)
+        self._log(evaluation.metrics() | {"eval/tasks_trained_on": num_trained_on})
+        self._tell(version, evaluation, tasks, is_best=self._write_best() is evaluation)
+
+    def _tell(self, version: int, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
+        size = self._config.answers_per_task
+        self._note(
+            f"eval at v{evaluation.version_min}"
+            + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
+            + (f", {part}" if (part := self._config.part) else "")
+            + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
+            + (f" with {size} answers each" if size > 1 else "")
+            + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
+            + "".join(f"; {name}: {score} on {score.counted}" for name, score in evaluation.sets.items())
+            + ("; the best so far" if is_best else "")
+        )
+        if evaluation.num_unscorable:
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
+            self._note(
+                f"eval at v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
+                f"out ({reasons})"
+            )
+        if evaluation.num_abstained:
+            self._note(
+                f"eval at v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
+                "are left out"
+            )
+
+    def _write_best(self) -> Evaluation | None:
+        """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
+        best = best_of(self.done) if self._config.keep_best else None
+        path = self._run_dir / BEST_FILE
+        try:
+            if best is not None:
+                figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
+                write_text_atomically(path, json.dumps(figures) + "\n")
+            elif (self._run_dir / CONFIG_FILE).exists():  # a simulated run has no directory
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._note(f"{path} could not be written, so `export --best` may name an older step: {error}")
+        return best
