@@ -96,8 +96,7 @@ FOLDERS = (
 """Folders that a document names by their path. Other projects have a docs/ and a src/ as well."""
 GONE = {
     "platform/__init__.py",  # would hide the standard library's module
-    "actors/direct.py", "dataflow/columns.py", "actors/column_stage.py",  # removed by the decision that names them
-    "layout/vllm.py", "decoder.py", "roles.py", "dtensor.py", "types.py", "queue.py", "select.py",  # likewise
+    "types.py", "queue.py", "select.py",  # would be mistaken for modules of the standard library
 }  # fmt: skip
 """What decision records (docs/adr/) name because it does not exist any more, or must not."""
 OF_OTHERS = {"async_grpo_trainer.py", "train_source.py"}
