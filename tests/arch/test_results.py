@@ -34,7 +34,10 @@ def test_the_readme_quotes_the_newest_figures_of_the_comparison_with_trl() -> No
     ours, theirs, _ = cells("vs_trl.md", "step, median, s")
     num_steps, of_theirs, _ = cells("vs_trl.md", "steps measured, n")
     assert num_steps == of_theirs
-    row = r"^\| step of the demo, median \(n = (\d+) each\) \| \[([\d.]+) s\]\(.*?\); TRL 1\.16's `GRPOTrainer` ([\d.]+) s\."
+    row = (
+        r"^\| step of the demo, median \(n = (\d+) each\) \| \[([\d.]+) s\]\(.*?\); "
+        r"TRL 1\.16's `GRPOTrainer` ([\d.]+) s\."
+    )
     quoted = re.search(row, read("README.md"), re.MULTILINE)
     assert quoted is not None
     assert quoted.groups() == (num_steps, ours, theirs)
