@@ -32,7 +32,13 @@ from penstock.dataflow.difficulty import LengthBySuccess, SizeBySuccess
 from penstock.dataflow.filters import FilterChain, zero_variance
 from penstock.dataflow.ids import EngineId, RequestId, TaskId
 from penstock.dataflow.ledger import JournalEntry
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, Score, TokenDelta
+from penstock.dataflow.ports import (
+    EngineLoad,
+    GenerateRequest,
+    Score,
+    TokenDelta,
+)
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
@@ -109,7 +115,7 @@ async def train(num_groups: int, run_dir: Path, after_tenth: Callable[[], None])
         tail(entry)
         log(entry)
 
-    core.ledger.on_event = record
+    core.ledger.listeners = (record,)
     queue = TaskQueue(
         [TaskStream("a", recurring("a"), 3.0), TaskStream("b", recurring("b"))],
         limits.window,

@@ -26,7 +26,13 @@ from ray.actor import ActorHandle
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, Score, TokenDelta
+from penstock.dataflow.ports import (
+    EngineLoad,
+    GenerateRequest,
+    Score,
+    TokenDelta,
+)
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory

@@ -192,7 +192,8 @@ async def publish_while_it_generates(folder: Path) -> Figures:
     kind = device_name()
     os.environ |= vllm_environment("cuda" if kind == "cuda" else "cpu", threads=1)
     from penstock.dataflow.ids import RequestId
-    from penstock.dataflow.ports import GenerateRequest, SamplingParams
+    from penstock.dataflow.ports import GenerateRequest
+    from penstock.dataflow.sampling import SamplingParams
     from penstock.rollout.engines.vllm.engine import VllmEngine
     from penstock.weights.layout.algebra import TensorSpec
     from penstock.weights.layout.engine import EngineLayout, TrainingSharding

@@ -33,7 +33,8 @@ from provenance import provenance
 from vs_trl_report import RESULTS
 
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.platform.checks.load import compose_config
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig

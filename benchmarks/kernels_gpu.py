@@ -23,7 +23,6 @@ from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.config import ClippedConfig, KlConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossFunction, Objective
-from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
@@ -149,8 +148,7 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
         num_tokens=num_tokens,
         proximal_logprobs=proximal,
     )
-    unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=device))
-    update = OpenUpdate(TokenMetrics(device), unseen, is_first=False)
+    update = OpenUpdate(TokenMetrics(device), is_first=False)
 
     def loss_of(function: LossFunction) -> Callable[[], None]:
         def run() -> None:

@@ -45,7 +45,8 @@ from penstock.actors.cluster import ObjectStore
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import SamplingParams, Score
+from penstock.dataflow.ports import Score
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -220,7 +221,8 @@ async def roll_out(policy: Serving, tasks: Sequence[Task], sampling: SamplingPar
     """Sample a batch of groups, one for each task, as a run does; returns the number of sampled tokens."""
     limits = FlowLimits(batch_groups=len(tasks), max_staleness=0, total_steps=1)
     core = Dataflow(limits, GroupRules(GROUP_SIZE, GROUP_SIZE, max_retries=0))
-    core.ledger.on_event = log = LedgerLog(folder, 0, 0)
+    log = LedgerLog(folder, 0, 0)
+    core.ledger.listeners = (log,)
     queue = TaskQueue([TaskStream("tasks", iter(tasks))], limits.window, GROUP_SIZE)
     ports = FlowPorts(policy.runner, ConstantReward(), ObjectStore(), sampling)
     stats = FlowStats()

@@ -13,7 +13,7 @@ bounded by the admission window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -172,14 +172,14 @@ class Ledger:
         live_trajectories: Number of trajectories of all live groups, as admitted.
         live_by_stream: Number of live groups of each task stream.
         admitted_by_stream: Number of groups ever admitted of each task stream.
-        on_event: Callback for every event, in order (platform/run/ledger_log.py).
+        listeners: Called with every event, in order: the log of the run (platform/run/ledger_log.py), its timeline.
     """
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
     live_trajectories: int = 0
     live_by_stream: Counter[str] = field(default_factory=Counter)
     admitted_by_stream: Counter[str] = field(default_factory=Counter)
-    on_event: Callable[[JournalEntry], None] | None = None
+    listeners: Sequence[Callable[[JournalEntry], None]] = ()
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0
@@ -197,8 +197,8 @@ class Ledger:
 
     def mark(self, version: int) -> None:
         """Record that the groups trained so far are published as `version`."""
-        if self.on_event is not None:
-            self.on_event(VersionMark(version))
+        for listener in self.listeners:
+            listener(VersionMark(version))
 
     @property
     def num_admitted(self) -> int:
@@ -320,8 +320,10 @@ class Ledger:
         self.live_by_stream[record.stream] -= 1
 
     def _emit(self, record: GroupRecord, reason: Reason | None = None) -> None:
-        if self.on_event is not None:
-            event = LedgerEvent(
-                record.group_id, record.state, record.task_id, record.stream, record.group_size, record.requeues, reason
-            )
-            self.on_event(event)
+        if not self.listeners:
+            return
+        event = LedgerEvent(
+            record.group_id, record.state, record.task_id, record.stream, record.group_size, record.requeues, reason
+        )
+        for listener in self.listeners:
+            listener(event)

@@ -14,40 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Spans
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters of a request.
-
-    Attributes:
-        max_new_tokens: Maximum number of sampled tokens.
-        temperature: 0 is greedy. Behavior logprobs are those after the temperature.
-        top_k: Sample from the k most likely tokens only; 0: from all.
-        top_p: Then from the fewest most likely ones whose probability reaches this; 1: from all.
-        min_p: First of all, from tokens with at least this share of the largest probability only; 0: from all.
-        stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
-        stop: Sampling stops after the token that completes any of these texts, which is included in the output. The
-            trajectory runner applies it (rollout/trajectory/stop_texts.py); an engine has no tokenizer.
-        seed: Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives
-            each draw from (seed, position in the sequence), so a resumed request continues with the same draws.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether tokens are sampled from a part of the vocabulary, which is then recorded with them."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class GenerateRequest(NamedTuple):

@@ -12,7 +12,8 @@ import numpy as np
 import openai
 
 from penstock.dataflow.ids import EngineId, RequestId, TaskId
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EndpointConfig

@@ -9,7 +9,8 @@ from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, SamplingParams
+from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task

@@ -30,7 +30,7 @@ from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_specs, model_path, trainer_spec
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
-from penstock.platform.run import launch
+from penstock.platform.run import build, training
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.rollout.pool.pool import EnginePool
@@ -229,7 +229,7 @@ def train_in_process(folder: Path, overrides: Sequence[str]) -> None:
     """`penstock train` with these overrides in `folder`; user modules there are imported again by every call."""
     with in_process(folder):
         config = compose_config(list(overrides))
-        assert asyncio.run(launch._train(config, prepare_run_dir(config))) == 0
+        assert asyncio.run(training._train(config, prepare_run_dir(config))) == 0
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def in_process(folder: Path) -> Iterator[None]:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         importlib.invalidate_caches()
-        patch.setattr(launch, "start_actors", start_in_process)
+        patch.setattr(build, "start_actors", start_in_process)
         try:
             yield
         finally:

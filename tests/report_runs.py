@@ -118,7 +118,7 @@ def write_timeline(run_dir: Path, num_steps: int, rng: np.random.Generator) -> N
         return now[0]
 
     timeline = Timeline(run_dir, GROUPS, num_steps, clock)
-    ledger = Ledger(on_event=timeline)
+    ledger = Ledger(listeners=(timeline,))
     live = [ledger.admit(TaskId(f"task-{index}"), SIZE).group_id for index in range(2 * GROUPS)]
     for step in range(1, num_steps + 1):
         batch, live = live[:GROUPS], live[GROUPS:]

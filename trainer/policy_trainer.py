@@ -100,7 +100,7 @@ class PolicyTrainer:
         self.stop.begin()
         self._version, self._before_update = version, None
         streamed, self._streamed = self._streamed, None
-        share = RankShare.at_start(self.backend) if streamed is None else streamed.share
+        share = self._share() if streamed is None else streamed.share
         learns = self.critic is None or version >= self.critic.warmup_steps
         if streamed is not None:
             sequences = self._builder.build(payloads, version, normaliser=1.0)
@@ -140,7 +140,7 @@ class PolicyTrainer:
         if not self._spec.has_partner:
             self._before_update = None
         early_logprobs, ahead_s = self._builder.forget()
-        metrics |= agreement(share, self.backend) | early_logprobs
+        metrics |= early_logprobs if share is None else agreement(share, self.backend) | early_logprobs
         if self._copy_wait_s is not None:
             metrics["checkpoint/copy_wait_s"], self._copy_wait_s = self._copy_wait_s, None
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
@@ -175,7 +175,7 @@ class PolicyTrainer:
         start = time.perf_counter()
         if self._streamed is None:
             self.stop.begin()
-            self._streamed = self._open(RankShare.at_start(self.backend))
+            self._streamed = self._open(self._share())
         streamed = self._streamed
         sequences = self._builder.build(payloads, version, normaliser=1.0)
         self._add(streamed, sequences, is_last=False)
@@ -345,8 +345,12 @@ class PolicyTrainer:
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
     ) -> OpenUpdate:
         """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
-        unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
-        return OpenUpdate(TokenMetrics(self.backend.device), share or unseen, is_first, is_first_epoch)
+        return OpenUpdate(TokenMetrics(self.backend.device), share, is_first, is_first_epoch)
+
+    def _share(self) -> RankShare | None:
+        """What this rank compares with the others after the batch; None if there are no others."""
+        has_others = self.backend.data_parallel_size * self.backend.sequence_parallel_size > 1
+        return RankShare.at_start(self.backend) if has_others else None
 
     def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
         """Add a part of a batch whose normaliser is known only at its end."""
@@ -382,7 +386,8 @@ class PolicyTrainer:
                 for position, micro_batch in enumerate(self._passes.micro_batches(part, plan)):
                     self.stop.check()
                     target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
-                    opened.share.watch(target)
+                    if opened.share is not None:
+                        opened.share.watch(target)
                     record.watch(target, micro_batch)
                     loss = loss_function(target, entropies, micro_batch, opened)
                     if learns:
@@ -413,7 +418,8 @@ class PolicyTrainer:
         """The optimizer step, if there is a gradient, unless the run ends; `is_last`: of its batch."""
         self._prepare_update(is_last=is_last)
         self.stop.decide(self.backend.all_reduce, is_last=is_last)
-        opened.share.add(*opened.metrics.local())
+        if opened.share is not None:
+            opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.correction.renormalize != "none" and sums.kept_share > 0:

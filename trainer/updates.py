@@ -44,7 +44,7 @@ class OpenUpdate:
 
     Attributes:
         metrics: Sums over all micro-batches so far.
-        share: Statistics of this rank for the consistency checks.
+        share: Statistics of this rank for the consistency checks; None if they are not compared with other ranks'.
         normaliser: Sum of the parts' normalisers by which the gradient must still be divided; 0 if already divided.
         payloads: Groups of the parts before the last, for the statistics of the batch.
         busy_s: Wall seconds spent on these parts.
@@ -56,7 +56,7 @@ class OpenUpdate:
     """
 
     metrics: TokenMetrics
-    share: RankShare
+    share: RankShare | None = None
     is_first: bool = True
     is_first_epoch: bool = True
     learns: bool = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.weights.model_config import DType, ModelShape
@@ -42,9 +43,15 @@ def peak_flops(device_name: str | None, dtype: DType) -> float | None:
 def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:
     """Model FLOPs of one sequence through one forward."""
     head = shape.vocab_size * shape.hidden_size
-    layers = shape.num_parameters - head * (1 if shape.tie_word_embeddings else 2)
     attention = shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
-    return 2.0 * (layers * num_tokens + head * num_targets + attention)
+    return 2.0 * (_layer_weights(shape) * num_tokens + head * num_targets + attention)
+
+
+@cache
+def _layer_weights(shape: ModelShape) -> int:
+    """W."""
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return shape.num_parameters - embeddings
 
 
 @dataclass(slots=True)

@@ -1,9 +1,7 @@
 """The Ray actor around one rollout engine: requests are submitted in batches, deltas are collected in batches.
 
-Two calls carry all traffic. `submit` takes every request of one tick of the driver's event loop; `collect` is a long
-poll that returns all tokens sampled since the last one. So the number of Ray calls does not grow with the number of
-trajectories. The outbox is bounded by the tokens that the submitted requests may sample; the client keeps their number
-within the engine's slots.
+Its outbox (actors/batched_calls.py) is bounded by the tokens that the submitted requests may sample; the client keeps
+their number within the engine's slots.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from penstock.actors.batched_calls import Outbox
 from penstock.actors.devices import seen_devices
 from penstock.actors.worker_log import keep_output, last_error
 from penstock.dataflow.errors import ConfigError, EngineLostError, PenstockError, TrajectoryError
@@ -51,18 +49,14 @@ def create_engine(spec: EngineSpec) -> LocalEngine:
 
 
 class EngineActor:
-    """One engine in its own process.
-
-    Its outbox holds answers in order, bounded by the tokens that the client has requested and not yet collected.
-    """
+    """One engine in its own process."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: LocalEngine | None = None
         self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._aborted: set[RequestId] = set()
-        self._outbox: list[EngineOutput] = []
-        self._has_answers = asyncio.Event()
+        self._outbox: Outbox[EngineOutput] = Outbox()
         self._inbound: Path | None = None
 
     async def start(self) -> str:
@@ -90,11 +84,7 @@ class EngineActor:
 
     async def collect(self, wait_s: float) -> list[EngineOutput]:
         """All answers since the last call; waits at most `wait_s` seconds for the first one."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_answers.wait(), wait_s)
-        self._has_answers.clear()
-        answers, self._outbox = self._outbox, []
-        return answers
+        return await self._outbox.collect(wait_s)
 
     async def abort(self, request_ids: list[RequestId]) -> None:
         """Stop requests. A request that the engine has not received yet is stopped as soon as it has."""
@@ -151,8 +141,7 @@ class EngineActor:
         request_id = request.request_id
 
         def send(answer: Answer) -> None:
-            self._outbox.append((request_id, answer))
-            self._has_answers.set()
+            self._outbox.put((request_id, answer))
 
         try:
             if request_id in self._aborted:  # in the same tick as it was submitted

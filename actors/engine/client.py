@@ -15,6 +15,8 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors import batched_calls
+from penstock.actors.batched_calls import Outgoing, collect
 from penstock.actors.engine.actor import Answer
 from penstock.actors.ray_errors import answer_of, first_line, silence_limit
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
@@ -26,9 +28,8 @@ from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.shards import manifest_of
 
-POLL_S = 20.0
-SILENCE_S = 60.0  # if a poll takes longer than this beyond its own wait, the actor hangs
-SWITCH_S = 300.0  # longest wait for an engine to free or restore its device memory: a whole model may be moved
+SWITCH_S = 300.0
+"""Longest wait for an engine to free or restore its device memory, seconds: a whole model may be moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,9 @@ class RemoteEngine:
         self._actor = actor
         self._version = -1
         self._inboxes: dict[RequestId, asyncio.Queue[Answer]] = {}
-        self._outgoing: list[GenerateRequest] = []
+        self._outgoing: Outgoing[GenerateRequest] = Outgoing(
+            lambda requests: self._spawn(self._call("submit", requests))
+        )
         self._calls: set[asyncio.Task[None]] = set()
         self._lost: EngineLostError | None = None
         self._poll = asyncio.create_task(self._collect(), name=f"collect {engine_id}")
@@ -149,9 +152,7 @@ class RemoteEngine:
             raise self._lost
         inbox: asyncio.Queue[Answer] = asyncio.Queue()
         self._inboxes[request.request_id] = inbox
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append(request)
+        self._outgoing.send(request)
         try:
             while True:
                 output = await inbox.get()
@@ -168,7 +169,9 @@ class RemoteEngine:
 
     async def load(self) -> EngineLoad:
         what = f"{self.engine_id}: load"
-        load: EngineLoad = await answer_of(self._actor.call.remote("load"), SILENCE_S, EngineLostError, what)
+        load: EngineLoad = await answer_of(
+            self._actor.call.remote("load"), batched_calls.SILENCE_S, EngineLostError, what
+        )
         return load
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
@@ -301,10 +304,6 @@ class RemoteEngine:
         # Overridden where the actor is not Ray's (platform/simulator/engine_processes.py).
         ray.kill(self._actor)
 
-    def _flush(self) -> None:
-        requests, self._outgoing = self._outgoing, []
-        self._spawn(self._call("submit", requests))
-
     def _spawn(self, call: Any) -> None:
         task = asyncio.create_task(call)
         self._calls.add(task)
@@ -313,17 +312,16 @@ class RemoteEngine:
     async def _call(self, method: str, argument: list[Any]) -> None:
         call, what = getattr(self._actor, method).remote(argument), f"{self.engine_id}: {method}"
         try:
-            await answer_of(call, POLL_S + SILENCE_S, EngineLostError, what)
+            await answer_of(call, batched_calls.POLL_S + batched_calls.SILENCE_S, EngineLostError, what)
         except EngineLostError as error:
             self._lose(f"is lost: {error}")
 
     async def _collect(self) -> None:
         while True:
             try:
-                async with silence_limit(POLL_S + SILENCE_S):
-                    outputs = await self._actor.collect.remote(POLL_S)
+                outputs = await collect(self._actor.collect.remote)
             except TimeoutError:
-                self._lose(f"did not answer for {POLL_S + SILENCE_S:.0f} s")
+                self._lose(f"did not answer for {batched_calls.POLL_S + batched_calls.SILENCE_S:.0f} s")
                 return
             except ray.exceptions.RayError as error:
                 self._lose(f"died: {first_line(error)}")

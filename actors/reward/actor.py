@@ -1,17 +1,12 @@
-"""Reward workers as Ray actors: trajectories are submitted, and results collected, in batches.
-
-As with engines, two calls carry all traffic: `submit` takes every trajectory of one tick of the driver's event loop,
-and `collect` is a long poll that returns what has been scored since the last one. So the number of Ray calls does not
-grow with the number of trajectories, and a slow reward delays no other.
-"""
+"""Reward workers as Ray actors: trajectories and results come and go in batches (actors/batched_calls.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
 from collections.abc import Coroutine
-from contextlib import suppress
 
+from penstock.actors.batched_calls import Outbox
 from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
@@ -28,12 +23,15 @@ Job = tuple[int, str, bytes]
 
 
 class Scoring:
-    """Scores in progress, and results that nobody has collected."""
+    """Scores in progress, and their results.
+
+    Attributes:
+        results: Number of the trajectory and pickled result.
+    """
 
     def __init__(self) -> None:
+        self.results: Outbox[tuple[int, bytes]] = Outbox()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._results: list[tuple[int, bytes]] = []
-        self._has_results = asyncio.Event()
 
     def begin(self, number: int, label: str, score: Coroutine[None, None, Result]) -> None:
         """Keep the result of a score under its number."""
@@ -45,20 +43,11 @@ class Scoring:
             except Exception as error:  # noqa: BLE001  user data may raise anything
                 what = f"{label}: its score cannot be pickled: {type(error).__name__}: {error}"
                 packed = pickle.dumps(TrajectoryError("reward", what))
-            self._results.append((number, packed))
-            self._has_results.set()
+            self.results.put((number, packed))
 
         task = asyncio.create_task(run(), name=f"score {label}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def collect(self, wait_s: float) -> list[tuple[int, bytes]]:
-        """As `RewardActor.collect`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_results.wait(), wait_s)
-        self._has_results.clear()
-        results, self._results = self._results, []
-        return results
 
     def cancel(self) -> None:
         """End the scores in progress, without a result."""
@@ -88,7 +77,7 @@ class RewardActor:
 
         It answers as long as the event loop of the scoring runs.
         """
-        return await self._scoring.collect(wait_s)
+        return await self._scoring.results.collect(wait_s)
 
     async def score(self, label: str, body: bytes) -> Result:
         """Score one trajectory; a failure is returned, so that Ray does not wrap it.

@@ -1,10 +1,9 @@
 """The driver's client of the reward workers: all of them as one `RewardWorker`.
 
-All trajectories of one tick of the event loop are sent in one call, and results come by a long poll, so the number of
-calls does not grow with that of trajectories, and a slow reward delays no other. The trajectories of a lost worker are
-scored again by another worker or by its replacement process, since an answer costs far more to sample than to score.
-Retries are bounded: a trajectory fails after `MAX_LOSSES` workers were lost while scoring it, and a worker is given up
-after `RESTARTS_PER_HOUR` (actors/restart_budget.py).
+Trajectories and results are sent in batches (actors/batched_calls.py). The trajectories of a lost worker are scored
+again by another worker or by its replacement process, since an answer costs far more to sample than to score. Retries
+are bounded: a trajectory fails after `MAX_LOSSES` workers were lost while scoring it, and a worker is given up after
+`RESTARTS_PER_HOUR` (actors/restart_budget.py).
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from collections.abc import Callable, Sequence
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors import batched_calls
+from penstock.actors.batched_calls import Outgoing, collect
 from penstock.actors.ray_errors import first_line, ray_boundary, silence_limit
 from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, RestartBudget
 from penstock.actors.reward.actor import Job, Result
@@ -26,11 +27,6 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 20.0
-"""Longest time until a worker answers though it has scored nothing, seconds."""
-SILENCE_S = 60.0
-"""A worker that answers so much later is lost; seconds, not counting stalls of the event loop."""
 
 
 class _WorkerLostError(Exception):
@@ -72,7 +68,7 @@ class _Worker:
         self._on_change = on_change
         self._numbers = itertools.count()
         self._awaited: dict[int, tuple[str, asyncio.Future[Result]]] = {}
-        self._outgoing: list[Job] = []
+        self._outgoing: Outgoing[Job] = Outgoing(self._submit)
         self._watch: asyncio.Task[None] | None = None
         self._budget = RestartBudget(RESTARTS_PER_HOUR)
         self._pause_s: float | None = None
@@ -90,18 +86,14 @@ class _Worker:
         """
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         self._awaited[number] = label, loop.create_future()
-        if not self._outgoing:
-            loop.call_soon(self._send)
-        self._outgoing.append((number, label, body))
+        self._outgoing.send((number, label, body))
         try:
             return await self._awaited[number][1]
         finally:
             del self._awaited[number]
 
-    def _send(self) -> None:
-        jobs, self._outgoing = self._outgoing, []
-        if jobs:  # none if the worker was lost meanwhile
-            self.actor.submit.remote(jobs)  # if this fails, so does the poll
+    def _submit(self, jobs: list[Job]) -> None:
+        self.actor.submit.remote(jobs)  # if this fails, so does the poll
 
     def close(self) -> None:
         if self._watch is not None:
@@ -133,19 +125,17 @@ class _Worker:
 
     async def _watch_process(self) -> None:
         """Take the results of its process, until that is lost."""
-        wait_s = 0.0  # so that it is known at once whether it is up
+        wait_s: float | None = 0.0  # so that it is known at once whether it is up
         try:
             while True:
-                async with silence_limit(wait_s + SILENCE_S):
-                    results = await self.actor.collect.remote(wait_s)
-                for number, packed in results:
+                for number, packed in await collect(self.actor.collect.remote, wait_s):
                     self._settle(number, packed)
                 if not self.is_up:
                     self.is_up = True
                     self._on_change()
-                wait_s = POLL_S
+                wait_s = None
         except TimeoutError:
-            self._lose(f"it did not answer for {SILENCE_S:.0f} s")
+            self._lose(f"it did not answer for {batched_calls.SILENCE_S:.0f} s")
         except ray.exceptions.RayError as error:
             self._lose(first_line(error))
 

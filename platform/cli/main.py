@@ -370,7 +370,7 @@ def scale(
     engines: Annotated[int, typer.Option(metavar="N", help="Number of engines that the run is to have.")],
 ) -> int:
     """Change the number of rollout engines of a run while it trains; returns when they have joined or left."""
-    from penstock.platform.run.control import request_scale
+    from penstock.platform.run.scale import request_scale
 
     console = plain_console()
     console.print(request_scale(run, engines, lambda sentence: console.print(f"  {sentence}", markup=False)))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import RewardWorker, SamplingParams
-from penstock.dataflow.seeding import trajectory_sampling
+from penstock.dataflow.ports import RewardWorker
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import EvaluationTable
@@ -254,7 +254,7 @@ class Evaluator:
 
         async def answer(context: RolloutContext, index: int, number: int) -> Trajectory | None:
             # Below zero: the ids of training groups are not, and an evaluation must not repeat their draws.
-            sampling = trajectory_sampling(self._sampling, GroupId(-1 - index), number)
+            sampling = self._sampling.of(GroupId(-1 - index), number)
             try:
                 return await sample_and_score(self._runner, self._rewards, context, index * size + number, sampling)
             except TrajectoryError as failure:

@@ -32,8 +32,14 @@ from penstock.dataflow.errors import (
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
+from penstock.dataflow.ports import (
+    EarlyLogprobWorker,
+    LogprobWorker,
+    PayloadStore,
+    RewardWorker,
+)
 from penstock.dataflow.records import OpenGroup
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task_queue import QueuedTask, TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
@@ -174,12 +180,12 @@ class Flow:
                 was_step_ended = await asyncio.shield(self._is_step_ended)
             if was_step_ended and are_books_right:
                 is_resumable = True
-                self.core.ledger.on_event = None  # what a resume continues has not ended
+                self.core.ledger.listeners = ()  # what a resume continues has not ended
                 self._return_batch()
             if is_resumable and not self.core.in_training:
                 self._last_snapshot = self.snapshot()
             if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
-                self.core.ledger.on_event = None
+                self.core.ledger.listeners = ()
         finally:
             if self._admission is not None:
                 self._admission.cancel()

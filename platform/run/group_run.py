@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.records import Failure, MemberProgress, OpenGroup
-from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.trajectory.rollout_context import RolloutContext
@@ -109,7 +108,7 @@ class GroupRun:
         """Sample and score one trajectory, with its retries. The last one to end reports the group."""
         flow, ports, limit = self._flow, self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
-        sampling = trajectory_sampling(sampling, self.group_id, index)
+        sampling = sampling.of(self.group_id, index)
         failures = self._failures[index]
         try:
             while self.outcomes[index] is None:

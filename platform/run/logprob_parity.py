@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
+from penstock.dataflow.ports import Engine, GenerateRequest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.model_config import DType
 

@@ -33,7 +33,7 @@ from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
-from penstock.platform.run import launch
+from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.evaluation import evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
@@ -95,11 +95,11 @@ def train(config: RunConfig) -> int:
     """
     run_dir = Path(config.run_dir)
     if config.resume == "never" or not (run_dir / CONFIG_FILE).exists():
-        return launch.train(config)
+        return training.train(config)
     if not CheckpointFolder(run_dir).versions():
         summary = run_dir / SUMMARY_FILE
         is_untrained = not summary.exists() or json.loads(summary.read_text())["steps"] == 0  # so nothing is lost
-        return launch.train(config.model_copy(update={"overwrite": is_untrained or config.overwrite}))
+        return training.train(config.model_copy(update={"overwrite": is_untrained or config.overwrite}))
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
         if checkpoint.version >= config.total_steps:
@@ -153,7 +153,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     for sentence in composition.derived.values():
         print(f"warning {sentence}")
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
-    return launch.train_in(config, run_dir, checkpoint)
+    return training.train_in(config, run_dir, checkpoint)
 
 
 def was_interrupted(run_dir: Path) -> bool:

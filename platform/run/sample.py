@@ -18,8 +18,7 @@ from typing import Any
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.seeding import trajectory_sampling
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory, rounding_error
 from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.cluster.actor_factory import model_path
@@ -108,7 +107,7 @@ async def _sample_group(
     context = RolloutContext(task, group_id)
 
     async def answer(index: int) -> Trajectory | None:
-        seeded = trajectory_sampling(sampling, group_id, index)
+        seeded = sampling.of(group_id, index)
         try:
             return await sample_and_score(policy.runner, policy.rewards, context, index, seeded)
         except TrajectoryError:

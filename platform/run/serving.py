@@ -24,7 +24,8 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.episodes import spread_episodes
 from penstock.actors.ray_errors import answer_of
 from penstock.dataflow.errors import ConfigError, WeightSyncError
-from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
+from penstock.dataflow.ports import Engine, RewardWorker, WeightManifest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.streams import load_held_out

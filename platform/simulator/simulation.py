@@ -23,7 +23,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import JournalEntry, LedgerCounts, VersionMark
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
@@ -36,9 +36,9 @@ from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.run.launch import train_to_end
 from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
+from penstock.platform.run.training import train_to_end
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
 from penstock.platform.simulator.engine_processes import EngineClasses, SimulatedActors
@@ -172,7 +172,7 @@ class Simulation:
         await self.run.close()
 
     async def build(self) -> None:
-        """Connect the shipping code to simulated ports, as `launch.build_run` connects it to real ones."""
+        """Connect the shipping code to simulated ports, as `build.build_run` connects it to real ones."""
         config, world, grain, parts = self.config, self.world, self.config.grain, self.parts
         self.actors = self.start_engines()
         self.pool = pool = parts.pool(
@@ -220,7 +220,7 @@ class Simulation:
 
     def make_core(self, limits: FlowLimits, rules: GroupRules) -> Dataflow:
         core = self.parts.core(limits, rules)
-        core.ledger.on_event = self._note
+        core.ledger.listeners = (self._note,)
         return core
 
     def make_checkpointer(

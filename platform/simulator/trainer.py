@@ -3,7 +3,7 @@
     controller ─▶ TrainerClient ─▶ virtual handles ─▶ SimulatedRank, one per process ─▶ SimulatedTrainer, shared
 
 Rank 0 computes, and the other ranks wait for it, as in a collective. How long a call may take, which ranks count as
-lost and what follows from that is decided by the client and by platform/run/launch.py.
+lost and what follows from that is decided by the client and by platform/run/training.py.
 """
 
 from __future__ import annotations

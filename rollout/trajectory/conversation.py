@@ -21,7 +21,8 @@ from itertools import chain
 import numpy as np
 
 from penstock.dataflow.ids import RequestId, TrajectoryId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import (
     MAIN_THREAD,
     Alternatives,

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.threads import take_turns

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryError
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
-from penstock.dataflow.ports import Engine, SamplingParams
+from penstock.dataflow.ports import Engine
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.pool.pool import LATE_S, EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenization.tokenizers import TokenCodec

@@ -12,8 +12,7 @@ import zlib
 from dataclasses import replace
 
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.seeding import derive_seed
+from penstock.dataflow.sampling import SamplingParams, derive_seed
 from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.threads import ThreadNames

@@ -220,8 +220,8 @@ def test_what_is_allowed_is_there_and_needs_to_be_allowed(unused: list[str]) -> 
 LIVING = {
     "conf/__init__.py": "",
     "conf/reward/form.yaml": "reward: {fn: penstock.envs.named.by_conf}",
-    "platform/cli/main.py": "from penstock.platform.run import launch as start\n\nstart.train()\n",
-    "platform/run/launch.py": """
+    "platform/cli/main.py": "from penstock.platform.run import training as start\n\nstart.train()\n",
+    "platform/run/training.py": """
 from penstock.trainer.step import Step
 
 def train():
@@ -259,7 +259,11 @@ PLANTED = {
         "envs/named.py:forgotten",
     ),
     "one named like a method that is used": ("envs/named.py", "\ndef run():\n    pass\n", "envs/named.py:run"),
-    "a dead class": ("platform/run/launch.py", "\nclass Forgotten:\n    pass\n", "platform/run/launch.py:Forgotten"),
+    "a dead class": (
+        "platform/run/training.py",
+        "\nclass Forgotten:\n    pass\n",
+        "platform/run/training.py:Forgotten",
+    ),
     "a dead method": (
         "trainer/step.py",
         "\nclass Other:\n    def forgotten(self): ...\n\nOther()\n",

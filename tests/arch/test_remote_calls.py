@@ -29,7 +29,7 @@ WITHOUT_A_LIMIT_HERE = {
     "actors/episodes.py:_on_node": "starts a process",
     "actors/node_probe.py:start": "starts a process",
     "actors/reference.py:start_references": "starts processes",
-    "actors/reward/client.py:_send": "is not awaited; `_watch_process` limits the wait for results",
+    "actors/reward/client.py:_submit": "is not awaited; `_watch_process` limits the wait for results",
     "actors/reward/client.py:close": "the processes are killed after it",
     "actors/trainer/client.py:training_sharding": "`_answers` limits it",
     "actors/trainer/client.py:save": "`_answers` limits the call of rank 0, which waits for those of the others",
@@ -78,9 +78,8 @@ def test_no_plain_time_limit_is_put_on_another_process() -> None:
         for function, _ in functions_with(ast.parse(path.read_text()), PLAIN_LIMITS)
     }
     assert found == {
-        "actors/engine/actor.py:collect",  # in the engine's own process
+        "actors/batched_calls.py:collect",  # in the actor's own process
         "actors/engine/client.py:close",
-        "actors/reward/actor.py:collect",  # in the worker's own process
         "actors/reward/client.py:close",
         "actors/weights/publisher.py:update",  # for requests in the driver's own pool
     }

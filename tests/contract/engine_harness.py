@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    GenerateRequest,
+    TokenDelta,
+    WeightAck,
+    WeightManifest,
+)
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Spans, join_spans, num_tokens
 from penstock.rollout.config import EngineConfig

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.pool.pool import EnginePool

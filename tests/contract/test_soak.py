@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.dataflow.ports import GenerateRequest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.trainer.build import build_trainer

@@ -14,7 +14,8 @@ import torch
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, WeightManifest
+from penstock.dataflow.ports import GenerateRequest, WeightManifest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import GroupId, RequestId, TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, GroupPayload, Task
 from penstock.dataflow.versions import versions_per_token
 from penstock.rollout.pool.pool import EnginePool

@@ -13,7 +13,6 @@ from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
-from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
@@ -79,8 +78,7 @@ def loss_and_gradient(
     config: AlgorithmConfig, batch: MicroBatch, target: Tensor, entropies: Tensor
 ) -> tuple[Tensor, Tensor]:
     leaf = target.clone().requires_grad_()
-    unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=target.device))
-    loss = Objective(config)(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device), unseen, is_first=True))
+    loss = Objective(config)(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device)))
     loss.backward()
     assert leaf.grad is not None
     return loss.detach().double().cpu(), leaf.grad.double().cpu()

@@ -14,7 +14,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.main import app
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import read_trajectories
-from penstock.platform.run import launch, resume
+from penstock.platform.run import resume, training
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import prepare_run_dir
@@ -77,7 +77,7 @@ def test_a_resumed_run_keeps_answers_and_the_best_policy_of_the_steps_that_were_
         config = compose_config(small_run_overrides(tmp_path, "graded", character_tokenizer(), *SETTINGS))
         patch.setattr(Run, "maybe_checkpoint", dies_before_the_checkpoint)
         with pytest.raises(KilledError):
-            asyncio.run(launch._train(config, prepare_run_dir(config)))
+            asyncio.run(training._train(config, prepare_run_dir(config)))
     assert files_of(run_dir) == [0, 2, 4, 6]
     first = evaluations(run_dir)[0]
     assert first["eval/unscorable"] == ANSWERS
@@ -86,14 +86,14 @@ def test_a_resumed_run_keeps_answers_and_the_best_policy_of_the_steps_that_were_
     assert 0.0 < first["eval/reward_mean"] <= 0.6
 
     seen: list[list[int]] = []
-    train_in = launch.train_in
+    train_in = training.train_in
     with in_process(tmp_path), pytest.MonkeyPatch.context() as patch:
 
         def train_from(*arguments: Any) -> int:
             seen.append(files_of(run_dir))
             return train_in(*arguments)
 
-        patch.setattr(launch, "train_in", train_from)
+        patch.setattr(training, "train_in", train_from)
         assert resume.resume(run_dir, []) == 0
     assert seen == [[0, 2, 4]], "the checkpoint is of step 5"
     assert files_of(run_dir) == [0, 2, 4, 6, STEPS]

@@ -21,7 +21,8 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import PublishHandle, SharedMemoryTransport
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.dataflow.ports import GenerateRequest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec

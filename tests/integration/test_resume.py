@@ -18,7 +18,7 @@ from penstock.dataflow.ledger import TERMINAL, GroupState, LedgerEvent
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.main import app
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.run import launch, resume
+from penstock.platform.run import resume, training
 from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.ledger_log import surviving
 from penstock.platform.run.lifecycle import Stop
@@ -64,7 +64,7 @@ def start_and_kill(folder: Path, overrides: Sequence[str], version: int) -> None
         kill_at(version, patch)
         config = compose_config(list(overrides))
         with pytest.raises(KilledError):
-            asyncio.run(launch._train(config, prepare_run_dir(config)))
+            asyncio.run(training._train(config, prepare_run_dir(config)))
 
 
 def resume_in_process(folder: Path, run_dir: Path, *overrides: str, allows_changed: bool = False) -> None:
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped_loses_nothing_and_its_ledger_has_one_end_for_each
         patch.setattr(Run, "publish", publish_and_stop)
         config = compose_config(list(overrides))
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(launch._train(config, prepare_run_dir(config), stop=stop))
+            asyncio.run(training._train(config, prepare_run_dir(config), stop=stop))
     checkpoint = choose_checkpoint(run_dir)
     assert checkpoint.version == 6, "at the next cut, not at the next interval"
     assert (run_dir / "policy" / "model.safetensors").exists()

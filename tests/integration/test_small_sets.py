@@ -13,7 +13,7 @@ from penstock.platform.metrics.comparison import compare
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.run_record import read_run
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.run import launch, resume
+from penstock.platform.run import resume, training
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
@@ -35,7 +35,7 @@ def train(folder: Path, num_rows: int, *overrides: str, steps: int = 2) -> Path:
     own += ["model.path=policy", "rollout.sampling.max_new_tokens=8", f"total_steps={steps}", "run_dir=run"]
     with in_process(folder):
         config = load_config("train", ["experiment=text", *own, *overrides]).config
-        assert asyncio.run(launch._train(config, prepare_run_dir(config))) == 0
+        assert asyncio.run(training._train(config, prepare_run_dir(config))) == 0
     return folder / "run"
 
 

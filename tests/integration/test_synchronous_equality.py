@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from penstock.dataflow.ids import EngineId, GroupId, RequestId, TrajectoryId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
-from penstock.dataflow.seeding import derive_seed
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams, derive_seed
 from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.config.schema import RunConfig

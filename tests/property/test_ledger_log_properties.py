@@ -23,7 +23,7 @@ class JournalledRun(VirtualRun):
         super().__init__(3, 1, 8, 1.5, 0.2, seed, policy)
         self.journal: list[JournalEntry] = []
         self.saved_at = saved_at
-        self.core.ledger.on_event = self.journal.append
+        self.core.ledger.listeners = (self.journal.append,)
 
     def check(self) -> None:
         super().check()
@@ -34,7 +34,7 @@ class JournalledRun(VirtualRun):
         self.core = Dataflow(saved.limits, saved.rules)
         ready = {record.group_id: record.ready for record in saved.ledger.live() if record.ready is not None}
         self.core.load_state_dict(state, copy.deepcopy(ready))
-        self.core.ledger.on_event = self.journal.append
+        self.core.ledger.listeners = (self.journal.append,)
         assert self.core.state_dict() == saved.state_dict()
 
 

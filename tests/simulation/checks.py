@@ -140,7 +140,7 @@ class CheckedDataflow(Dataflow):
     ) -> None:
         super().__init__(limits, rules)
         self.model = LedgerModel(limits)
-        self.ledger.on_event = self._on_ledger
+        self.ledger.listeners = (self._on_ledger,)
         self._lineage = lineage
         self._world = world
         self._every = every

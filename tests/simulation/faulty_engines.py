@@ -235,7 +235,7 @@ class FaultyEngineActor(SimulatedEngineActor):
 
     def _arrive_late(self, output: EngineOutput) -> None:
         self._arrived_late.append(output)
-        self._has_answers.set()
+        self._outbox._has_answers.set()
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
         """As shipped. The first attempt to take a version may be refused, kill the process, or not be acknowledged."""
@@ -420,7 +420,7 @@ class FaultyActors(SimulatedActors):
 
 
 class EngineService:
-    """What keeps the engines of one policy in service, as `launch.policy_runtime` and `launch.build_run` connect it.
+    """What keeps the engines of one policy in service, as `build.policy_runtime` and `build.build_run` connect it.
 
     Attributes:
         actors: The engines.

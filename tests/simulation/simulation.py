@@ -17,10 +17,11 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task_queue import TaskQueue
 from penstock.platform.config.schema import CheckpointConfig, RunConfig
+from penstock.platform.run.build import RunParts
 from penstock.platform.run.checkpoint import Checkpoint, Checkpointer, CheckpointFolder
 from penstock.platform.run.flow import Flow
-from penstock.platform.run.launch import RanksLostError, Rollbacks, RunParts, roll_back
 from penstock.platform.run.run import PolicyRuntime
+from penstock.platform.run.training import RanksLostError, Rollbacks, roll_back
 from penstock.platform.simulator import simulation
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.parts import SimulatedStore
@@ -214,7 +215,7 @@ class CheckedSimulation(Simulation):
             return await self._live()
 
     async def _go_back(self, resumed: Checkpoint | None, rollbacks: Rollbacks) -> None:
-        """After the loss of a rank, roll back as `launch` does. Otherwise the next driver starts all processes."""
+        """After the loss of a rank, roll back as `training` does. Otherwise the next driver starts all processes."""
         if self.lost is not None and resumed is not None:
             parts, outputs = cast("RunParts", SimpleNamespace(actors=self.actors)), instruments()
             reached = self.run.version

@@ -8,7 +8,8 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
+from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightManifest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import join_spans, num_tokens, versions_per_token
 from penstock.platform.simulator.engine import EngineCost
 from penstock.platform.simulator.world import POSITION_BITS, LengthProfile, LengthTable, prompt_ids

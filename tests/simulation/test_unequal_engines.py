@@ -9,7 +9,8 @@ from typing import NamedTuple, cast
 import pytest
 
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams, WeightManifest
+from penstock.dataflow.ports import Engine, GenerateRequest, WeightManifest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
 from penstock.platform.simulator.simulation import simulate

@@ -10,7 +10,8 @@ import ray
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
+from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightManifest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import num_tokens
 from penstock.platform.simulator.engine import EngineCost
 from penstock.platform.simulator.virtual_actor import VirtualProcess

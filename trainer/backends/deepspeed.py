@@ -110,6 +110,8 @@ class DeepSpeedBackend:
         self.device = torch.device(engine.device)
         self._num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
         self.adapters = Adapters(engine.module)
+        self._is_adapted = bool(self.adapters)
+        self._parameters = tuple(hf_parameters(engine.module))
         self._engine = engine
         self._hf_config = hf_config
         self._zero_stage = trainer.zero_stage
@@ -170,7 +172,7 @@ class DeepSpeedBackend:
 
     def _replica(self) -> Iterator[tuple[str, Tensor]]:
         """On the ranks of the first replica, which together have the policy: name and this rank's part."""
-        parameters = list(hf_parameters(self._engine.module))
+        parameters = self._parameters
         is_first = self.rank < (1 if self._split is None else self._split.size)
         if not self._is_partitioned:
             yield from ((name, parameter.detach()) for name, parameter in parameters if is_first)
@@ -184,7 +186,9 @@ class DeepSpeedBackend:
             yield from copies
 
     def gathered_adapters(self) -> dict[str, Adapter]:
-        if not self._is_partitioned or not self.adapters:
+        if not self._is_adapted:
+            return {}
+        if not self._is_partitioned:
             return self.adapters.copies()
         import deepspeed
 
@@ -200,13 +204,13 @@ class DeepSpeedBackend:
     def local_weights(self) -> dict[str, Tensor]:
         adapters = self.gathered_adapters()
         held = {}
-        for name, parameter in hf_parameters(self._engine.module):
-            if not self._is_partitioned:
-                held[name] = merged(parameter.detach().view(-1), adapters.get(name))
-            elif name not in adapters:
-                held[name] = parameter.ds_tensor.detach().view(-1)
+        for name, parameter in self._parameters:
+            part = (parameter.ds_tensor if self._is_partitioned else parameter).detach().view(-1)
+            if name not in adapters:
+                held[name] = part
+            elif not self._is_partitioned:
+                held[name] = merged(part, adapters[name])
             else:  # one row-major stretch of the weight; what lies behind it is padding
-                part = parameter.ds_tensor.detach().view(-1)
                 start = self.rank * part.numel()
                 held[name] = merged(part[: max(0, parameter.ds_numel - start)], adapters[name], start)
         return held
@@ -403,7 +407,7 @@ def _clips_here(model: ModelConfig, trainer: TrainerConfig) -> bool:
     return trainer.zero_stage == 0 and model.dtype == "float32"
 
 
-def _buckets(parameters: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+def _buckets(parameters: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
     """Consecutive parameters whose full size is at most `_GATHER_BYTES` (or one that is larger)."""
     bucket: list[tuple[str, Any]] = []
     size = 0

@@ -43,7 +43,7 @@ class RankShare:
     def at_start(cls, backend: Backend) -> RankShare:
         """Create the share of a rank before its batch."""
         held: list[Tensor] = []
-        if num_shares(backend) > 1 and not backend.training_sharding().is_partitioned:
+        if not backend.training_sharding().is_partitioned:
             with backend.adapters.off():  # adapters are summed separately from the base weights
                 held = [*backend.local_weights().values(), *backend.adapters.parameters()]
         return cls(fingerprint(held), torch.zeros((), dtype=torch.float64, device=backend.device))
@@ -63,11 +63,6 @@ class RankShare:
             target.register_hook(add)
 
 
-def num_shares(backend: Backend) -> int:
-    """R."""
-    return backend.data_parallel_size * backend.sequence_parallel_size
-
-
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """Sum of all weights' bits as integers, modulo 2^50: independent of the order, and changed by any flipped bit."""
     total = 0
@@ -78,10 +73,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def agreement(share: RankShare, backend: Backend) -> dict[str, float]:
-    """Dispersion over the ranks; empty for a single rank. Collective."""
-    size = num_shares(backend)
-    if size == 1:
-        return {}
+    """Dispersion over the ranks. Collective."""
+    size = backend.data_parallel_size * backend.sequence_parallel_size
     mine = np.zeros((size, 4))
     place = backend.data_parallel_rank * backend.sequence_parallel_size + backend.sequence_parallel_rank
     mine[place] = share.fingerprint, share.loss, share.token_weight, float(share.squared_signal) ** 0.5

@@ -257,20 +257,20 @@ def read_shard(
             f"{where}: {_file(folder, rank)} does not exist. The engine is on another node than the trainer. Set "
             "weights.transport=auto."
         )
-    sizes, dtype = {entry.name: entry.shape[0] for entry in entries}, TORCH_DTYPES[entries[0].dtype]
-    file = _file(folder, rank)
-    flat = _kept_mapping(str(file), file.stat().st_ino, version_buffer_size(sizes, dtype), dtype)
-    yield from split_version_buffer(flat, sizes).items()
+    sizes, dtype = tuple((entry.name, entry.shape[0]) for entry in entries), TORCH_DTYPES[entries[0].dtype]
+    yield from _kept_mapping(folder, rank, _file(folder, rank).stat().st_ino, sizes, dtype).items()
 
 
 @lru_cache(maxsize=NUM_BUFFERS)
-def _kept_mapping(file: str, _inode: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+def _kept_mapping(
+    folder: Path, rank: int, _inode: int, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype
+) -> Mapping[str, torch.Tensor]:
     """Map a version buffer, which the engine reads again every `NUM_BUFFERS` versions; another inode is another file.
 
     To fault the pages of a new mapping in and to free them takes as long as two copies of the version, and the second
     half of that happened while the engine was frozen.
     """
-    return torch.from_file(file, shared=True, size=size, dtype=dtype)
+    return _map(folder, rank, dict(sizes), dtype)
 
 
 def forget_mappings() -> None:

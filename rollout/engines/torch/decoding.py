@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
-from penstock.dataflow.seeding import derive_seed, uniforms
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams, derive_seed, uniforms
 from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, join_spans
 from penstock.rollout.engines.torch.cache import SlotCache

@@ -34,12 +34,12 @@ from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import (
     EngineLoad,
     GenerateRequest,
-    SamplingParams,
     TensorEntry,
     TokenDelta,
     WeightAck,
     WeightManifest,
 )
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.config import MAX_TOP_K, VllmEngineConfig

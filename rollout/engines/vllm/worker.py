@@ -70,6 +70,7 @@ class ModelState:
         has_joined: It has started to join a transfer group.
         version_buffer: Holds a version in device memory, if versions are written or received there.
         update: The newest one.
+        refusal: Why its parameters cannot be updated at all; empty if they can.
     """
 
     base: BaseWeights
@@ -78,6 +79,7 @@ class ModelState:
     has_joined: bool = False
     version_buffer: VersionBuffer | None = None
     update: Update | None = None
+    refusal: str = ""
 
 
 _states: WeakKeyDictionary[torch.nn.Module, ModelState] = WeakKeyDictionary()
@@ -154,8 +156,6 @@ WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
     """Why a version cannot be applied to the live parameters; empty if it can."""
     live = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
-    if refusal := expert_refusal(model):
-        return refusal
     if not manifest.num_shards:
         return LiveTensors(model, manifest).refusal()
     mine = [entry for entry in manifest.entries if entry.rank == rank]
@@ -202,7 +202,8 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         if model not in _states:
             rank = get_tensor_model_parallel_rank()
-            _states[model] = ModelState(BaseWeights(rank), DeviceReceiver(rank, self.device))
+            receiver = DeviceReceiver(rank, self.device)
+            _states[model] = ModelState(BaseWeights(rank), receiver, refusal=expert_refusal(model))
         return _states[model]
 
     def penstock_make_version_buffer(
@@ -263,7 +264,7 @@ class WorkerExtension:
         state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
         announced: WeightManifest = pickle.loads(manifest)  # noqa: S301 - from the engine of this worker
         update = state.update = Update(announced)
-        if wrong := update_refusal(model, announced, rank):
+        if wrong := state.refusal or update_refusal(model, announced, rank):
             return wrong
         if announced.location == IN_PLACE:
             return "" if state.has_joined else f"it is sent in place, but rank {rank} has joined no transfer group."

@@ -11,7 +11,8 @@ import pytest
 from penstock.actors.engine.actor import EngineActor
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import Span
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec

@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 import ray
 
+from penstock.actors import batched_calls
 from penstock.actors.engine import client as engine_client
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TensorEntry, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    GenerateRequest,
+    TensorEntry,
+    WeightAck,
+    WeightManifest,
+)
+from penstock.dataflow.sampling import SamplingParams
 
 MANIFEST = WeightManifest(1, "somewhere", (), 100, 7)
 
@@ -81,8 +88,8 @@ async def test_an_engine_that_does_not_free_its_memory_in_time_is_named_and_ende
 
 
 async def test_after_a_stall_of_the_driver_no_living_engine_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "POLL_S", 0.3)
-    monkeypatch.setattr(engine_client, "SILENCE_S", 0.7)
+    monkeypatch.setattr(batched_calls, "POLL_S", 0.3)
+    monkeypatch.setattr(batched_calls, "SILENCE_S", 0.7)
     elsewhere = asyncio.new_event_loop()
     threading.Thread(target=elsewhere.run_forever, daemon=True).start()
 
@@ -103,8 +110,8 @@ async def test_after_a_stall_of_the_driver_no_living_engine_counts_as_lost(monke
 
 
 async def test_an_engine_that_is_silent_while_the_event_loop_runs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "POLL_S", 0.05)
-    monkeypatch.setattr(engine_client, "SILENCE_S", 0.05)
+    monkeypatch.setattr(batched_calls, "POLL_S", 0.05)
+    monkeypatch.setattr(batched_calls, "SILENCE_S", 0.05)
     engine = engine_with()
     with pytest.raises(EngineLostError, match="did not answer"):
         await asyncio.wait_for(anext(engine.generate(GenerateRequest(RequestId("r"), (1,), SamplingParams(1)))), 10.0)

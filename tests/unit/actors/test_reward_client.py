@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors import restart_budget
-from penstock.actors.reward import client as reward_client
+from penstock.actors import batched_calls, restart_budget
 from penstock.actors.reward.actor import Job, RewardActor, Scoring
 from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
@@ -91,7 +90,7 @@ class Process:
         until = time.monotonic() + wait_s
         while not results:
             await self.is_alive()
-            results = await self.scoring.collect(0.01)
+            results = await self.scoring.results.collect(0.01)
             if time.monotonic() >= until:
                 break
         await self.is_alive()
@@ -290,8 +289,8 @@ async def test_a_score_that_cannot_be_sent_or_read_fails_alone_and_costs_no_work
 async def test_a_worker_that_hangs_is_replaced_and_its_trajectories_are_scored(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reward_client, "POLL_S", 0.05)
-    monkeypatch.setattr(reward_client, "SILENCE_S", 0.5)
+    monkeypatch.setattr(batched_calls, "POLL_S", 0.05)
+    monkeypatch.setattr(batched_calls, "SILENCE_S", 0.5)
     place = Place(Hanging, Process)
     with client_of(place) as client:
         scores = await asyncio.wait_for(asyncio.gather(*(client.score(*pair("!")) for _ in range(3))), 20.0)
@@ -315,8 +314,8 @@ async def test_a_cancelled_trajectory_affects_no_other_when_its_worker_dies() ->
 async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
-    monkeypatch.setattr(reward_client, "POLL_S", 0.05)
-    monkeypatch.setattr(reward_client, "SILENCE_S", 1.0)
+    monkeypatch.setattr(batched_calls, "POLL_S", 0.05)
+    monkeypatch.setattr(batched_calls, "SILENCE_S", 1.0)
 
     class Unhurried(Process):
         async def is_alive(self) -> None:

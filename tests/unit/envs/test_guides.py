@@ -139,7 +139,7 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     from penstock.platform.checks.load import compose_config
     from penstock.platform.cli import export
     from penstock.platform.cli.main import app
-    from penstock.platform.run import launch
+    from penstock.platform.run import training
     from penstock.platform.run.checkpoint import CheckpointFolder
     from penstock.platform.run.flow import FlowSnapshot
     from penstock.platform.run.run_dir import prepare_run_dir
@@ -156,7 +156,7 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
         manifest = {"version": version, "incarnation": 0, "trainer_files": [], "spooled": {}, "files": [], "run": {}}
         saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
     taken: list[str] = []
-    monkeypatch.setattr(launch, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
+    monkeypatch.setattr(training, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
     monkeypatch.setattr(
         export, "export_policy", lambda _config, found, target: taken.append(found.name) or target.mkdir()
     )

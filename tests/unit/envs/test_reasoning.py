@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import GroupPayload, Task
 from penstock.envs.config import EnvConfig, ReasoningConfig
 from penstock.envs.environment import Action

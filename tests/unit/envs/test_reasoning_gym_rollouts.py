@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reasoning_gym_reward
 from penstock.envs.config import EnvConfig
 from penstock.envs.scripted_check import check_environment

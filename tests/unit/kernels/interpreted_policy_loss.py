@@ -17,7 +17,6 @@ from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import MAXIMA, SUMS, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics, TokenSums
 from penstock.trainer.algorithms.objective import Objective, can_fuse, fused_settings
-from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
@@ -85,8 +84,7 @@ def run(
 ) -> tuple[Tensor, Tensor, TokenSums]:
     """Loss, gradient and what was measured."""
     leaf = target.clone().requires_grad_()
-    unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
-    update = OpenUpdate(TokenMetrics(CPU), unseen, is_first, is_first_epoch)
+    update = OpenUpdate(TokenMetrics(CPU), None, is_first, is_first_epoch)
     loss = Objective(config)(leaf, entropies, batch, update)
     (loss * upstream).backward()
     assert leaf.grad is not None

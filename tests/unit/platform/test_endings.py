@@ -20,9 +20,9 @@ from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluation
-from penstock.platform.run.launch import train_to_end
 from penstock.platform.run.lifecycle import Stop, write_failure
 from penstock.platform.run.run import Run
+from penstock.platform.run.training import train_to_end
 from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import PARTNER, TaskId
-from penstock.dataflow.ports import SamplingParams, Score
+from penstock.dataflow.ports import Score
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import MAX_ROWS_PER_SET, EvaluationTable

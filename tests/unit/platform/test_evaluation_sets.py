@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams, Score
+from penstock.dataflow.ports import Score
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.cli.main import app
 from penstock.platform.config.schema import EvaluationConfig

@@ -12,7 +12,7 @@ from penstock.platform.run.lifecycle import write_failure
 
 def test_the_newest_events_are_kept_oldest_first(tmp_path: Path) -> None:
     tail = EventTail()
-    ledger = Ledger(on_event=tail)
+    ledger = Ledger(listeners=(tail,))
     for index in range(EVENTS_KEPT):
         ledger.admit(TaskId(f"t{index}"), 2)
     first = next(ledger.live()).group_id

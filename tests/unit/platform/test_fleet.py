@@ -16,13 +16,19 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, SharedMemoryTransport
 from penstock.dataflow.errors import EngineLostError, PenstockError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId, TaskId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    GenerateRequest,
+    TokenDelta,
+    WeightAck,
+    WeightManifest,
+)
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run import control, fleet
-from penstock.platform.run.control import request_scale, served_control
 from penstock.platform.run.fleet import Fleet
+from penstock.platform.run.scale import request_scale, served_control
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.rollout_context import RolloutContext

@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
 from penstock.rollout.pool.pool import EnginePool

@@ -63,7 +63,7 @@ async def test_a_late_task_starts_again_no_more_often_than_it_may(max_requeues: 
     engines = [FakeEngine(length=lambda serial: LONG_TAIL[serial % len(LONG_TAIL)])]
     flow = make_flow(engines, FakeRewards(), steps=20, on_expiry=ExpiryPolicy.DROP, max_requeues=max_requeues)
     starts: Counter[str] = Counter()
-    flow.core.ledger.on_event = lambda event: starts.update(started_task(event))
+    flow.core.ledger.listeners = (lambda event: starts.update(started_task(event)),)
     await train_all(flow, engines)
     assert flow.core.ledger.reasons[GroupState.DROPPED, Reason.STALE] > 0
     assert max(starts.values()) == 1 + max_requeues
@@ -193,7 +193,7 @@ async def test_under_other_bounds_tasks_start_again_with_their_limits_and_are_no
     flow = make_flow(engines := [FakeEngine()], FakeRewards(), eta=0)
     await flow.restore(saved, payloads)
     events: list[JournalEntry] = []
-    flow.core.ledger.on_event = events.append
+    flow.core.ledger.listeners = (events.append,)
     await train_all(flow, engines)
     assert flow.core.ledger.reasons == {(GroupState.DROPPED, Reason.ROLLBACK): 4}
     starts = [one for one in events if isinstance(one, LedgerEvent) and one.state is GroupState.GENERATING]
@@ -284,7 +284,7 @@ class EvenTasksGetTwo:
 async def test_group_sizes_are_decided_at_admission() -> None:
     flow = make_flow(engines := [FakeEngine()], FakeRewards(), group_size=3, steps=4, sizing=EvenTasksGetTwo())
     admitted: dict[str, int] = {}
-    flow.core.ledger.on_event = lambda event: admitted.update(admitted_size(event))
+    flow.core.ledger.listeners = (lambda event: admitted.update(admitted_size(event)),)
     trained = await train_all(flow, engines)
     sizes = {group.task_id: len(group.rewards) for group in trained}
     assert sizes == admitted == {f"t{number}": 2 + number % 2 for number in range(8)}
@@ -319,7 +319,7 @@ async def test_a_curriculum_decides_what_is_admitted_after_each_publish() -> Non
 async def test_live_groups_never_take_more_than_their_capacity() -> None:
     flow = make_flow(engines := [FakeEngine()], FakeRewards(), batch=2, eta=4, steps=6, max_live=5)
     most: list[int] = []
-    flow.core.ledger.on_event = lambda _event: most.append(flow.core.ledger.live_trajectories)
+    flow.core.ledger.listeners = (lambda _event: most.append(flow.core.ledger.live_trajectories),)
     await train_all(flow, engines)
     assert max(most) == 4
     assert flow.counts().trained == 12

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import Span
 from penstock.platform.run.logprob_parity import TOLERANCE, LogprobParityCheck
 from penstock.rollout.pool.pool import EnginePool

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
-from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport, WrittenFile
+from penstock.dataflow.ports import PublishReport, StepReport, WrittenFile
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement

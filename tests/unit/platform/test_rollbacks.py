@@ -14,8 +14,8 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors
-from penstock.platform.run import launch
-from penstock.platform.run.launch import MAX_ROLLBACKS_PER_HOUR, RanksLostError, Rollbacks, roll_back
+from penstock.platform.run import training
+from penstock.platform.run.training import MAX_ROLLBACKS_PER_HOUR, RanksLostError, Rollbacks, roll_back
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 
@@ -37,7 +37,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         found.append(seconds)
 
-    monkeypatch.setattr(launch.asyncio, "sleep", sleep)
+    monkeypatch.setattr(training.asyncio, "sleep", sleep)
     return found
 
 

@@ -33,7 +33,7 @@ def slices(run_dir, process=GROUPS):
 
 
 def ledger_of(timeline):
-    return Ledger(on_event=timeline)
+    return Ledger(listeners=(timeline,))
 
 
 def pass_through(ledger, group_id, end=GroupState.TRAINED):

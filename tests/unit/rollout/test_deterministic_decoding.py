@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.dataflow.ports import GenerateRequest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.torch.decoding import DecodeBatch, RunningRequest

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.environment import Action
 from penstock.envs.workers.episode_child import EpisodeReply

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.rollout.pool.pool import EnginePool

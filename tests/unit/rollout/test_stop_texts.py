@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams, TokenDelta
+from penstock.dataflow.ports import TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, Task
 from penstock.dataflow.versions import Span
 from penstock.rollout.pool.pool import EnginePool

@@ -16,7 +16,8 @@ import pytest
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation

@@ -16,7 +16,8 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId, TaskId
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span, versions_per_token
 from penstock.envs.environment import Action

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.dataflow.ports import GenerateRequest
+from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.engines.torch.cache import SlotCache
 from penstock.rollout.engines.torch.decoding import BatchLimits, RunningRequest, _chunks
 

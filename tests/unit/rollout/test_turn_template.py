@@ -10,7 +10,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.envs.tools.functions import Toolbox
 from penstock.envs.tools.tool_environment import ToolEnvironment

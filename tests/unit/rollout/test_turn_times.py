@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.dataflow.ports import SamplingParams, TokenDelta
+from penstock.dataflow.ports import TokenDelta
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import Span
 from penstock.envs.reasoning import TurnText
 from penstock.rollout.trajectory import conversation

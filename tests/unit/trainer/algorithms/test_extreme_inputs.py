@@ -26,7 +26,6 @@ from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.algorithms.selection import select
 from penstock.trainer.algorithms.tokens import LossTokens
-from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.samples import policy_sequences
@@ -175,8 +174,7 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
     micro_batch, target = micro_batch_of(config, inputs(seed % NUM_INPUTS))
     target = target.clone().requires_grad_()
     entropies = torch.linspace(0.0, 12.0, len(target), requires_grad=True)
-    unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
-    update = OpenUpdate(TokenMetrics(CPU), unseen, is_first=seed % 4 < 2)
+    update = OpenUpdate(TokenMetrics(CPU), is_first=seed % 4 < 2)
     loss = Objective(config)(target, entropies, micro_batch, update)
     loss.backward()
     sums = update.metrics.reduce(lambda values, _: values)

@@ -1,4 +1,6 @@
-"""Counter-based random numbers for sampling: each draw is a hash of (seed, group, trajectory index, position).
+"""How tokens are sampled: the parameters, and random numbers by counter.
+
+Each draw is a hash of (seed, group, trajectory index, position).
 
 With a stateful generator, a draw would depend on the other requests of the batch and on earlier draws. A counter-based
 generator is a pure function of its key. A trajectory is therefore sampled identically in any batch, at any time and on
@@ -10,13 +12,12 @@ The hash is the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 201
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import SamplingParams
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,19 +27,48 @@ _UNIFORM_BITS = 52
 """Not 53: u · total must stay below total after rounding, so that inverse-CDF sampling never runs off the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of a request.
+
+    Attributes:
+        max_new_tokens: Maximum number of sampled tokens.
+        temperature: 0 is greedy. Behavior logprobs are those after the temperature.
+        top_k: Sample from the k most likely tokens only; 0: from all.
+        top_p: Then from the fewest most likely ones whose probability reaches this; 1: from all.
+        min_p: First of all, from tokens with at least this share of the largest probability only; 0: from all.
+        stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
+        stop: Sampling stops after the token that completes any of these texts, which is included in the output. The
+            trajectory runner applies it (rollout/trajectory/stop_texts.py); an engine has no tokenizer.
+        seed: Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives
+            each draw from (seed, position in the sequence), so a resumed request continues with the same draws.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary, which is then recorded with them."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def of(self, group_id: GroupId, member: int) -> SamplingParams:
+        """Those of one trajectory, with a seed of its own; the same if the run has no seed."""
+        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, group_id, member))
+
+
 def derive_seed(seed: int, *keys: int) -> int:
     """Hash a seed and a key into another seed, 0 ≤ result < 2⁶³."""
     state = np.array([seed & _MASK], dtype=np.uint64)
     for key in keys:
         state = _mixed(state, np.array([key & _MASK], dtype=np.uint64))
     return int(state[0]) >> 1
-
-
-def trajectory_sampling(sampling: SamplingParams, group_id: GroupId, member: int) -> SamplingParams:
-    """Return the sampling parameters with a seed for one trajectory; unchanged if the run has no seed."""
-    if sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=derive_seed(sampling.seed, group_id, member))
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:

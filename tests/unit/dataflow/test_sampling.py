@@ -6,8 +6,7 @@ from itertools import islice
 import numpy as np
 
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.seeding import derive_seed, trajectory_sampling, uniforms
+from penstock.dataflow.sampling import SamplingParams, derive_seed, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -55,6 +54,6 @@ def test_every_part_of_the_key_and_their_order_matter() -> None:
 
 def test_a_trajectory_gets_its_own_seed_unless_the_run_has_none() -> None:
     unseeded = SamplingParams(max_new_tokens=4)
-    assert trajectory_sampling(unseeded, GroupId(3), 1) is unseeded
+    assert unseeded.of(GroupId(3), 1) is unseeded
     seeded = SamplingParams(max_new_tokens=4, seed=9)
-    assert trajectory_sampling(seeded, GroupId(3), 1).seed == derive_seed(9, 3, 1)
+    assert seeded.of(GroupId(3), 1).seed == derive_seed(9, 3, 1)

@@ -1,0 +1,223 @@
+"""Builds a run: starts its actors, connects the engines of each policy to its trainer, and makes the flow.
+
+start_parts    what outlives a trainer: all processes, the tokenizer, the held-out tasks
+build_run      what a rollback builds again: the flow, the publishers, the checkpoints, the files of the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import cast
+
+from penstock.actors.cluster import draining_nodes
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ids import PARTNER
+from penstock.dataflow.ports import EarlyLogprobWorker
+from penstock.dataflow.trajectory import Task
+from penstock.envs.loading import load_task_source
+from penstock.envs.streams import load_held_out
+from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.anomalies import Anomalies
+from penstock.platform.metrics.evaluation_table import EvaluationTable
+from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
+from penstock.platform.metrics.timeline import Timeline
+from penstock.platform.run.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    CheckpointFolder,
+    next_incarnation,
+)
+from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.engine_restarts import EngineRestarts
+from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.fleet import Fleet
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
+from penstock.platform.run.ledger_log import LedgerLog
+from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
+from penstock.platform.run.run import Instruments, PolicyRuntime, Run
+from penstock.platform.run.scale import served_control
+from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
+from penstock.platform.run.two_policies import combine_policies
+from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.runner import TrajectoryRunner
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What outlives the loss of a trainer rank."""
+
+    held_out: list[Task]
+    actors: RunActors
+    codec: TokenCodec
+    episodes: EpisodePlayer
+
+
+@asynccontextmanager
+async def start_parts(
+    config: RunConfig, instruments: Instruments, resumed: Checkpoint | None, pending: set[str] | None = None
+) -> AsyncIterator[RunParts]:
+    """Start all processes of a run; they are ended on exit."""
+    held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+    instruments.note("starting Ray, the engines, the trainer and the reward workers …")
+    restore_from = None if resumed is None else str(resumed.path.absolute())
+    async with start_actors(config, restore_from, pending) as actors:
+        codec = load_codec(model_path(config), config.env)
+        async with episode_player(config, codec) as episodes:
+            yield RunParts(held_out, actors, codec, episodes)
+
+
+@asynccontextmanager
+async def build_run(
+    config: RunConfig, parts: RunParts, instruments: Instruments, events: EventTail, resumed: Checkpoint | None = None
+) -> AsyncIterator[Run]:
+    """Connect the parts of a run and yield it. Its components are closed in reverse order on exit."""
+    actors, codec, episodes, held_out = parts.actors, parts.codec, parts.episodes, parts.held_out
+    async with AsyncExitStack() as stack:
+        instruments.trajectories.token_texts = codec.token_texts
+        sampling = rollout_sampling(config, codec)
+        limit = prompt_limit(config, codec)
+        fitting = [task for task in held_out if limit is None or limit.fits(task)]
+        # A run without evaluations takes the prompts of its first training tasks.
+        asked = fitting or islice(load_task_source(config.env, config.seed).train(), 1024)
+        probed = islice((task for task in asked if limit is None or limit.fits(task)), NUM_PARITY_PROMPTS)
+        probes = [codec.encode_prompt(task.prompt) for task in probed]
+        runner = make_runner(config, actors.engines, codec, episodes)
+        table = EvaluationTable(instruments.run_dir, token_texts=codec.token_texts)
+        runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes, table))
+        # With two policies it refuses every change, so the publisher is always that of a single policy.
+        publisher = cast("ActorWeightPublisher", runtime.publisher)
+        fleet = Fleet(config, runner.pool, publisher, actors, instruments.note)
+        await answer_questions(config, episodes, runner, sampling)
+        if actors.partner is not None:
+            view = config.partner_view
+            runner = make_runner(view, actors.partner.engines, codec, episodes)
+            table = EvaluationTable(instruments.run_dir, PARTNER, codec.token_texts)
+            partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes, table))
+            runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
+        bounds = config.dataflow
+        core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.fewest_members, bounds.max_retries))
+        incarnation = next_incarnation(instruments.run_dir)
+        log = LedgerLog(instruments.run_dir, incarnation, 0 if resumed is None else resumed.version)
+        stack.callback(close_file, log, "the ledger's log", instruments)
+        timeline = Timeline(instruments.run_dir, bounds.batch_groups, config.total_steps)
+        stack.callback(close_file, timeline, "the timeline", instruments)
+        core.ledger.listeners = (events, log, timeline)
+        forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
+        accumulate = cast("TrainerClient", runtime.trainer).accumulate if bounds.stream_micro_batches else None
+        frozen = (actors.reference, actors.teacher)
+        flow = Flow(
+            core,
+            make_task_queue(config, instruments.note, None if limit is None else limit.fits),
+            make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
+            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward, accumulate),
+            FlowStats(
+                sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
+                anomalies=Anomalies(instruments.note),
+            ),
+            FlowOptions(
+                bounds.batch_timeout_s,
+                # A micro-batch of every rank.
+                tokens_per_part=config.trainer.data_parallel_size * config.trainer.max_group_tokens,
+            ),
+        )
+        folder = CheckpointFolder(instruments.run_dir)
+        checkpointer = Checkpointer(
+            config.checkpoint,
+            folder,
+            runtime.trainer,
+            actors.store,
+            instruments.note,
+            resumed,
+            incarnation,
+            on_cut=log.rotate,
+            on_written=partial(trace_checkpoint, timeline),
+        )
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline)
+        stack.push_async_callback(run.close)
+        if resumed is not None:
+            await restore(run, flow, folder, resumed)
+        if config.cluster.address != "local":  # a cluster of this machine alone has no node to drain
+            await stack.enter_async_context(fleet.following(draining_nodes))
+        await stack.enter_async_context(served_control(instruments.run_dir, fleet.scale, instruments.note))
+        yield run
+
+
+def close_file(file: LedgerLog | Timeline, what: str, instruments: Instruments) -> None:
+    """Write the rest of a file, and note on the console if it is incomplete."""
+    file.close()
+    if file.error is not None:
+        instruments.note(f"{what} is not complete, since it could not be written: {file.error}")
+
+
+def trace_checkpoint(timeline: Timeline, version: int, seconds: float) -> None:
+    """Callback of the checkpointer, when one is complete."""
+    now = time.time()
+    timeline.add("checkpoint", f"checkpoint v{version}", now - seconds, now)
+
+
+async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Checkpoint) -> None:
+    """Continue a run from a checkpoint: its groups, counters and history. The trainer ranks have read their part."""
+    saved, payloads = await asyncio.to_thread(folder.flow_snapshot, resumed)
+    await flow.restore(saved, payloads)
+    run.load_state_dict(resumed.version, resumed.manifest["run"])
+    await asyncio.to_thread(folder.prune, run.config.checkpoint.keep, resumed.version, run.spared_versions())
+
+
+@asynccontextmanager
+async def policy_runtime(
+    config: RunConfig,
+    actors: RunActors,
+    runner: TrajectoryRunner,
+    probes: Sequence[tuple[int, ...]],
+    table: EvaluationTable,
+) -> AsyncIterator[PolicyRuntime]:
+    """Connect the engines and the trainer of one policy; they are in service until the context exits.
+
+    Args:
+        config: Configuration of the policy.
+        actors: Its trainer and engines.
+        runner: Samples trajectories on the engines.
+        probes: Prompts of the logprob parity check, token ids.
+        table: Stores the answers of its evaluations.
+    """
+    pool, rollout = runner.pool, config.rollout
+    sampling = rollout_sampling(config, runner.codec)
+    parity_check = LogprobParityCheck(
+        pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s
+    )
+    publisher = await actors.publisher(pool, config, parity_check.check)
+    # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
+    # therefore not restarted there.
+    max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
+    try:
+        async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
+            yield PolicyRuntime(
+                runner,
+                trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
+                publisher=publisher,
+                evaluator=Evaluator(
+                    runner,
+                    actors.rewards,
+                    sampling,
+                    config.evaluation,
+                    config.dataflow.pass_reward,
+                    table,
+                    prompt_limit(config, runner.codec),
+                ),
+                monitor=monitor,
+            )
+    finally:
+        await publisher.close()
