@@ -1,6 +1,6 @@
 """Speed, bias and lost tokens over η for the expiry policies: one plot and one table, from the simulator.
 
-    python benchmarks/staleness_plots.py [--seeds 3]     (4 minutes; writes docs/images and docs/concepts/policies.md)
+    python benchmarks/staleness_plots.py [--seeds 3]     (4 minutes; writes docs/images and docs/concepts/staleness.md)
 
 The figures are those of `python benchmarks/comparisons.py evict-bias`: the shipping controller in virtual time.
 """
@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from comparisons import evict_bias
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = DOCS / "concepts" / "policies.md"
+PAGE = DOCS / "concepts" / "staleness.md"
 IMAGE = DOCS / "images" / "staleness-policies.svg"
 PANELS = (
     ("speed", "speed ÷ best synchronous"),

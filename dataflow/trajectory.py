@@ -86,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One token sequence of a trajectory (docs/concepts/threads.md).
+    """One token sequence of a trajectory (docs/guides/several-agents.md).
 
     Attributes:
         num_tokens: Length of the thread, including the tokens that a fork shares with its parent.

@@ -75,7 +75,7 @@ class EpisodeConfig(BaseModel):
     max_tokens: int | None = Field(default=None, ge=2)
     """Tokens of one thread, prompt and observations included; None is `model.max_context_tokens`."""
     max_threads: int = Field(default=8, ge=1)
-    """Token sequences of one episode: agents, and forks (docs/concepts/threads.md)."""
+    """Token sequences of one episode: agents, and forks (docs/guides/several-agents.md)."""
     timeout_s: float = Field(default=30.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
     """Longest time for one reset or step; then the attempt fails (kind env), never reward 0."""
     startup_timeout_s: float = Field(default=120.0, ge=1, le=MAX_TIMEOUT_S)

@@ -8,8 +8,8 @@ One object plays one episode: `reset` once, then `step` for each turn of the pol
 is exhausted (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a separate
 process (episode_host.py); an exception or a hang there fails the attempt, and never becomes reward 0.
 
-Several agents, and parallel drafts, are threads of one episode (docs/concepts/threads.md): an observation names its
-thread. A list of observations requests several concurrent turns, which `step_all` answers:
+Several agents, and parallel drafts, are threads of one episode (docs/guides/several-agents.md): an observation names
+its thread. A list of observations requests several concurrent turns, which `step_all` answers:
 
     class Debate(Environment):
         def reset(self, task):

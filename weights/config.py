@@ -15,7 +15,7 @@ CodecName = Literal["full", "delta", "int8_delta"]
 
 
 class WeightsConfig(BaseModel):
-    """How published weights are transferred from the trainer to the engines (docs/concepts/weight-updates.md)."""
+    """How published weights are transferred from the trainer to the engines (docs/concepts/weights.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 

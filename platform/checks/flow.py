@@ -20,7 +20,7 @@ from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import EvaluationConfig, RunConfig
 
 DROP_BIAS = {1: (0.94, 0.19), 2: (0.95, 0.24), 4: (0.97, 0.54), 8: (1.0, 1.0)}
-"""η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/policies.md)."""
+"""η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/staleness.md)."""
 
 
 def check_dataflow(config: RunConfig) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} cancels groups that take too long. In "
             f"simulation at max_staleness={measured}, trained answers had {length:.2f} of the mean length of sampled "
-            f"ones, and {longest:.2f} of the longest 1 % of answers were trained (docs/concepts/policies.md; metric "
+            f"ones, and {longest:.2f} of the longest 1 % of answers were trained (docs/concepts/staleness.md; metric "
             "length/trained_share). on_expiry=wait is unbiased."
         )
     # A streamed batch takes its groups one by one, and none can be removed again.

@@ -81,7 +81,7 @@ class EngineCost:
 class PrefixCache:
     """Prompts with cached KV, up to a capacity in tokens. The least recently used one is evicted first.
 
-    A prefix is (salt, task): blocks are shared only between requests of one salt (docs/concepts/weight-updates.md).
+    A prefix is (salt, task): blocks are shared only between requests of one salt (docs/concepts/weights.md).
     """
 
     def __init__(self, capacity_tokens: int) -> None:

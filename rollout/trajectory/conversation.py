@@ -4,7 +4,7 @@ p is the prompt, y_k the tokens that the policy sampled in turn k exactly as the
 observation after them, rendered once. The request of turn k + 1 is exactly p, y_1, o_1 … y_k, o_k, so the trainer sees
 what the engines saw. The loss mask is 1 on y_k and 0 elsewhere, behavior logprobs are 0 elsewhere, and spans cover the
 y_k only (I4, I7). An observation after the last turn is left out. A fork has all earlier tokens as its p, with mask 0,
-because they carry their loss in the thread that sampled them (docs/concepts/threads.md).
+because they carry their loss in the thread that sampled them (docs/guides/several-agents.md).
 
 A turn may be interrupted after n of its m = `max_new_tokens` tokens. The request for the rest has the n tokens appended
 to its prompt and asks for m − n new ones. A causal model samples the next token from the same distribution whether it

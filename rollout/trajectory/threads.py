@@ -3,7 +3,7 @@
     thread: new --prompt or fork--> sampling --turn ended--> waiting --observation--> sampling …
 
 Invariant: a sampled token has loss mask 1 only in the thread in which it was sampled; in forks of that thread it is
-part of the prompt (docs/concepts/threads.md).
+part of the prompt (docs/guides/several-agents.md).
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ FOLDERS = (
 """Folders that a document names by their path. Other projects have a docs/ and a src/ as well."""
 GONE = {
     "platform/__init__.py",  # would hide the standard library's module
-    "actors/direct.py", "dataflow/columns.py", "actors/column_stage.py",  # removed by the decision that names them
-    "layout/vllm.py", "decoder.py", "roles.py", "dtensor.py", "types.py", "queue.py", "select.py",  # likewise
+    "types.py", "queue.py", "select.py",  # would be mistaken for modules of the standard library
 }  # fmt: skip
 """What decision records (docs/adr/) name because it does not exist any more, or must not."""
 OF_OTHERS = {"async_grpo_trainer.py", "train_source.py"}
@@ -166,6 +165,71 @@ def test_planted_names_of_files_and_tests_that_do_not_exist_are_found() -> None:
         "gone.py", "tests/unit/test_gone.py", "test_neither", "conf/algorithm/NAME/gone.yaml", "types.py",
     ]  # fmt: skip
     assert missing_names("`types.py`", is_decision=True) == []
+
+
+def test_every_page_that_code_names_exists() -> None:
+    """In messages, comments and configurations: `docs/concepts/weights.md`."""
+    paths, _ = repository()
+    named = {
+        (path, page)
+        for path in paths
+        if path.endswith((".py", ".yaml", ".toml")) and not path.startswith("tests/arch/")
+        for page in re.findall(r"(?<![\w/.])docs/[\w/-]+\.md", (ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert len(named) > 30
+    assert sorted(one for one in named if one[1] not in paths) == []
+
+
+OF_LIBRARIES = {
+    "EarlyStoppingCallback", "KillMode", "KillWait", "LoRARequest", "PreemptParameters", "TimeoutStopSec",
+    "apparmor_restrict_unprivileged_userns", "ds_to_universal", "include_stop_str_in_output", "memfd_secret",
+    "min_new_tokens", "return_sampling_mask", "root_package", "send_user_signal", "trainer_state",
+}  # fmt: skip
+"""Names of vLLM, TRL, DeepSpeed, import-linter, SLURM, systemd and the kernel that documents explain."""
+ABOUT_PEERS = {"coming-from.md", "peers.md"}
+"""Pages whose names are mostly those of other systems; keys of ours in them are checked above and below."""
+
+
+@cache
+def names_in_code() -> frozenset[str]:
+    """Every word of every file of text but the documents, and every file's name without its ending."""
+    paths, _ = repository()
+    names = {Path(path).stem for path in paths}
+    for path in (ROOT / path for path in paths if not path.endswith((".md", "/")) and not path.startswith("docs/")):
+        names |= set(re.findall(r"\w+", path.read_text(encoding="utf-8", errors="ignore")))
+    return frozenset(names)
+
+
+def unknown_names(text: str) -> list[str]:
+    """Identifiers in backticks that no file has: words with an underscore, or with a capital inside.
+
+    Names that a block of the page defines are the reader's; paths are checked above.
+    """
+    blocks = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = [word for span in re.findall(r"`([^`]+)`", prose) for word in re.split(r"[\s,;]+", span) if "/" not in word]
+    names = [name for word in words for name in re.findall(r"\b(?:[A-Z]+[a-z]+[A-Z]\w*|[a-z]\w*_\w+)\b", word)]
+    is_known = names_in_code() | OF_LIBRARIES | set(re.findall(r"\w+", blocks))
+    return [name for name in names if name not in is_known and not name.startswith(("my_", "mine_"))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name not in ABOUT_PEERS],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_every_identifier_that_a_document_names_is_in_the_code(path: Path) -> None:
+    assert unknown_names(path.read_text(encoding="utf-8")) == []
+
+
+def test_planted_identifiers_that_do_not_exist_are_found() -> None:
+    text = (
+        "`GoneClass.method_that_is_gone`, `dataflow.key_that_is_gone=3`, `Flow.snapshot`, `dataflow.max_staleness`, "
+        "`my_own_name`, `OwnClass`\n```python\nclass OwnClass: ...\n```\n"
+    )
+    # The words stand in this file, so that they are not found by chance.
+    planted = text.replace("gone", "g" + "one_x").replace("Gone", "G" + "oneX")
+    assert unknown_names(planted) == ["G" + "oneXClass", "method_that_is_g" + "one_x", "key_that_is_g" + "one_x"]
 
 
 FOREIGN_OPTIONS = {

@@ -34,9 +34,13 @@ def test_the_readme_quotes_the_newest_figures_of_the_comparison_with_trl() -> No
     ours, theirs, _ = cells("vs_trl.md", "step, median, s")
     num_steps, of_theirs, _ = cells("vs_trl.md", "steps measured, n")
     assert num_steps == of_theirs
-    quoted = re.search(r"takes ([\d.]+) s, one of TRL 1\.16's `GRPOTrainer` ([\d.]+) s.*?n = (\d+)", read("README.md"))
+    row = (
+        r"^\| step of the demo, median \(n = (\d+) each\) \| \[([\d.]+) s\]\(.*?\); "
+        r"TRL 1\.16's `GRPOTrainer` ([\d.]+) s\."
+    )
+    quoted = re.search(row, read("README.md"), re.MULTILINE)
     assert quoted is not None
-    assert quoted.groups() == (ours, theirs, num_steps)
+    assert quoted.groups() == (num_steps, ours, theirs)
 
 
 def test_the_page_on_weights_quotes_the_newest_figures_of_a_publish_with_its_checks() -> None:

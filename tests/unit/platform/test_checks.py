@@ -13,7 +13,7 @@ from penstock.platform.checks.flow import DROP_BIAS
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.compose import compose_all
 
-POLICIES = Path(__file__).parents[3] / "docs" / "concepts" / "policies.md"
+STALENESS = Path(__file__).parents[3] / "docs" / "concepts" / "staleness.md"
 ULYSSES = ["trainer.sequence_parallel_size=2", "model.attention=varlen"]
 
 
@@ -317,6 +317,6 @@ def test_dropping_warns_with_the_measured_bias(eta, measured):
 
 
 def test_the_measured_bias_is_that_of_the_table():
-    table = re.findall(r"\| drop streamed \| (\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", POLICIES.read_text())
+    table = re.findall(r"\| drop streamed \| (\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", STALENESS.read_text())
     assert {int(eta): (float(length), float(longest)) for eta, length, longest in table} == DROP_BIAS
     assert 1 in DROP_BIAS
