@@ -111,18 +111,16 @@ def reward(trajectory, **_):
 """
 
 
+# Everyday: tests/unit/platform/test_endings.py, without processes, and the random moment above.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "num_fast", "overrides"),
     [
-        (signal.SIGTERM, 2, ["trainer.backend=torch"]),
-        pytest.param(
-            *(signal.SIGTERM, 2, ["trainer.num_ranks=2", "trainer.zero_stage=3", "cluster.pools.cpu.count=3"]),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(signal.SIGHUP, 0, ["trainer.backend=torch"], marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, 3, ["trainer.num_ranks=1", "trainer.lora.rank=4"], marks=pytest.mark.full),
+        (signal.SIGTERM, 2, ["trainer.num_ranks=2", "trainer.zero_stage=3", "cluster.pools.cpu.count=3"]),
+        (signal.SIGHUP, 0, ["trainer.backend=torch"]),
+        (signal.SIGINT, 3, ["trainer.num_ranks=1", "trainer.lora.rank=4"]),
     ],
-    ids=["on_one_rank", "zero_3_on_two_ranks", "in_the_first_step", "adapters"],
+    ids=["zero_3_on_two_ranks", "in_the_first_step", "adapters"],
 )
 def test_a_signal_in_a_step_of_40_s_saves_the_published_policy_and_nothing_is_lost(
     signum: signal.Signals, num_fast: int, overrides: list[str], tmp_path: Path

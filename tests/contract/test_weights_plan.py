@@ -104,6 +104,7 @@ def test_experts_without_a_number_or_a_size_are_refused(experts, size, shared):
         ModelShape.model_validate(dense | shape)
 
 
+@pytest.mark.full
 def test_the_plan_of_a_publish_needs_no_model() -> None:
     overrides = ["experiment=math_qwen_8gpu", "rollout.engine.tensor_parallel_size=4", "rollout.num_engines=1"]
     program = [sys.executable, "benchmarks/weights_plan.py", *overrides]

@@ -177,7 +177,7 @@ STREAMED_PAIRS = [
             ],
             marks=pytest.mark.full,
         ),
-        ("preference_pairs_of_a_streamed_batch", STREAMED_PAIRS),
+        pytest.param("preference_pairs_of_a_streamed_batch", STREAMED_PAIRS, marks=pytest.mark.full),
         pytest.param(
             "preference_pairs_of_a_streamed_batch_over_two_ranks",
             [*STREAMED_PAIRS, "trainer.num_ranks=2"],

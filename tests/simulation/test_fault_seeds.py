@@ -16,7 +16,7 @@ from tests.simulation.sweep import Sweep, replay_command, run_seeds
 from tests.tiers import by_tier, each_of
 
 ROOT = Path(__file__).parents[2]
-NUM_SEEDS = by_tier(200, full=1000)
+NUM_SEEDS = by_tier(102, full=1000)
 """`make soak` runs 10,000."""
 FAULTS = {
     "engine crash",

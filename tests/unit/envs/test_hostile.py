@@ -32,6 +32,7 @@ from tests.hostile_acts import ACTS, FINE, HostileAct, says
 from tests.hostile_play import EPISODES, REWARDS, STRICT, Played, no_process_left, play_steps_and_tools
 from tests.hostile_programs import PROGRAMS
 from tests.hostile_reaches import REACHES, lay_outside
+from tests.tiers import some_of
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -147,7 +148,7 @@ async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
+@pytest.mark.parametrize("act", some_of(ACTS, 12), ids=lambda act: act.name)
 async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]
 ) -> None:

@@ -230,7 +230,7 @@ def test_a_config_json_that_is_a_directory_is_refused(overrides, tmp_path):
     assert "config.json is a directory" in problem(overrides)
 
 
-@pytest.mark.parametrize("lora", [[], ["trainer=lora"]])
+@pytest.mark.parametrize("lora", [[], pytest.param(["trainer=lora"], marks=pytest.mark.full)])
 def test_weights_that_are_not_complete_are_refused_with_both_sizes(overrides, tmp_path, lora):
     file = tmp_path / "policy" / "model.safetensors"
     data = file.read_bytes()

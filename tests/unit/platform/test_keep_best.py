@@ -94,7 +94,7 @@ async def test_the_best_evaluation_is_that_of_the_checkpoint_from_which_a_run_co
     state["evaluations"] = [one for one in state["evaluations"] if one["step"] <= 2]
     again.load_state_dict(2, state)
     assert best(tmp_path)["step"] == 2
-    assert again.spared_versions() == {2}
+    assert again.evaluations.spared_versions() == {2}
 
 
 async def test_a_full_disk_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
