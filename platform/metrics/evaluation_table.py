@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId, TrajectoryId
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.platform.metrics.atomic_file import write_atomically
 from penstock.platform.metrics.run_files import EVALUATIONS_DIR
-from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, TokenTexts, trajectory_row
-
-logger = logging.getLogger(__name__)
+from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, StepFiles, TokenTexts, trajectory_row
 
 MAX_ROWS_PER_SET = 256
 """Answers of one evaluation that are stored per evaluation set: those to its first tasks, the same in each one."""
@@ -40,16 +35,11 @@ class EvaluationTable:
             token_texts: Splits token ids into texts; None leaves the column `tokens` empty.
         """
         self._token_texts = token_texts
-        self._directory = run_dir / EVALUATIONS_DIR / (PARTNER if policy_id == PARTNER else "")
-
-    def drop_after(self, step: int) -> None:
-        """Remove the files of later steps, of both policies, whose training was lost."""
-        for path in self._directory.rglob("step_*.parquet"):
-            if int(path.stem.removeprefix("step_")) > step:
-                path.unlink()
+        folder = run_dir / EVALUATIONS_DIR / (PARTNER if policy_id == PARTNER else "")
+        self.files = StepFiles(folder, _SCHEMA)
 
     def write(self, step: int, answers: Sequence[tuple[Task, Sequence[Trajectory]]]) -> None:
-        """Write the file of one evaluation atomically. One that cannot be written is a warning.
+        """Write the file of one evaluation.
 
         Args:
             step: Version that was evaluated.
@@ -64,9 +54,4 @@ class EvaluationTable:
                     {**trajectory_row(step, named, step, self._token_texts), "evaluation_set": task.evaluation_set}
                 )
                 num_rows[task.evaluation_set] += 1
-        path = self._directory / f"step_{step:06d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
-        try:
-            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
-        except OSError as error:
-            logger.warning("%s cannot be written: %s. Training goes on without it.", path, error)
+        self.files.write(step, rows)

@@ -56,6 +56,44 @@ TRAJECTORY_SCHEMA = pa.schema(
 )
 
 
+class StepFiles:
+    """Parquet files of rows, one per step: `<directory>/step_<n>.parquet`.
+
+    A file that cannot be written is a warning, the first time; the run goes on without such files.
+    """
+
+    def __init__(self, directory: Path, schema: pa.Schema) -> None:
+        self._directory = directory
+        self._schema = schema
+        self._has_warned = False
+
+    def write(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write the file of one step atomically, and return its path."""
+        path = self._directory / f"step_{step:06d}.parquet"
+        self.write_file(path, rows)
+        return path
+
+    def write_file(
+        self, path: Path, rows: Sequence[Mapping[str, Any]], metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        """Write a file of another name, with metadata of its schema; whether it could be written."""
+        table = pa.Table.from_pylist(rows, schema=self._schema.with_metadata(metadata))
+        try:
+            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s cannot be written: %s. Training goes on without such files.", path, error)
+            return False
+        return True
+
+    def drop_after(self, step: int) -> None:
+        """Remove the files of later steps, also in folders below, whose training was lost."""
+        for path in self._directory.rglob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
+
 class TrajectoryTable:
     """Writes whole groups of each step, one in `FlowStats.sampled_every`.
 
@@ -70,26 +108,18 @@ class TrajectoryTable:
     them, logprobs (of the policy when it trained on the token; NaN where it did not) and advantages (likewise).
 
     Attributes:
+        files: Its files.
         token_texts: Splits token ids into texts; None leaves the column `tokens` empty.
     """
 
     def __init__(self, run_dir: Path, token_texts: TokenTexts | None = None) -> None:
         self.token_texts = token_texts
-        self._directory = run_dir / TRAJECTORIES_DIR
-        self._has_warned = False
-
-    def drop_after(self, step: int) -> None:
-        """Remove the files of later steps, whose training was lost."""
-        for path in self._directory.glob("step_*.parquet"):
-            if int(path.stem.removeprefix("step_")) > step:
-                path.unlink()
+        self.files = StepFiles(run_dir / TRAJECTORIES_DIR, TRAJECTORY_SCHEMA)
 
     def write_step(
         self, step: int, trajectories: Sequence[Trajectory], *, version: int, trained: TrainedTokens | None = None
     ) -> Path:
-        """Write the file of one step atomically and return its path.
-
-        Training goes on without a file that cannot be written; the first one is a warning.
+        """Write the file of one step and return its path.
 
         Args:
             step: Training step.
@@ -98,15 +128,7 @@ class TrajectoryTable:
             trained: What the trainer reported of their tokens.
         """
         rows = [trajectory_row(step, one, version, self.token_texts, trained) for one in trajectories]
-        path = self._directory / f"step_{step:06d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
-        try:
-            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s cannot be written: %s. Training goes on without such files.", path, error)
-        return path
+        return self.files.write(step, rows)
 
 
 class BadBatches:
@@ -118,6 +140,7 @@ class BadBatches:
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / BAD_BATCHES_DIR
+        self._files = StepFiles(self._directory, TRAJECTORY_SCHEMA)
         # A resumed run keeps the batches from before.
         self._num_written = max((int(path.stem) for path in self._directory.glob("*.parquet")), default=0)
 
@@ -133,12 +156,8 @@ class BadBatches:
         rows = [trajectory_row(self._num_written, one, version) for group in batch for one in group.trajectories]
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         metadata = {"version": str(version), "metrics": json.dumps(told)}
-        table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA.with_metadata(metadata))
         path = self._directory / f"{self._num_written}.parquet"
-        try:
-            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
-        except OSError as error:
-            logger.warning("%s cannot be written: %s. Training goes on without it.", path, error)
+        if not self._files.write_file(path, rows, metadata):
             return None
         (self._directory / f"{self._num_written - MAX_KEPT}.parquet").unlink(missing_ok=True)
         return path

@@ -144,8 +144,8 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
     environment = read_environment(run_dir) | {"typed": sorted(config.typed)}
     write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-    TrajectoryTable(run_dir).drop_after(checkpoint.version)
-    EvaluationTable(run_dir).drop_after(checkpoint.version)
+    TrajectoryTable(run_dir).files.drop_after(checkpoint.version)
+    EvaluationTable(run_dir).files.drop_after(checkpoint.version)
     reached = 0
     if (run_dir / METRICS_FILE).exists():
         reached = max((record.step for record in read_metrics(run_dir)), default=0)

@@ -412,8 +412,8 @@ async def roll_back(
         except (TrainingError, EngineLostError, PlacementError) as error:  # a process was lost again, while it started
             lost = RanksLostError(str(error))
             continue
-        instruments.trajectories.drop_after(checkpoint.version)
-        EvaluationTable(instruments.run_dir).drop_after(checkpoint.version)
+        instruments.trajectories.files.drop_after(checkpoint.version)
+        EvaluationTable(instruments.run_dir).files.drop_after(checkpoint.version)
         return
     raise lost
 

@@ -30,7 +30,7 @@ from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, 
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
-from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, BadBatches, StepFiles, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -303,11 +303,19 @@ def expected_step_s(config: SimulationConfig) -> float:
     return generate_s + train_s if config.colocated else max(generate_s, train_s)
 
 
-class NoTable(TrajectoryTable):
-    """Writes nothing."""
+class NoFiles(StepFiles):
+    """There are none."""
 
     def drop_after(self, _step: int) -> None:
         """There is nothing to drop."""
+
+
+class NoTable(TrajectoryTable):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.files = NoFiles(Path(), TRAJECTORY_SCHEMA)
 
     def write_step(self, *_arguments: Any, **_named: Any) -> Path:
         return Path()
@@ -335,7 +343,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
 
 def instruments() -> Instruments:
     """A hub without trackers, a memory sampler that is never started, and no files."""
-    memory, table, batches = MemorySampler(), NoTable(Path()), NoBadBatches(Path())
+    memory, table, batches = MemorySampler(), NoTable(), NoBadBatches(Path())
     return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None)
 
 

@@ -238,7 +238,7 @@ def test_files_of_steps_that_were_lost_are_removed_for_both_policies(tmp_path: P
     for table in (EvaluationTable(tmp_path), EvaluationTable(tmp_path, PARTNER)):
         for step in (0, 20, 40):
             table.write(step, [(tasks_of("")[0], [answered("a")])])
-    EvaluationTable(tmp_path).drop_after(20)
+    EvaluationTable(tmp_path).files.drop_after(20)
     kept = ["step_000000.parquet", "step_000020.parquet"]
     assert step_files(tmp_path) == [
         *(f"evaluations/partner/{name}" for name in kept),

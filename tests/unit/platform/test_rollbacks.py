@@ -46,7 +46,7 @@ async def test_rollbacks_have_growing_pauses_and_end_after_too_many_without_a_ne
 ) -> None:
     actors = Actors()
     parts: Any = SimpleNamespace(actors=actors)
-    trajectories = SimpleNamespace(drop_after=lambda _version: None)
+    trajectories = SimpleNamespace(files=SimpleNamespace(drop_after=lambda _version: None))
     instruments: Any = SimpleNamespace(run_dir=tmp_path, note=lambda _text: None, trajectories=trajectories)
     checkpoint: Any = SimpleNamespace(version=3, path=Path("c"))
     lost, rollbacks, config = RanksLostError("planted"), Rollbacks(), object()
