@@ -48,7 +48,7 @@ from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.parts import SimulatedCodec
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 BATCH, GROUP_SIZE, MAX_STALENESS = 64, 2, 2

@@ -47,7 +47,7 @@ from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.simulation import Parts, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.world import LengthTable, World
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 GROUP_SIZE = 8

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from penstock.dataflow.consumption_gate import ConsumptionGate
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
-from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import LIVE, UNREADY, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits

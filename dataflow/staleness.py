@@ -16,7 +16,7 @@ groups that are due by then. If the condition holds at v, waiting for live group
 ever expires (docs/concepts/staleness.md has the proof and an example).
 
 This file defines the bound and holds the admission gate. The consumption gate, which enforces the bound, is
-`ConsumptionGate` in dataflow/gate.py; dataflow/core.py checks every group once more when a batch takes it.
+`ConsumptionGate` in dataflow/consumption_gate.py; dataflow/core.py checks every group once more when a batch takes it.
 """
 
 from __future__ import annotations

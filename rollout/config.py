@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.limits import MAX_TIMEOUT_S
-from penstock.rollout.pool.routing import RoutingName
+from penstock.rollout.engine_pool.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25
 MAX_TOP_K = 64
@@ -149,7 +149,7 @@ class RolloutConfig(BaseModel):
     it serves. Colocated engines are not restarted."""
     routing: RoutingName = "prefix_aware"
     """`prefix_aware` keeps the trajectories of a group on one engine while that is not too busy
-    (rollout/pool/routing.py); `least_loaded` does not."""
+    (rollout/engine_pool/routing.py); `least_loaded` does not."""
     start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
     """Longest wait for all engines to start, seconds: a download, loading, compilation. Those that are not up are named
     every minute."""

@@ -22,7 +22,7 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer

@@ -16,7 +16,7 @@ from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, 
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards, FakeStore

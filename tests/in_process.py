@@ -32,8 +32,8 @@ from penstock.platform.cluster.actor_factory import engine_specs, model_path, tr
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.run import build, training
 from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.torch.engine import TorchEngine
-from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import write_snapshot
 from penstock.trainer.models.frozen_policy import FrozenPolicy

@@ -21,7 +21,7 @@ from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.run import PolicyRuntime, Run
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import instruments, run_config
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow
 

@@ -28,8 +28,8 @@ from penstock.trainer.algorithms.selection import select
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batches import Passes
 from penstock.trainer.models.critic import Critic
-from penstock.trainer.passes import Passes
 from penstock.trainer.work import Work
 
 

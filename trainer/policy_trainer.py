@@ -41,8 +41,8 @@ from penstock.trainer.batches.mini_batches import batch_normaliser, mini_batches
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batches import Passes, TeacherForced
 from penstock.trainer.models.critic import Critic
-from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import OpenUpdate, TokenRecord, Update, batch_metrics, learning_rate, summary

@@ -22,7 +22,7 @@ from penstock.actors.ray_errors import answer_of, first_line, silence_limit
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import VersionBufferHandle

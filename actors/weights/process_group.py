@@ -27,7 +27,7 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.transports import PublishedVersion, PublishHandle, WeightTransport, already_published
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ports import WeightManifest
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineLayout

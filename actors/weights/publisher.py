@@ -46,7 +46,7 @@ from penstock.actors.weights.transports import PublishedVersion, PublishHandle, 
 from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import PublishReport, WeightAck
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)

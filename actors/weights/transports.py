@@ -18,7 +18,7 @@ from penstock.actors.ray_errors import silence_limit
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import NUM_BUFFERS, WeightsConfig
 from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType

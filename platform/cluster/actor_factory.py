@@ -20,7 +20,7 @@ from penstock.actors.cluster import (
 )
 from penstock.actors.devices import ReservedDevices, reserve_devices
 from penstock.actors.engine.client import RemoteEngine
-from penstock.actors.reference import ReferenceClient, start_references
+from penstock.actors.frozen_policies import ReferenceClient, start_references
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.process_group import (
@@ -49,8 +49,8 @@ from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.metrics.flow_stats import sampled_every
 from penstock.platform.metrics.run_files import LOGS_FOLDER
 from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
-from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.examples import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment

@@ -14,7 +14,7 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 
 
 class TimeSharedTrainer:

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, EngineLoad
-from penstock.rollout.pool.concurrency import ConcurrencyLimit
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.concurrency import ConcurrencyLimit
+from penstock.rollout.engine_pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 

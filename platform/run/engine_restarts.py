@@ -18,7 +18,7 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.restart_budget import RestartBudget
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 

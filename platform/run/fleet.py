@@ -25,7 +25,7 @@ from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.checks.cluster import check_cluster
 from penstock.platform.config.schema import RunConfig
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 

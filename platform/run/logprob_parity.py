@@ -28,7 +28,7 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyn
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest
 from penstock.dataflow.sampling import SamplingParams
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.model_config import DType
 
 logger = logging.getLogger(__name__)

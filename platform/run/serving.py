@@ -45,7 +45,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.run.evaluation import Evaluator, SetScore
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
-from penstock.rollout.pool.pool import make_pool
+from penstock.rollout.engine_pool.pool import make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer

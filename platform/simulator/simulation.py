@@ -53,8 +53,8 @@ from penstock.platform.simulator.rewards import SimulatedRewards
 from penstock.platform.simulator.trainer import SimulatedTrainer, Trained
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.platform.simulator.world import EVALUATION_TASKS, LengthTable, World
-from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import make_policy
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.routing import make_policy
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.runner import TrajectoryRunner

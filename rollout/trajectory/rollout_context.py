@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.dataflow.ids import GroupId, TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.trajectory import Task
-from penstock.rollout.pool.routing import EngineView
+from penstock.rollout.engine_pool.routing import EngineView
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from penstock.dataflow.ids import PARTNER, RequestId, TaskId
 from penstock.dataflow.ports import Engine
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.pool.pool import LATE_S, EnginePool, Interruption, InterruptionKind, Lease
+from penstock.rollout.engine_pool.pool import LATE_S, EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, build_trajectory
 from penstock.rollout.trajectory.episodes import EpisodePlayer

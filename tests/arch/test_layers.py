@@ -122,16 +122,16 @@ PLANTED = {
     "envs/workers/scoring.py": ("from torch import nn", "torch is imported only behind its boundary"),
     "kernels/loss.py": ("from penstock import trainer", "kernels/ may not import from trainer/"),
     "weights/typed.py": (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import pool",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import engine_pool as pool",
         "weights/ may not import from rollout/",
     ),
-    "rollout/pool/pool.py": (
+    "rollout/engine_pool/pool.py": (
         "from penstock.trainer.config import TrainerConfig",
         "rollout/ may not import from trainer/",
     ),
     "rollout/vllm_helper.py": ("from vllm import LLM", "vllm is imported only behind its boundary"),
     "rollout/deep/relative.py": ("from ...trainer import config", "rollout/ may not import from trainer/"),
-    "trainer/step.py": ("import penstock.rollout.pool.pool", "trainer/ may not import from rollout/"),
+    "trainer/step.py": ("import penstock.rollout.engine_pool.pool", "trainer/ may not import from rollout/"),
     "trainer/other_backend.py": ("import deepspeed", "deepspeed is imported only behind its boundary"),
     "trainer/loss.py": ("import triton.language as tl", "triton is imported only behind its boundary"),
     "actors/engine/actor.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
@@ -166,7 +166,10 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
         ("platform/metrics/trackers/wandb.py", "import wandb"),
         ("platform/cluster/hardware.py", "import platform\nimport ray"),
         ("kernels/logprob.py", "import triton, torch"),
-        ("actors/engine/actor.py", "from penstock.rollout.pool.pool import Pool\nfrom penstock.trainer import config"),
+        (
+            "actors/engine/actor.py",
+            "from penstock.rollout.engine_pool.pool import Pool\nfrom penstock.trainer import config",
+        ),
     ],
 )
 def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, source: str) -> None:

@@ -49,7 +49,7 @@ SAMPLED = [
     ("platform/run/flow.py", "_admit_now"),
     ("platform/run/group_run.py", "start"),
     ("rollout/trajectory/runner.py", "run"),
-    ("rollout/pool/pool.py", "lease"),
+    ("rollout/engine_pool/pool.py", "lease"),
 ]
 SAMPLED_BY_VLLM = [
     ("rollout/trajectory/runner.py", "run"),
@@ -67,7 +67,7 @@ READY = [
     ("platform/run/group_run.py", "start"),
     ("platform/run/flow.py", "group_finished"),
     ("dataflow/core.py", "ready"),
-    ("dataflow/gate.py", "mark_ready"),
+    ("dataflow/consumption_gate.py", "mark_ready"),
 ]
 PATHS = {
     "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_receive_in_place"), *IN_PLACE],

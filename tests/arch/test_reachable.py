@@ -58,8 +58,8 @@ ALLOWED = {
     "rollout/engines/vllm/layout.py:static_all_moe_layers": "vLLM reads it",
     "rollout/engines/vllm/worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
     "trainer/backends/deepspeed.py:_hf_config": "kept, since transformers has a weak reference to it",
-    "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",
-    "trainer/passes.py:sampled_accuracy": "the same",
+    "trainer/micro_batches.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",
+    "trainer/micro_batches.py:sampled_accuracy": "the same",
     "weights/transport/process_group/group.py:_timeout": "an attribute of torch's process group",
 }
 """What no pass finds a use of -> why it is here. A module by its path, a name by `path:name`, a file by `path:*`."""

@@ -17,7 +17,7 @@ from penstock.dataflow.ids import GroupId, RequestId, TaskId
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, GroupPayload, Task
 from penstock.dataflow.versions import versions_per_token
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.models.frozen_policy import FrozenPolicy

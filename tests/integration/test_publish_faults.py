@@ -25,8 +25,8 @@ from penstock.dataflow.ports import GenerateRequest
 from penstock.dataflow.sampling import SamplingParams
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
-from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig

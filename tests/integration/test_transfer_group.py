@@ -35,8 +35,8 @@ from penstock.actors.weights.transports import GatherTransport, PublishHandle, i
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
-from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool.dispatch import Dispatcher
-from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest
+from penstock.rollout.engine_pool.dispatch import Dispatcher
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest
 from tests.tiers import examples
 
 SLOTS = 4

@@ -18,7 +18,7 @@ from penstock.dataflow.ids import EngineId, GroupId
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.run.flow import Flow
-from penstock.rollout.pool import pool
+from penstock.rollout.engine_pool import pool
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups
 from tests.virtual_time import run_virtual

@@ -32,7 +32,7 @@ from penstock.platform.run.fleet import Fleet
 from penstock.platform.simulator.engine import EngineCost, Sequence, SimulatedEngine, TokenStream
 from penstock.platform.simulator.engine_processes import SimulatedActors, SimulatedClient, SimulatedEngineActor
 from penstock.platform.simulator.world import task_of
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from tests.simulation.config import FaultRates
 from tests.simulation.processes import FaultyProcess

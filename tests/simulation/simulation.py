@@ -36,7 +36,7 @@ from penstock.platform.simulator.simulation import (
     outcome_of,
 )
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.simulation.checks import CheckedDataflow, Lineage

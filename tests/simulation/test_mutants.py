@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from penstock.actors.engine.client import RemoteEngine
+from penstock.dataflow.consumption_gate import ConsumptionGate
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
-from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
 from penstock.dataflow.ports import Engine, GenerateRequest, WeightAck, WeightManifest, WrittenFile
@@ -41,7 +41,7 @@ from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator import simulation
 from penstock.platform.simulator.engine import TokenStream
 from penstock.platform.simulator.world import task_of
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.checks import CheckedDataflow
 from tests.simulation.config import parse_faulty

@@ -15,8 +15,8 @@ from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.world import LengthProfile, LengthTable, World, prompt_ids
-from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import RoutingName, make_policy
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.routing import RoutingName, make_policy
 from tests.virtual_time import run_virtual
 
 SPEEDS = (1.0, 1.0, 2.0, 4.0)

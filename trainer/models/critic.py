@@ -20,7 +20,7 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import after_cut
 from penstock.trainer.config import CriticConfig
-from penstock.trainer.passes import Passes
+from penstock.trainer.micro_batches import Passes
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import learning_rate

@@ -13,7 +13,7 @@ from penstock.actors.weights.transports import DeviceMemoryTransport
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.algebra import TensorSpec

@@ -18,7 +18,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.device_memory import without_peer_access

@@ -12,7 +12,7 @@ from penstock.actors.weights.transports import GatherTransport, PublishedVersion
 from penstock.dataflow.errors import EngineLostError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors import reference, restart_budget
-from penstock.actors.reference import ReferenceClient
+from penstock.actors import frozen_policies as reference
+from penstock.actors import restart_budget
+from penstock.actors.frozen_policies import ReferenceClient
 from penstock.actors.restart_budget import RESTARTS_PER_HOUR
 from penstock.dataflow.errors import PenstockError, ShapeError, TrajectoryError
 from tests.virtual_time import run_virtual

@@ -14,7 +14,7 @@ from penstock.actors.weights.transports import PublishedVersion
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.pool.pool import EnginePool, Lease
+from penstock.rollout.engine_pool.pool import EnginePool, Lease
 from penstock.weights.config import WeightsConfig
 
 

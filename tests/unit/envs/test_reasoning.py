@@ -21,7 +21,7 @@ from penstock.envs.reasoning import ReasoningReader, split_turn
 from penstock.envs.tasks.math_tasks import math_verify_reward
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.metrics.trajectory_table import trajectory_row
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer

@@ -15,9 +15,9 @@ from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reason
 from penstock.envs.config import EnvConfig
 from penstock.envs.scripted_check import check_environment
 from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.torch.engine import TorchEngine
-from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner

@@ -20,7 +20,7 @@ from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors, start_actors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.colocation import TimeSharedTrainer
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from penstock.actors import restart_budget
-from penstock.actors.reference import ReferenceClient
+from penstock.actors.frozen_policies import ReferenceClient
 from penstock.dataflow.errors import AccountingError, PenstockError, TrainingError
 from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import choose_checkpoint

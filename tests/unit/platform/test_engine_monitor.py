@@ -9,7 +9,7 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from tests.agents import ReplyingEngine
 
 

@@ -18,7 +18,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.engine_restarts import EngineRestarts
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from tests.unit.actors.test_publisher import FakeTrainer, Receiver
 from tests.virtual_time import run_virtual

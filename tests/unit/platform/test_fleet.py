@@ -29,7 +29,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.run import fleet, scale
 from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.scale import request_scale, served_control
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner

@@ -13,7 +13,7 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards

@@ -15,7 +15,7 @@ from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import Span
 from penstock.platform.run.logprob_parity import TOLERANCE, LogprobParityCheck
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.model_config import DType
 
 

@@ -14,7 +14,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run import offline_training
-from penstock.trainer.passes import TeacherForced
+from penstock.trainer.micro_batches import TeacherForced
 
 
 class Figures:

@@ -16,7 +16,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.two_policies import TwoPolicyEvaluator, TwoPolicyPublisher, TwoPolicyTrainer
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import SharedGroups, TrajectoryRunner
 from tests.fakes import FakeEngine

@@ -18,8 +18,8 @@ from penstock.platform.cluster.placement import device_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import WeightRoute, weight_route
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.rollout.engine_pool.pool import make_pool
 from penstock.rollout.engines.local_engine import EngineSpec
-from penstock.rollout.pool.pool import make_pool
 from penstock.weights.layout.algebra import Layout
 from tests.fakes import FakeEngine
 from tests.unit.weights.models import engine_layout as frozen_layout

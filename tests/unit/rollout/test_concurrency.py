@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.rollout.pool.concurrency import CUT, HIGH_USAGE, LOW_USAGE, STEP, ConcurrencyLimit
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.concurrency import CUT, HIGH_USAGE, LOW_USAGE, STEP, ConcurrencyLimit
+from penstock.rollout.engine_pool.pool import EnginePool
 from tests.fakes import FakeEngine
 
 IDLE = EngineLoad(0, num_running=0, num_waiting=0, kv_cache_usage=0.0, tokens_generated=0, busy_s=0.0)

@@ -14,7 +14,7 @@ from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import PartialTurn
 from penstock.rollout.trajectory.rollout_context import RolloutContext

@@ -20,7 +20,7 @@ from penstock.envs.endpoint.session import Questions
 from penstock.envs.environment import EndpointAccess
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.serving import answer_questions, episode_player
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner

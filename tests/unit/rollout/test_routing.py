@@ -11,9 +11,9 @@ import pytest
 
 from penstock.dataflow.ids import EngineId
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
-from penstock.rollout.pool.dispatch import Dispatcher
-from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, SlotRequest
+from penstock.rollout.engine_pool.dispatch import Dispatcher
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, SlotRequest
 from tests.fakes import FakeEngine
 
 

@@ -15,7 +15,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, byte_tokenizer, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.rollout_context import RolloutContext

@@ -15,7 +15,7 @@ from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, Task
 from penstock.dataflow.versions import Span
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import PartialTurn
 from penstock.rollout.trajectory.rollout_context import RolloutContext

@@ -22,8 +22,8 @@ from penstock.dataflow.trajectory import Alternatives, Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply
-from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, SlotRequest
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.routing import EngineView, LeastLoaded, SlotRequest
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer

@@ -22,7 +22,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span, versions_per_token
 from penstock.envs.environment import Action
 from penstock.envs.workers.episode_child import EpisodeReply
-from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer

@@ -10,8 +10,8 @@ from benchmarks.weights_plan import expected_splits
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.tensor_parallel import check_splittable, splits_of
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.micro_batches import attention_share
 from penstock.trainer.models.tiny_policy import create_policy
-from penstock.trainer.passes import attention_share
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.layout.algebra import TensorSpec
 from tests.tiny_policy import SPECIAL_TOKENS

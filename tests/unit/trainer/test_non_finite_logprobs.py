@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.passes import Passes
+from penstock.trainer.micro_batches import Passes
 
 from .torch_trainer import scored, trainer_of
 

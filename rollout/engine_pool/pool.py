@@ -5,8 +5,7 @@ interrupted through its lease when the engine falls silent or is fenced.
 
 Consumes: leases. Waits for: an engine with a free slot and a version that is new enough. Unblocked by: a released
 lease, an engine that joins or receives newer weights, the loss of the last engine that serves or restarts (every waiter
-then gets the error), or the time limit for a version that no engine has. rollout/pool/dispatch.py decides which lease
-is granted; this file only holds the futures. A lost engine is restarted by platform/run/engine_restarts.py, and its
+then gets the error), or the time limit for a version that no engine has. dispatch.py decides which lease is granted; this file only holds the futures. A lost engine is restarted by platform/run/engine_restarts.py, and its
 trajectories are resumed on other engines by rollout/trajectory/runner.py. Engines join and leave by
 platform/run/fleet.py.
 """
@@ -24,8 +23,8 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.config import RolloutConfig
-from penstock.rollout.pool.dispatch import Dispatcher
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest, make_policy
+from penstock.rollout.engine_pool.dispatch import Dispatcher
+from penstock.rollout.engine_pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest, make_policy
 
 logger = logging.getLogger(__name__)
 

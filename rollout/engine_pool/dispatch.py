@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool.routing import AverageSpeed, EngineView, LeastLoaded, SlotRequest
+from penstock.rollout.engine_pool.routing import AverageSpeed, EngineView, LeastLoaded, SlotRequest
 
 Granted = list[SlotRequest]
 
