@@ -5,8 +5,9 @@ interrupted through its lease when the engine falls silent or is fenced.
 
 Consumes: leases. Waits for: an engine with a free slot and a version that is new enough. Unblocked by: a released
 lease, an engine that joins or receives newer weights, the loss of the last engine that serves or restarts (every waiter
-then gets the error), or the time limit for a version that no engine has. dispatch.py decides which lease is granted; this file only holds the futures. A lost engine is restarted by platform/run/engine_restarts.py, and its
-trajectories are resumed on other engines by rollout/trajectory/runner.py. Engines join and leave by
+then gets the error), or the time limit for a version that no engine has. dispatch.py decides which lease is granted;
+this file only holds the futures. A lost engine is restarted by platform/run/engine_restarts.py, and its trajectories
+are resumed on other engines by rollout/trajectory/runner.py. Engines join and leave by
 platform/run/fleet.py.
 """
 
