@@ -29,7 +29,8 @@ from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import (
     Evaluation,
-    SupportsEvaluation,
+    Evaluator,
+    TwoPolicyEvaluator,
     best_of,
     evaluated_on,
     evaluation_from,
@@ -50,7 +51,7 @@ class PolicyRuntime:
     runner: RolloutRunner
     trainer: TrainerGroup
     publisher: WeightPublisher
-    evaluator: SupportsEvaluation
+    evaluator: Evaluator | TwoPolicyEvaluator
     monitor: EngineMonitor
 
 

@@ -33,7 +33,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajector
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
 from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Checkpointer, CheckpointFolder
-from penstock.platform.run.durable_files import DiskFiles, Files
+from penstock.platform.run.durable_files import Files
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.fleet import Fleet, Progress
 from penstock.platform.run.flow import Flow, FlowSnapshot
@@ -353,7 +353,7 @@ class ReadyGroupsGenerateAgain(Dataflow):
         super().load_state_dict({**state, "groups": groups}, ready)
 
 
-class NotSynced(DiskFiles):
+class NotSynced(Files):
     """Forwards all but the sync of files whose name ends like `suffix`."""
 
     def __init__(self, files: Files, suffix: str) -> None:

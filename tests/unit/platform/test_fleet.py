@@ -26,7 +26,7 @@ from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run import control, fleet
+from penstock.platform.run import fleet, scale
 from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.scale import request_scale, served_control
 from penstock.rollout.pool.pool import EnginePool
@@ -389,7 +389,7 @@ async def test_a_command_reaches_the_driver_and_the_socket_goes_with_it(depth: i
 async def test_a_client_that_sends_something_else_is_told_and_one_that_waits_hears_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "ALIVE_S", 0.01)
+    monkeypatch.setattr(scale, "ALIVE_S", 0.01)
     started = asyncio.Event()
 
     async def scale_forever(num_engines: int, progress: Callable[[str], None]) -> str:
@@ -400,7 +400,7 @@ async def test_a_client_that_sends_something_else_is_told_and_one_that_waits_hea
 
     run_dir = tmp_path
     async with served_control(run_dir, scale_forever, print):
-        address = control._address(run_dir)
+        address = scale._address(run_dir)
         for line in (b"\n", b"[]\n", b'{"engines": true}\n', b"x" * (1 << 17) + b"\n"):
             reader, writer = await asyncio.open_unix_connection(address)
             writer.write(line)
