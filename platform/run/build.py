@@ -115,12 +115,20 @@ async def build_run(
         core.ledger.listeners = (events, log, timeline)
         forward = cast("TrainerClient", runtime.trainer).early_logprobs if config.computes_logprobs_early else None
         accumulate = cast("TrainerClient", runtime.trainer).accumulate if bounds.stream_micro_batches else None
-        frozen = [client and client.logprobs for client in (actors.reference, actors.teacher)]
         flow = Flow(
             core,
             make_task_queue(config, instruments.note, None if limit is None else limit.fits),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
-            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward, accumulate),
+            FlowPorts(
+                runtime.runner,
+                actors.rewards,
+                actors.store,
+                sampling,
+                reference=None if actors.reference is None else actors.reference.logprobs,
+                teacher=None if actors.teacher is None else actors.teacher.logprobs,
+                forward=forward,
+                accumulate=accumulate,
+            ),
             FlowStats(
                 sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
                 anomalies=Anomalies(instruments.note),

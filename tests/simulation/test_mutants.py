@@ -478,7 +478,7 @@ class TurnTakenTwice(EpisodePlayer):
 
     async def play(self, task: Task, *arguments: Any) -> Trajectory:
         played = await super().play(task, *arguments)
-        async with self._source.open(task) as again:
+        async with self._open_episode(task) as again:
             await again.reset()
             await again.step(Action("", turn=len(played.episode.turns) if played.episode else 0))
         return played
