@@ -200,7 +200,7 @@ class RemovedBeforeItsRequestsEnd(Fleet):
 
     async def _leave(self, engine: RemoteEngine, tell: Progress) -> None:
         self._pool.remove(engine.engine_id)
-        await self._processes.ended(engine)
+        await self._actors.ended(engine)
         tell(f"{engine.engine_id} has left")
 
 
