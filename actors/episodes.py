@@ -15,7 +15,7 @@ import logging
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -85,24 +85,13 @@ class EpisodeActor:
         await self._host.close()
 
 
-class EpisodeNode(Protocol):
-    """Where episodes are played: the driver's machine or another node.
+class DriverEpisodes:
+    """Episodes on the driver's machine.
 
     Attributes:
         num_workers: Its environment processes.
-        failure: Why no further episode is opened there; empty if there is no reason.
+        failure: Why no further episode is opened here: there is no reason.
     """
-
-    num_workers: int
-    failure: str
-
-    def open(self, task: Task) -> Any: ...
-
-    async def close(self) -> None: ...
-
-
-class DriverEpisodes:
-    """Episodes on the driver's machine."""
 
     failure = ""
 
@@ -114,7 +103,12 @@ class DriverEpisodes:
 
 
 class RemoteEpisodes:
-    """Episodes on another node, whose actor starts with the first one."""
+    """Episodes on another node, whose actor starts with the first one.
+
+    Attributes:
+        num_workers: Its environment processes.
+        failure: Why no further episode is opened there; empty if there is no reason.
+    """
 
     def __init__(self, name: str, env: EnvConfig, start: Callable[[], ActorHandle]) -> None:
         self.num_workers = env.episode.num_workers
@@ -200,9 +194,9 @@ class _RemoteEpisode:
 
 
 class SpreadEpisodes:
-    """`EpisodeSource` over several nodes: an episode is opened where there are the fewest per process."""
+    """Episodes on several nodes: an episode is opened where there are the fewest per process."""
 
-    def __init__(self, nodes: Sequence[EpisodeNode]) -> None:
+    def __init__(self, nodes: Sequence[DriverEpisodes | RemoteEpisodes]) -> None:
         """Play on these nodes; the first one is the driver's machine."""
         self._nodes = nodes
         self._num_open = dict.fromkeys(range(len(nodes)), 0)
@@ -262,7 +256,7 @@ def spread_episodes(env: EnvConfig, seed: int) -> SpreadEpisodes:
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     used = alive[: env.episode.num_workers]
     each, more = divmod(env.episode.num_workers, len(used))
-    nodes: list[EpisodeNode] = []
+    nodes: list[DriverEpisodes | RemoteEpisodes] = []
     for index, node in enumerate(used):
         episode = env.episode.model_copy(update={"num_workers": each + (index < more)})
         of_node = env.model_copy(update={"episode": episode})

@@ -79,7 +79,7 @@ class _Worker:
 
 
 class ReferenceClient:
-    """`LogprobWorker`: groups go to the first free worker. Arrays stay in the object store; the driver holds handles.
+    """A frozen policy: groups go to the first free worker. Arrays stay in the object store; the driver holds handles.
 
     Invariant: a worker is in the queue of free workers, has one group, is being restarted, or is given up. Once all are
     given up, the queue holds None for all that wait.

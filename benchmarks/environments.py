@@ -101,7 +101,7 @@ class Sessions:
 
     def __init__(self, host: EpisodeHost, mean_s: float, barrier: asyncio.Barrier | None) -> None:
         self.steps: list[tuple[float, float]] = []
-        self._player = EpisodePlayer(host, TokenCodec(character_tokenizer()), EpisodeBudget(TURNS, 256))
+        self._player = EpisodePlayer(host.open, TokenCodec(character_tokenizer()), EpisodeBudget(TURNS, 256))
         self._mean_s = mean_s
         self._barrier = barrier
         self._serial = itertools.count()

@@ -111,30 +111,6 @@ class RewardWorker(Protocol):
         ...
 
 
-class LogprobWorker(Protocol):
-    """A frozen policy (the reference or a teacher) that computes logprobs of groups as soon as they are scored."""
-
-    async def logprobs(self, handle: Any) -> Any:
-        """Return a handle to `[n] float32` logprobs of the n sampled tokens of a group, trajectories concatenated.
-
-        Raises:
-            TrajectoryError: If they cannot be computed for this group.
-        """
-        ...
-
-
-class EarlyLogprobWorker(Protocol):
-    """Trainer ranks that compute logprobs of a ready group before its batch is complete."""
-
-    async def early_logprobs(self, group: GroupRef) -> None:
-        """Compute and cache the logprobs that the next step needs, with the weights at the start of that step.
-
-        Raises:
-            TrainingError: If a rank fails or does not respond in time.
-        """
-        ...
-
-
 TrainedTokens = Mapping[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Trajectory -> logprobs and advantages of its tokens when they were trained, `[T]` each; NaN where they were not."""
 

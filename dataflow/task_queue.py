@@ -66,11 +66,9 @@ class QueuedTask:
     max_new_tokens: int | None = None
 
 
-@runtime_checkable
-class GroupListener(Protocol):
-    """A hook of `TaskQueue` that is called for every scored group, including groups that are filtered afterwards."""
-
-    def group_scored(self, task: Task, stream: str, members: Sequence[Trajectory]) -> None: ...
+GroupListener = Callable[[Task, str, Sequence[Trajectory]], None]
+"""`group_scored` of a hook that has this method. Task, stream and members of every scored group, including groups that
+are filtered afterwards."""
 
 
 @runtime_checkable
@@ -171,7 +169,7 @@ class TaskQueue:
     def __post_init__(self) -> None:
         self._weights = {stream.name: stream.weight for stream in self.streams}
         hooks: tuple[object, ...] = (self.sizing, None if self.lengths is None else self.lengths.limiting)
-        self._listeners = tuple(hook for hook in hooks if isinstance(hook, GroupListener))
+        self._listeners = tuple(hook.group_scored for hook in hooks if hasattr(hook, "group_scored"))
         violations = list(stream_violations(self.streams))
         if violations:
             raise ConfigError(violations)
@@ -315,8 +313,8 @@ class TaskQueue:
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
         """Record the rewards of a scored group for the curriculum and pass the group to the listening hooks."""
-        for hook in self._listeners:
-            hook.group_scored(queued.task, queued.stream, members)
+        for group_scored in self._listeners:
+            group_scored(queued.task, queued.stream, members)
         if self.curriculum is not None:
             rewards = self._rewards.setdefault(queued.stream, deque(maxlen=REWARDS_KEPT))
             rewards.append(sum(member.reward or 0.0 for member in members) / len(members))

@@ -22,16 +22,29 @@ Shape legend: T tokens, V vocabulary, H hidden, A alternatives of a token at mos
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
-from penstock.kernels.portable.logprob import Settings, logprobs_and_entropies
+from penstock.kernels.gpu.dispatch import runs_on_triton
+from penstock.kernels.portable.logprob import (
+    LogprobGradient,
+    Statistics,
+    gradient_of_tile,
+    logits_tile,
+    merge_ranks,
+    product,
+    tile_gradients,
+    tile_shape,
+    tile_statistics,
+)
 from penstock.kernels.portable.truncated_logprob import scores_in_support, truncated_logprobs_and_entropies
 
 MAX_LOGITS = 1 << 27
@@ -60,6 +73,21 @@ class VocabularyShard(NamedTuple):
     start: int
     stop: int
     group: ProcessGroup
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Non-tensor arguments.
+
+    Attributes:
+        scale: 1 / temperature.
+        max_logits: Maximum number of elements of a tile.
+        group: Process group of the ranks that hold the vocabulary's slices; None if the vocabulary is not sharded.
+    """
+
+    scale: float
+    max_logits: int
+    group: ProcessGroup | None = None
 
 
 def linear_logprobs(
@@ -144,8 +172,11 @@ def _scores(
                 "of one dtype: cast one of them, or select as many hidden states as there are targets."
             )
         if support is not None:
-            return truncated_logprobs_and_entropies(rows, weight, support, settings, first_row)
-        return logprobs_and_entropies(rows, weight, targets - first_row, settings)
+            return truncated_logprobs_and_entropies(rows, weight, support, settings.scale, settings.group, first_row)
+        # Autocast would round products that must stay in float32.
+        with torch.autocast(rows.device.type, enabled=False):
+            results: tuple[Tensor, ...] = _LinearLogprob.apply(rows, weight, targets - first_row, settings)
+        return results
 
     if isinstance(head, Tensor):
         return LinearLogprobs(*compute(hidden, head))
@@ -155,6 +186,80 @@ def _scores(
         return LinearLogprobs(*head(hidden))
     finally:
         del vars(head)["forward"]
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Logprobs and entropies, `[T]` each, and whether the target is the most likely token, `[T] bool`.
+
+    Of hidden states `[T, H]`, weight `[V, H]` of the same dtype, and targets `[T] int64`: each a row of the weight;
+    outside of 0 … V − 1 if another rank holds it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, ...]:
+        statistics = _statistics(hidden, weight, targets, settings)
+        if settings.group is not None:
+            statistics = merge_ranks(statistics, settings.group)
+        entropies = statistics.entropy()
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets, statistics.maximum, statistics.total.log(), entropies)
+        # Both logits come from the same matrix product, so they are bitwise comparable.
+        is_most_likely = statistics.target >= statistics.maximum
+        ctx.mark_non_differentiable(is_most_likely)
+        return statistics.logprob(), entropies, is_most_likely
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, maximum, log_total, entropies = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None
+        gradient = LogprobGradient(
+            torch.zeros_like(entropies) if grad_logprob is None else grad_logprob.contiguous(),
+            None if grad_entropy is None else grad_entropy.contiguous(),
+            maximum,
+            log_total,
+            entropies,
+        )
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        shape = tile_shape(hidden.device, settings.max_logits)
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden, grad_weight = tile_gradients(
+                hidden,
+                weight,
+                targets,
+                gradient,
+                settings.scale,
+                shape,
+                _gradient_of_tile,
+                wants_hidden=wants_hidden,
+                wants_weight=wants_weight,
+            )
+        if grad_hidden is not None and settings.group is not None:
+            all_reduce(grad_hidden, ReduceOp.SUM, settings.group)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None
+
+
+def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Statistics:
+    if runs_on_triton(hidden):
+        from penstock.kernels.gpu.logprob_forward import can_fuse, fused_statistics
+
+        if can_fuse(hidden, weight):
+            return fused_statistics(hidden, weight, targets, settings.scale)
+    shape = tile_shape(hidden.device, settings.max_logits)
+    return tile_statistics(hidden, weight, targets, settings.scale, shape)
+
+
+def _gradient_of_tile(rows: Tensor, words: Tensor, columns: Tensor, upstream: LogprobGradient, scale: float) -> Tensor:
+    if runs_on_triton(rows):
+        from penstock.kernels.gpu.logprob_backward import logits_gradient
+
+        return logits_gradient(product(rows, words), columns, upstream, scale, rows.dtype)
+    return gradient_of_tile(logits_tile(rows, words, scale), columns, upstream)
 
 
 def _is_plain(head: nn.Module) -> bool:

@@ -17,10 +17,11 @@ Shape legend: T packed loss tokens, L buckets of staleness.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from penstock.dataflow.errors import ShapeError
 
@@ -129,6 +130,50 @@ def clipped_policy_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAnd
             f"clipped_policy_loss: {', '.join(wrong)}, with a target of {list(length)}. Every column must be [T] "
             "float32, staleness [T] int64, one number per loss token: select the loss tokens first, and cast."
         )
-    from penstock.kernels.gpu.policy_loss import fused_clipped_loss
+    fixed = {name: column.detach() for name, column in tokens._asdict().items() if column is not None}
+    loss, partials = _ClippedLoss.apply(tokens.target, tokens._replace(**fixed), settings)
+    added, end = partials.sum(0), len(SUMS) + len(MAXIMA) + len(tokens.bucket_ends) + 1
+    maxima, by_staleness = partials[:, len(SUMS) : end].amax(0), added[end:].view(-1, len(BY_STALENESS))
+    return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_staleness)
 
-    return fused_clipped_loss(tokens, settings)
+
+class _ClippedLoss(torch.autograd.Function):
+    """The loss, and the partial sums and maxima of every program of the kernel, which writes the gradient as well."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, tokens: ClippedTokens, settings: ClippedLoss) -> tuple[Tensor, Tensor]:
+        from penstock.kernels.gpu.policy_loss import BLOCK, CORRECTIONS, DIVERGENCES, clipped_loss_kernel
+
+        num_tokens, num_buckets = target.numel(), len(tokens.bucket_ends) + 1
+        num_blocks = -(-num_tokens // BLOCK)
+        gradient = torch.empty_like(target)
+        width = len(SUMS) + len(MAXIMA) + num_buckets * (1 + len(BY_STALENESS))
+        partials = torch.zeros((max(num_blocks, 1), width), dtype=torch.float64, device=target.device)
+        columns = tokens._asdict() | {"start": target if tokens.start is None else tokens.start}
+        if num_blocks:
+            clipped_loss_kernel[(num_blocks,)](
+                *(column.contiguous() for column in columns.values()),
+                gradient,
+                partials,
+                num_tokens,
+                1.0 - settings.clip_low,
+                1.0 + settings.clip_high,
+                settings.cap,
+                settings.kl_coefficient,
+                settings.max_log_ratio,
+                settings.max_kl_log_ratio,
+                CORRECTION=CORRECTIONS[settings.correction],
+                DIVERGENCE=DIVERGENCES[settings.kl],
+                IS_MEASURED=tokens.start is not None,
+                NUM_BUCKETS=num_buckets,
+                BLOCK=BLOCK,
+            )
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(partials)
+        return partials[:, SUMS.index("loss")].sum().float(), partials
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None, None

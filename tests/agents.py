@@ -111,7 +111,7 @@ async def run_agents(
     endpoint = Endpoint(EndpointConfig(), timeout_s)
     tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
-    player = EpisodePlayer(source, codec, EpisodeBudget(max_turns, max_tokens), endpoint)
+    player = EpisodePlayer(source.open, codec, EpisodeBudget(max_turns, max_tokens), endpoint)
     runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
     sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids, stop=stop)
     try:
@@ -162,7 +162,7 @@ async def scripted_session(says: str, config: EndpointConfig) -> AsyncIterator[S
         return says
 
     async with endpoint.open("t/0") as opened:
-        serving = asyncio.create_task(opened.serve(program(), ScriptedPolicy(policy)))
+        serving = asyncio.create_task(opened.serve(program(), ScriptedPolicy(policy).answer))
         yield opened
         is_over.set()
         await serving

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
@@ -54,9 +54,9 @@ def make_flow(
     curriculum: Curriculum | None = None,
     streamed: bool = False,
     tokens_per_part: float = 0,
-    reference: LogprobWorker | None = None,
-    teacher: LogprobWorker | None = None,
-    forward: EarlyLogprobWorker | None = None,
+    reference: Any = None,
+    teacher: Any = None,
+    forward: Any = None,
     max_context: int | None = None,
 ) -> Flow:
     """Groups of two over `engines`; other settings are small and quick."""
@@ -64,9 +64,9 @@ def make_flow(
     core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s, max_context_tokens=max_context)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
-    ports = FlowPorts(
-        runner, rewards, FakeStore(), sampling, reference, teacher, forward, Parts() if streamed else None
-    )
+    frozen = [worker and worker.logprobs for worker in (reference, teacher)]
+    early = forward and forward.early_logprobs
+    ports = FlowPorts(runner, rewards, FakeStore(), sampling, *frozen, early, Parts() if streamed else None)
     line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, tokens_per_part))

@@ -48,7 +48,7 @@ def payload_of(group: GroupRef) -> GroupPayload:
 
 
 class InProcessTrainer:
-    """One rank: `TrainerGroup` and `EarlyLogprobWorker`. Its thread keeps the order of the calls, as an actor does."""
+    """One rank: `TrainerGroup`, with early logprobs. Its thread keeps the order of the calls, as an actor does."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self.version = 0
@@ -154,7 +154,7 @@ class InProcessStore:
 
 
 class InProcessLogprobs:
-    """`LogprobWorker` over a policy that is not trained."""
+    """Logprobs of a policy that is not trained."""
 
     def __init__(self, config: RunConfig, role: FrozenRole) -> None:
         path = config.frozen(role).path or model_path(config)

@@ -58,7 +58,7 @@ async def play_program(config: EnvConfig, played: PlayedEpisode, name: str, say:
     endpoint = Endpoint(config.endpoint, config.episode.timeout_s)
     try:
         async with endpoint.open(name) as session:
-            return await session.serve(played.run(session.access), policy)
+            return await session.serve(played.run(session.access), policy.answer)
     except TrajectoryError:
         if policy.is_over:
             return {"reward": 0.0}

@@ -13,9 +13,9 @@ import asyncio
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.envs.endpoint.message_history import MessageHistory, NewContent
@@ -67,17 +67,9 @@ class Answer:
     reasoning: str | None = None
 
 
-class Policy(Protocol):
-    """Answers the requests of a session, or plain questions."""
-
-    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
-        """Answer one turn.
-
-        Raises:
-            ApiError: If this request cannot be answered; the session continues.
-            PenstockError: If no further request can be answered.
-        """
-        ...
+AnswerTurn = Callable[[NewContent, "Exchange"], Awaitable[Answer]]
+"""Answers one turn of a session, or a plain question. Raises ApiError if this request cannot be answered (the session
+continues), PenstockError if no further request can be."""
 
 
 class Exchange:
@@ -203,16 +195,16 @@ class Session:
         self.counts["requests"] += 1
         self.counts["refused"] += 1
 
-    async def serve(self, program: Coroutine[Any, Any, EpisodeReply], policy: Policy) -> EpisodeReply:
+    async def serve(self, program: Coroutine[Any, Any, EpisodeReply], answer: AnswerTurn) -> EpisodeReply:
         """Run a program to its end, and answer its requests.
 
         Args:
             program: Runs the program; cancelled if this method raises.
-            policy: Answers the requests.
+            answer: Answers the requests.
 
         Raises:
             TrajectoryError: kind `env`, if the program fails, or gets no answer and does not end for `timeout_s`.
-                Errors of the policy propagate.
+                Errors of `answer` propagate.
         """
         loop, running = asyncio.get_running_loop(), asyncio.ensure_future(program)
         incoming: asyncio.Task[Exchange] | None = None
@@ -234,7 +226,7 @@ class Session:
                     raise TrajectoryError("env", f"{message} within {self._timeout_s:g} s (env.episode.timeout_s)")
                 exchange, incoming = incoming.result(), None
                 # A refused request does not count: a program that repeats it after its last turn would never end.
-                if await self._answer(exchange, policy):
+                if await self._answer(exchange, answer):
                     deadline = loop.time() + self._timeout_s
         finally:
             self.close()
@@ -249,17 +241,17 @@ class Session:
         if self._last is not None and not self._last.is_over:
             self._last.refuse(_session_ended())
 
-    async def _answer(self, exchange: Exchange, policy: Policy) -> bool:
+    async def _answer(self, exchange: Exchange, answer: AnswerTurn) -> bool:
         """Answer or refuse a request. Returns whether it was answered."""
         request = exchange.request
         try:
-            answer = await policy.answer(self._history.new_content(request), exchange)
+            answered = await answer(self._history.new_content(request), exchange)
         except ApiError as error:
             self.counts["refused"] += 1
             exchange.refuse(error)
             return False
-        self._history.record(request, answer.text, answer.sampled_text, answer.reasoning)
-        exchange.finish(answer)
+        self._history.record(request, answered.text, answered.sampled_text, answered.reasoning)
+        exchange.finish(answered)
         return True
 
 
@@ -271,7 +263,7 @@ class Questions:
     Up to `MAX_QUESTIONS` questions are answered concurrently.
     """
 
-    def __init__(self, key: str, policy: Policy) -> None:
+    def __init__(self, key: str, answer: AnswerTurn) -> None:
         """Answer requests with `key`.
 
         Raises:
@@ -280,7 +272,7 @@ class Questions:
         if len(key) < MIN_KEY_CHARACTERS:
             raise ValueError(f"the key has {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}")
         self._key = key.encode()
-        self._policy = policy
+        self._answer_turn = answer
         self._answering: set[asyncio.Task[None]] = set()
 
     def has_key(self, key: str) -> bool:
@@ -313,7 +305,7 @@ class Questions:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            exchange.finish(await self._policy.answer(MessageHistory().new_content(exchange.request), exchange))
+            exchange.finish(await self._answer_turn(MessageHistory().new_content(exchange.request), exchange))
         except ApiError as error:
             exchange.refuse(error)
         except PenstockError as error:

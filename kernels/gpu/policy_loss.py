@@ -9,16 +9,10 @@ Shape legend: T packed loss tokens, b blocks of them, L buckets of staleness.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.policy_loss import BY_STALENESS, MAXIMA, SUMS, ClippedLoss, ClippedTokens, LossAndMetrics
 
 BLOCK = 32 if is_interpreted() else 1024
 CORRECTIONS = {"none": 0, "decoupled": 1, "tis_token": 2}
@@ -168,50 +162,3 @@ def clipped_loss_kernel(
             tl.store(sums + 3, tl.sum(weight_here * weight_here, 0))
             tl.store(sums + 4, tl.sum(tl.abs(distance_here), 0))
             tl.store(sums + 5, tl.sum(drift_here, 0))
-
-
-class _ClippedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, target: Tensor, tokens: ClippedTokens, settings: ClippedLoss) -> tuple[Tensor, Tensor]:
-        num_tokens, num_buckets = target.numel(), len(tokens.bucket_ends) + 1
-        num_blocks = triton.cdiv(num_tokens, BLOCK)
-        gradient = torch.empty_like(target)
-        width = len(SUMS) + len(MAXIMA) + num_buckets * (1 + len(BY_STALENESS))
-        partials = torch.zeros((max(num_blocks, 1), width), dtype=torch.float64, device=target.device)
-        columns = tokens._asdict() | {"start": target if tokens.start is None else tokens.start}
-        if num_blocks:
-            clipped_loss_kernel[(num_blocks,)](
-                *(column.contiguous() for column in columns.values()),
-                gradient,
-                partials,
-                num_tokens,
-                1.0 - settings.clip_low,
-                1.0 + settings.clip_high,
-                settings.cap,
-                settings.kl_coefficient,
-                settings.max_log_ratio,
-                settings.max_kl_log_ratio,
-                CORRECTION=CORRECTIONS[settings.correction],
-                DIVERGENCE=DIVERGENCES[settings.kl],
-                IS_MEASURED=tokens.start is not None,
-                NUM_BUCKETS=num_buckets,
-                BLOCK=BLOCK,
-            )
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(partials)
-        return partials[:, SUMS.index("loss")].sum().float(), partials
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None
-
-
-def fused_clipped_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndMetrics:
-    """See `kernels.policy_loss.clipped_policy_loss`."""
-    fixed = {name: column.detach() for name, column in tokens._asdict().items() if column is not None}
-    loss, partials = _ClippedLoss.apply(tokens.target, tokens._replace(**fixed), settings)
-    added, end = partials.sum(0), len(SUMS) + len(MAXIMA) + len(tokens.bucket_ends) + 1
-    maxima, by_staleness = partials[:, len(SUMS) : end].amax(0), added[end:].view(-1, len(BY_STALENESS))
-    return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_staleness)

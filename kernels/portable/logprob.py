@@ -27,16 +27,13 @@ Shape legend: T tokens, V (slice of the) vocabulary, H hidden, P slices; t, v th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
-
-from penstock.kernels.gpu.dispatch import runs_on_triton
 
 LOWEST = -3.0e38
 """Maximum of an empty set. Finite, because 0 · LOWEST is 0 while 0 · −∞ is NaN."""
@@ -84,8 +81,8 @@ class LogprobGradient:
     entropies: Tensor
 
     def of(self, block: slice) -> LogprobGradient:
-        entropy = None if self.entropy is None else self.entropy[block]
         """The same of a block of tokens."""
+        entropy = None if self.entropy is None else self.entropy[block]
         rest = (column[block] for column in (self.maximum, self.log_total, self.entropies))
         return LogprobGradient(self.logprob[block], entropy, *rest)
 
@@ -175,6 +172,10 @@ def tile_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: floa
     return result
 
 
+GradientOfTile = Callable[[Tensor, Tensor, Tensor, LogprobGradient, float], Tensor]
+"""Of rows `[t, H]`, words `[v, H]`, columns `[t]`, upstream gradients and scale -> `[t, v]`; see `gradient_of_tile`."""
+
+
 def tile_gradients(
     hidden: Tensor,
     weight: Tensor,
@@ -182,13 +183,14 @@ def tile_gradients(
     upstream: LogprobGradient,
     scale: float,
     shape: TileShape,
+    gradient_of: GradientOfTile,
     *,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Recompute every tile and accumulate the gradients of `hidden` and `weight`.
 
-    Arguments as for `tile_statistics`.
+    Arguments as for `tile_statistics`; `gradient_of` computes the gradient in the scaled logits of each tile.
 
     Returns:
         `[T, H]` float32, of this slice of the vocabulary only, and `[V, H]` in the weight's dtype; None if unwanted.
@@ -200,13 +202,7 @@ def tile_gradients(
         grad_words = torch.zeros(words.shape, dtype=dtype, device=words.device) if wants_weight else None
         for token_start, rows in _blocks(hidden, shape.num_tokens):
             block = slice(token_start, token_start + len(rows))
-            columns, of_rows = targets[block] - vocab_start, upstream.of(block)
-            if runs_on_triton(rows):
-                from penstock.kernels.gpu.logprob_backward import logits_gradient
-
-                gradient = logits_gradient(_product(rows, words), columns, of_rows, scale, rows.dtype)
-            else:
-                gradient = gradient_of_tile(logits_tile(rows, words, scale), columns, of_rows)
+            gradient = gradient_of(rows, words, targets[block] - vocab_start, upstream.of(block), scale)
             if grad_hidden is not None:
                 _add_product(grad_hidden[block], gradient, words, scale)
             if grad_words is not None:
@@ -244,10 +240,10 @@ def logits_tile(rows: Tensor, words: Tensor, scale: float) -> Tensor:
     if rows.dtype == compute_dtype(rows):
         empty = rows.new_empty((len(rows), len(words)))
         return torch.addmm(empty, rows, words.T, beta=0.0, alpha=scale, out=empty)
-    return _product(rows, words).mul_(scale)
+    return product(rows, words).mul_(scale)
 
 
-def _product(rows: Tensor, words: Tensor) -> Tensor:
+def product(rows: Tensor, words: Tensor) -> Tensor:
     """`rows wordsᵀ` in float32: cuBLAS returns its float32 accumulator; on CPU the operands are converted first."""
     if rows.dtype == compute_dtype(rows):
         return torch.mm(rows, words.T)
@@ -274,96 +270,3 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def _blocks(matrix: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
     for first in range(0, len(matrix), size):
         yield first, matrix[first : first + size]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Non-tensor arguments.
-
-    Attributes:
-        scale: 1 / temperature.
-        max_logits: Maximum number of elements of a tile.
-        group: Process group of the ranks that hold the vocabulary's slices; None if the vocabulary is not sharded.
-    """
-
-    scale: float
-    max_logits: int
-    group: ProcessGroup | None = None
-
-
-def logprobs_and_entropies(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logprobs and entropies, `[T]` each, and whether the target is the most likely token, `[T] bool`.
-
-    Differentiable in `hidden` and `weight`.
-
-    Args:
-        hidden: `[T, H]`.
-        weight: `[V, H]` of the same dtype.
-        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 if another rank holds it.
-        settings: Non-tensor arguments.
-    """
-    # Autocast would round products that must stay in float32.
-    with torch.autocast(hidden.device.type, enabled=False):
-        results: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(hidden, weight, targets, settings)
-    return results
-
-
-class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, ...]:
-        statistics = _statistics(hidden, weight, targets, settings)
-        if settings.group is not None:
-            statistics = merge_ranks(statistics, settings.group)
-        entropies = statistics.entropy()
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, statistics.maximum, statistics.total.log(), entropies)
-        # Both logits come from the same matrix product, so they are bitwise comparable.
-        is_most_likely = statistics.target >= statistics.maximum
-        ctx.mark_non_differentiable(is_most_likely)
-        return statistics.logprob(), entropies, is_most_likely
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, maximum, log_total, entropies = ctx.saved_tensors
-        settings: Settings = ctx.settings
-        if grad_logprob is None and grad_entropy is None:
-            return None, None, None, None
-        gradient = LogprobGradient(
-            torch.zeros_like(entropies) if grad_logprob is None else grad_logprob.contiguous(),
-            None if grad_entropy is None else grad_entropy.contiguous(),
-            maximum,
-            log_total,
-            entropies,
-        )
-        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        shape = tile_shape(hidden.device, settings.max_logits)
-        with torch.autocast(hidden.device.type, enabled=False):
-            grad_hidden, grad_weight = tile_gradients(
-                hidden,
-                weight,
-                targets,
-                gradient,
-                settings.scale,
-                shape,
-                wants_hidden=wants_hidden,
-                wants_weight=wants_weight,
-            )
-        if grad_hidden is not None and settings.group is not None:
-            all_reduce(grad_hidden, ReduceOp.SUM, settings.group)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None
-
-
-def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Statistics:
-    if runs_on_triton(hidden):
-        from penstock.kernels.gpu.logprob_forward import can_fuse, fused_statistics
-
-        if can_fuse(hidden, weight):
-            return fused_statistics(hidden, weight, targets, settings.scale)
-    shape = tile_shape(hidden.device, settings.max_logits)
-    return tile_statistics(hidden, weight, targets, settings.scale, shape)

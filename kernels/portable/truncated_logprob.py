@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from penstock.kernels.portable.logprob import Settings, compute_dtype
+from penstock.kernels.portable.logprob import compute_dtype
 
 PADDING = -1
 """In the place of an id behind the end of a support."""
@@ -32,7 +32,7 @@ _GPU_CHUNK = 1 << 25
 
 
 def truncated_logprobs_and_entropies(
-    hidden: Tensor, weight: Tensor, support: Tensor, settings: Settings, first_row: int = 0
+    hidden: Tensor, weight: Tensor, support: Tensor, scale: float, group: ProcessGroup | None, first_row: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logprobs and entropies, `[T]` each, and whether the target is the most likely of its support, `[T] bool`.
 
@@ -42,12 +42,13 @@ def truncated_logprobs_and_entropies(
         hidden: `[T, H]`.
         weight: `[V, H]` of the same dtype: of the tokens `first_row` ≤ id < `first_row` + V.
         support: `[T, K] int64`, the target first, then the other ids, then `PADDING`.
-        settings: Non-tensor arguments. With a group, the ranks of it hold the other rows.
+        scale: Multiplies the logits: 1 / temperature.
+        group: Its ranks hold the other rows; None if there are none.
         first_row: The first token that this rank holds.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = _GatheredLogits.apply(hidden, weight, support, settings.group, first_row)
-    return scores_in_support(logits * settings.scale, support)
+        logits = _GatheredLogits.apply(hidden, weight, support, group, first_row)
+    return scores_in_support(logits * scale, support)
 
 
 def scores_in_support(logits: Tensor, support: Tensor) -> tuple[Tensor, Tensor, Tensor]:

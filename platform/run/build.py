@@ -20,7 +20,6 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import PARTNER
-from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import Task
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import load_held_out
@@ -114,14 +113,22 @@ async def build_run(
         timeline = Timeline(instruments.run_dir, bounds.batch_groups, config.total_steps)
         stack.callback(close_file, timeline, "the timeline", instruments)
         core.ledger.listeners = (events, log, timeline)
-        forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
+        forward = cast("TrainerClient", runtime.trainer).early_logprobs if config.computes_logprobs_early else None
         accumulate = cast("TrainerClient", runtime.trainer).accumulate if bounds.stream_micro_batches else None
-        frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,
             make_task_queue(config, instruments.note, None if limit is None else limit.fits),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
-            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward, accumulate),
+            FlowPorts(
+                runtime.runner,
+                actors.rewards,
+                actors.store,
+                sampling,
+                reference=None if actors.reference is None else actors.reference.logprobs,
+                teacher=None if actors.teacher is None else actors.teacher.logprobs,
+                forward=forward,
+                accumulate=accumulate,
+            ),
             FlowStats(
                 sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
                 anomalies=Anomalies(instruments.note),

@@ -31,7 +31,7 @@ from penstock.dataflow.ports import PayloadStore, TrainerGroup, WrittenFile
 from penstock.dataflow.records import decode, encode
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.schema import CheckpointConfig
-from penstock.platform.run.durable_files import DiskFiles, Files
+from penstock.platform.run.durable_files import Files
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.ledger_log import LEDGER
 from penstock.trainer.checkpoint import verify
@@ -79,7 +79,7 @@ class CheckpointFolder:
 
     def __init__(self, run_dir: Path, files: Files | None = None) -> None:
         self._run_dir = run_dir
-        self._files = files or DiskFiles()
+        self._files = files or Files()
         self.folder = run_dir / CHECKPOINTS
         self._spool = run_dir / SPOOL
 

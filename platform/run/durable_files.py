@@ -8,49 +8,20 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Protocol
 
 
-class Files(Protocol):
-    """A file system: the real one, or the simulator's, which loses what was not synced."""
-
-    def make_folder(self, path: Path) -> None: ...
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Create or replace a file. It is durable after `sync`."""
-        ...
-
-    def sync(self, path: Path) -> None:
-        """Make the content of a file, or the names in a folder, durable."""
-        ...
-
-    def rename(self, old: Path, new: Path) -> None: ...
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with its content; nothing if it does not exist."""
-        ...
-
-    def names(self, folder: Path) -> list[str]:
-        """Names in a folder, sorted; empty if it does not exist."""
-        ...
-
-    def read(self, path: Path) -> bytes: ...
-
-    def size(self, path: Path) -> int | None:
-        """Bytes of a file; None if it does not exist."""
-        ...
-
-
-class DiskFiles:
-    """The real file system."""
+class Files:
+    """The file system. The simulation's loses what was not synced."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, data: bytes) -> None:
+        """Create or replace a file. It is durable after `sync`."""
         path.write_bytes(data)
 
     def sync(self, path: Path) -> None:
+        """Make the content of a file, or the names in a folder, durable."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -61,16 +32,19 @@ class DiskFiles:
         old.rename(new)
 
     def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with its content; nothing if it does not exist."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def names(self, folder: Path) -> list[str]:
+        """Names in a folder, sorted; empty if it does not exist."""
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
 
     def size(self, path: Path) -> int | None:
+        """Bytes of a file; None if it does not exist."""
         return path.stat().st_size if path.is_file() else None

@@ -7,21 +7,23 @@ ready. It stops when the batch closes, so a step starts at most one group's forw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
-from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import GroupRef
 
+Forward = Callable[[GroupRef], Awaitable[None]]
+"""Computes and caches the logprobs of a group that the next step needs, with the weights at the start of that step.
+Raises TrainingError if a rank fails or does not respond in time."""
 _Batch = TypeVar("_Batch")
 
 
 class EarlyLogprobs:
     """Passes the groups of an `EarlyLogprobsQueue` to the trainer while it is idle."""
 
-    def __init__(self, trainer: EarlyLogprobWorker, queue: EarlyLogprobsQueue) -> None:
-        self._trainer = trainer
+    def __init__(self, forward: Forward, queue: EarlyLogprobsQueue) -> None:
+        self._forward = forward
         self._queue = queue
         self._changed = asyncio.Event()
         self._is_waiting = False
@@ -55,7 +57,7 @@ class EarlyLogprobs:
         while True:
             self._changed.clear()
             while self._is_waiting and (group := self._queue.next()) is not None:
-                await self._trainer.early_logprobs(group)
+                await self._forward(group)
             if not self._is_waiting:
                 return
             await self._changed.wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
@@ -180,16 +180,6 @@ async def sample_and_score(
     raise failure
 
 
-class SupportsEvaluation(Protocol):
-    @property
-    def num_answered(self) -> int: ...
-
-    @property
-    def num_wanted(self) -> int: ...
-
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
-
-
 class Evaluator:
     """Samples answers to held-out tasks and scores them.
 
@@ -344,3 +334,22 @@ class Evaluator:
         return SetScore(
             sum(solved for _, solved in counts) / len(every), fmean(every), len(rewards), pass_at, num_skipped
         )
+
+
+class TwoPolicyEvaluator:
+    """Evaluates both policies on the same tasks concurrently, each on its own engines."""
+
+    def __init__(self, policy: Evaluator, partner: Evaluator) -> None:
+        self._evaluators = (policy, partner)
+
+    @property
+    def num_answered(self) -> int:
+        return sum(one.num_answered for one in self._evaluators)
+
+    @property
+    def num_wanted(self) -> int:
+        return sum(one.num_wanted for one in self._evaluators)
+
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
+        mine, other = await asyncio.gather(*(evaluator.evaluate(step, tasks) for evaluator in self._evaluators))
+        return replace(mine, partner=other)

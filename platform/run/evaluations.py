@@ -23,7 +23,8 @@ from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.evaluation import (
     Evaluation,
-    SupportsEvaluation,
+    Evaluator,
+    TwoPolicyEvaluator,
     best_of,
     evaluated_on,
     evaluation_from,
@@ -44,7 +45,7 @@ class Evaluations:
     def __init__(
         self,
         config: EvaluationConfig,
-        evaluator: SupportsEvaluation,
+        evaluator: Evaluator | TwoPolicyEvaluator,
         held_out: list[Task],
         run_dir: Path,
         log: Callable[[Mapping[str, float]], None],

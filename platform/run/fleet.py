@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Protocol
+from contextlib import asynccontextmanager, suppress
 
 from penstock.actors.engine.client import RemoteEngine, in_service
+from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.checks.cluster import check_cluster
+from penstock.platform.cluster.actor_factory import RunActors
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engine_pool.pool import EnginePool
 
@@ -37,22 +38,6 @@ Progress = Callable[[str], None]
 """Receives one sentence for each engine that joins or leaves."""
 
 
-class EngineProcesses(Protocol):
-    """Starts and ends engines: `RunActors`, or a fake."""
-
-    async def started(self, config: RunConfig) -> RemoteEngine: ...
-
-    async def ended(self, engine: RemoteEngine) -> None: ...
-
-
-class CatchesUp(Protocol):
-    """Brings an engine to the current version: `ActorWeightPublisher`."""
-
-    async def catch_up(self, engine: RemoteEngine) -> None: ...
-
-    def held_off(self) -> AbstractAsyncContextManager[None]: ...
-
-
 class Fleet:
     """The engines of one policy, whose number may change. One change runs at a time."""
 
@@ -60,8 +45,8 @@ class Fleet:
         self,
         config: RunConfig,
         pool: EnginePool,
-        publisher: CatchesUp,
-        processes: EngineProcesses,
+        publisher: ActorWeightPublisher,
+        actors: RunActors,
         note: Progress,
     ) -> None:
         """Create the fleet; nothing changes until `scale`.
@@ -70,13 +55,13 @@ class Fleet:
             config: Configuration of the run.
             pool: Pool of the engines.
             publisher: Sends the current version to an engine that joins.
-            processes: Starts and ends engines.
+            actors: Starts and ends engines.
             note: Prints a line on the console of the run.
         """
         self._config = config
         self._pool = pool
         self._publisher = publisher
-        self._processes = processes
+        self._actors = actors
         self._note = note
         self._is_changing = False
 
@@ -203,13 +188,13 @@ class Fleet:
 
     async def _join_one(self, tell: Progress) -> None:
         tell("an engine is starting …")
-        engine = await self._processes.started(self._config)
+        engine = await self._actors.started(self._config)
         try:
             await self._publisher.catch_up(engine)
         except PenstockError:
             # An engine that the pool has fenced is restarted; one that it has never seen is not, so it is ended here.
             if engine.engine_id not in self._pool.fenced:
-                await self._processes.ended(engine)
+                await self._actors.ended(engine)
             raise
         since = f"at v{engine.version}" if engine.version >= 0 else "from the next version on"
         tell(f"{engine.engine_id} has joined and serves {since}")
@@ -236,6 +221,6 @@ class Fleet:
                     await self._pool.wait_drained(engine_id)
         async with self._publisher.held_off():
             self._pool.remove(engine_id)
-        await self._processes.ended(engine)
+        await self._actors.ended(engine)
         moved = f"; {num_moved} of its requests continue on other engines" if num_moved else ""
         tell(f"{engine_id} has left{moved}")

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -32,18 +32,13 @@ from penstock.dataflow.errors import (
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import (
-    EarlyLogprobWorker,
-    LogprobWorker,
-    PayloadStore,
-    RewardWorker,
-)
+from penstock.dataflow.ports import PayloadStore, RewardWorker
 from penstock.dataflow.records import OpenGroup
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task_queue import QueuedTask, TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
-from penstock.platform.run.early_logprobs import EarlyLogprobs
+from penstock.platform.run.early_logprobs import EarlyLogprobs, Forward
 from penstock.platform.run.group_run import GroupRun, Outcome
 from penstock.rollout.trajectory.runner import RolloutRunner
 
@@ -55,6 +50,9 @@ CHECKS_PER_TIMEOUT = 8
 MIN_FAILURES_TO_STOP = 8
 """Lower limit of the number of consecutive failed groups that stops the run; the admission window if that is larger."""
 
+FrozenLogprobs = Callable[[Any], Awaitable[Any]]
+"""Handle of a group -> handle of `[n] float32`, a frozen policy's logprobs of its n sampled tokens, trajectories
+concatenated. Raises TrajectoryError if they cannot be computed for this group."""
 Accumulate = Callable[[Sequence[GroupRef]], Coroutine[Any, Any, None]]
 _Result = TypeVar("_Result")
 _FAILURE_REASONS: dict[FailureKind, Reason] = {
@@ -85,9 +83,9 @@ class FlowPorts:
     rewards: RewardWorker
     store: PayloadStore
     sampling: SamplingParams
-    reference: LogprobWorker | None = None
-    teacher: LogprobWorker | None = None
-    forward: EarlyLogprobWorker | None = None
+    reference: FrozenLogprobs | None = None
+    teacher: FrozenLogprobs | None = None
+    forward: Forward | None = None
     accumulate: Accumulate | None = None
 
 
@@ -540,7 +538,7 @@ class Flow:
         reference = teacher = None
         if ports.reference is not None or ports.teacher is not None:
             frozen = (ports.reference, ports.teacher)
-            reference, teacher = await asyncio.gather(*(_logprobs(worker, handle) for worker in frozen))
+            reference, teacher = await asyncio.gather(*(_logprobs(of_group, handle) for of_group in frozen))
         return GroupRef(
             group_id=run.group_id,
             task_id=run.queued.task.task_id,
@@ -553,5 +551,5 @@ class Flow:
         )
 
 
-async def _logprobs(worker: LogprobWorker | None, handle: Any) -> Any:
-    return None if worker is None else await worker.logprobs(handle)
+async def _logprobs(of_group: FrozenLogprobs | None, handle: Any) -> Any:
+    return None if of_group is None else await of_group(handle)

@@ -25,7 +25,7 @@ from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import SupportsEvaluation
+from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.mismatch_trend import MismatchTrend
@@ -42,7 +42,7 @@ class PolicyRuntime:
     runner: RolloutRunner
     trainer: TrainerGroup
     publisher: WeightPublisher
-    evaluator: SupportsEvaluation
+    evaluator: Evaluator | TwoPolicyEvaluator
     monitor: EngineMonitor
 
 

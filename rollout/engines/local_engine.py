@@ -46,17 +46,7 @@ class EngineSpec:
     publish_in: str | None = None
 
 
-class Sleeper(Protocol):
-    """What can give its device memory back for a while."""
-
-    async def sleep(self) -> None:
-        """Give device memory back while the trainer computes (colocated); only with nothing running."""
-        ...
-
-    async def wake(self) -> None: ...
-
-
-class LocalEngine(Engine, Sleeper, Protocol):
+class LocalEngine(Engine, Protocol):
     """An engine in its own process."""
 
     async def start(self) -> None:
@@ -127,5 +117,11 @@ class LocalEngine(Engine, Sleeper, Protocol):
             WeightSyncError: If a peer is lost or too late.
         """
         ...
+
+    async def sleep(self) -> None:
+        """Give device memory back while the trainer computes (colocated); only with nothing running."""
+        ...
+
+    async def wake(self) -> None: ...
 
     async def shutdown(self) -> None: ...

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
-from typing import Protocol
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
@@ -26,27 +25,24 @@ from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn,
 from penstock.rollout.trajectory.recording import Recording
 from penstock.rollout.trajectory.threads import Threads
 
-
-class EpisodeSource(Protocol):
-    """Opens episodes in environment workers (envs/workers/episode_host.py)."""
-
-    def open(self, task: Task) -> AbstractAsyncContextManager[PlayedEpisode]: ...
+OpenEpisode = Callable[[Task], AbstractAsyncContextManager[PlayedEpisode]]
+"""Opens an episode in an environment worker (envs/workers/episode_host.py)."""
 
 
 class EpisodePlayer:
     """Plays episodes of tasks that have an environment.
 
     Args:
-        source: Opens episodes in environment workers.
+        open_episode: Opens episodes.
         codec: Tokenizer and chat template of the policy.
         budget: Limits of each episode.
         endpoint: OpenAI-compatible endpoint for agent programs; None if there are none.
     """
 
     def __init__(
-        self, source: EpisodeSource, codec: TokenCodec, budget: EpisodeBudget, endpoint: Endpoint | None = None
+        self, open_episode: OpenEpisode, codec: TokenCodec, budget: EpisodeBudget, endpoint: Endpoint | None = None
     ) -> None:
-        self._source = source
+        self._open_episode = open_episode
         self.endpoint = endpoint
         self._codec = codec
         self._budget = budget
@@ -60,7 +56,7 @@ class EpisodePlayer:
             TrajectoryError: kind `env`, if the environment raises or hangs, or the prompt exceeds the budget; errors of
                 `sample` propagate.
         """
-        async with self._source.open(task) as played:
+        async with self._open_episode(task) as played:
             reply = await played.reset()
             if reply.get("runs_itself"):
                 recording = Recording(self._codec, self._budget, sampling, sample)
@@ -85,7 +81,7 @@ class EpisodePlayer:
         assert self.endpoint is not None, "agent programs need an endpoint"
         async with self.endpoint.open(task.task_id) as session:
             try:
-                reply = await session.serve(played.run(session.access), recording)
+                reply = await session.serve(played.run(session.access), recording.answer)
             except TrajectoryError as error:
                 if error.kind != "env" or recording.overrun is None:
                     raise

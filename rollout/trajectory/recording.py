@@ -9,9 +9,9 @@ Consumes: new messages of a session. Waits for: the turn to be sampled. Unblocke
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
@@ -32,9 +32,6 @@ from penstock.rollout.trajectory.conversation import (
     build_trajectory,
 )
 from penstock.rollout.trajectory.stop_texts import StopTextReader
-
-if TYPE_CHECKING:
-    from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 
 class Recording:
@@ -202,13 +199,21 @@ class PolicyAnswers:
     Answers are sampled greedily and belong to no group, so they never enter the ledger.
 
     Args:
-        runner: Samples the answers on its engines.
+        codec: Tokenizer and chat template of the policy.
+        sample: Samples a turn that has a name and belongs to no trajectory.
         max_tokens: Limit of question and answer together.
         sampling: Sampling parameters of the run, of which only the length and the stop tokens are used.
     """
 
-    def __init__(self, runner: TrajectoryRunner, max_tokens: int, sampling: SamplingParams) -> None:
-        self._runner = runner
+    def __init__(
+        self,
+        codec: TokenCodec,
+        sample: Callable[[str, PartialTurn], Awaitable[None]],
+        max_tokens: int,
+        sampling: SamplingParams,
+    ) -> None:
+        self._codec = codec
+        self._sample = sample
         self._budget = EpisodeBudget(max_turns=1, max_tokens=max_tokens)
         self._sampling = replace(sampling, temperature=0.0, seed=None)
         self._numbers = itertools.count()
@@ -221,6 +226,5 @@ class PolicyAnswers:
             TrajectoryError, PenstockError: From the engines.
         """
         name = f"question/{next(self._numbers)}"
-        runner = self._runner
-        recording = Recording(runner.codec, self._budget, self._sampling, lambda turn: runner.sample_turn(name, turn))
+        recording = Recording(self._codec, self._budget, self._sampling, partial(self._sample, name))
         return await recording.answer(content, exchange)

@@ -14,7 +14,6 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryError
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
@@ -54,18 +53,6 @@ class ResumeStats:
             self.received_tokens + other.received_tokens,
             self.interruptions + other.interruptions,
         )
-
-
-class RolloutRunner(Protocol):
-    """Answers tasks: a `TrajectoryRunner`, or `SharedGroups` of two policies."""
-
-    @property
-    def pool(self) -> EnginePool: ...
-
-    @property
-    def stats(self) -> ResumeStats: ...
-
-    async def run(self, context: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory: ...
 
 
 class TrajectoryRunner:
@@ -342,3 +329,7 @@ class SharedGroups:
         if member % 2 == 0:
             return await self._policy.run(context, member, sampling)
         return replace(await self._partner.run(context, member, sampling), policy_id=PARTNER)
+
+
+RolloutRunner = TrajectoryRunner | SharedGroups
+"""Answers tasks."""

@@ -6,6 +6,7 @@ import ast
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ BELOW = {
 
 INSIDE_PLATFORM = ("metrics", "config", "cluster", "checks", "run", "simulator", "cli")
 """Folders of platform/; each imports only from those before it."""
+
+ONE_OBJECT = (("platform/run/flow.py", "platform/run/group_run.py"),)
+"""The second of each pair belongs to objects of the first one, and calls them."""
 
 IMPORT_BOUNDARIES: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
@@ -102,6 +106,35 @@ def what_is_wrong(relative: str, name: str) -> str | None:
 
 def test_every_file_imports_only_from_layers_below_and_foreign_libraries_only_behind_their_boundary() -> None:
     assert read_project(ROOT).violations == []
+
+
+def import_circle(root: Path) -> list[str]:
+    """A circle of modules of which each is imported by the next one; empty if there is none."""
+    files = {path.relative_to(root).as_posix(): path for folder in BELOW for path in (root / folder).rglob("*.py")}
+    names = {f"penstock.{relative.removesuffix('.py').replace('/', '.')}": relative for relative in files}
+    graph: dict[str, set[str]] = {}
+    for relative, path in files.items():
+        imported = {name for _, name in imported_names(ast.parse(path.read_text(encoding="utf-8")), relative)}
+        modules = imported | {name.rpartition(".")[0] for name in imported}
+        graph[relative] = {names[name] for name in modules & names.keys()} - {relative}
+    for flow, group in ONE_OBJECT:
+        graph.get(group, set()).discard(flow)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert import_circle(ROOT) == []
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    (tmp_path / "kernels" / "gpu").mkdir(parents=True)
+    (tmp_path / "kernels" / "logprob.py").write_text("def late():\n    from penstock.kernels.gpu import tile")
+    (tmp_path / "kernels" / "gpu" / "tile.py").write_text("from penstock.kernels.logprob import LOWEST")
+    assert set(import_circle(tmp_path)) == {"kernels/logprob.py", "kernels/gpu/tile.py"}
 
 
 def test_every_file_that_penstock_ships_was_read() -> None:

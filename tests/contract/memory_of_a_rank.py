@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 
+from penstock.kernels import linear_logprob
 from penstock.kernels.portable import logprob
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
@@ -113,9 +114,9 @@ def as_on_a_gpu() -> Iterator[None]:
         for where, name, value in (
             (adam, "_default_to_fused_or_foreach", lambda *args, **kwargs: (False, True)),
             (logprob, "CPU_TILE", logprob.GPU_TILE),
-            (logprob, "runs_on_triton", lambda _: True),
-            (logprob, "_statistics", _statistics),
-            (logprob, "_product", product),
+            (linear_logprob, "runs_on_triton", lambda _: True),
+            (linear_logprob, "_statistics", _statistics),
+            (linear_logprob, "product", product),
             (logprob, "_add_product", lambda *args: None),
             (logprob_backward, "logits_gradient", gradient),
         ):

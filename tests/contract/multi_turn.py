@@ -76,7 +76,7 @@ class MultiTurnContract:
             if turn == 1:
                 await harness.publish()
 
-        player = EpisodePlayer(Together(between), CODEC, EpisodeBudget(NUM_TURNS, 500))
+        player = EpisodePlayer(Together(between).open, CODEC, EpisodeBudget(NUM_TURNS, 500))
         runner = TrajectoryRunner(EnginePool([harness.engine], NUM_CONVERSATIONS), CODEC, 60.0, episodes=player)
         runs = [
             runner.run(RolloutContext(Task(TaskId(f"t{i}"), PROMPT * 3 + str(i), environment=""), "turns"), i, SAMPLING)

@@ -33,7 +33,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajector
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
 from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Checkpointer, CheckpointFolder
-from penstock.platform.run.durable_files import DiskFiles, Files
+from penstock.platform.run.durable_files import Files
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.fleet import Fleet, Progress
 from penstock.platform.run.flow import Flow, FlowSnapshot
@@ -200,7 +200,7 @@ class RemovedBeforeItsRequestsEnd(Fleet):
 
     async def _leave(self, engine: RemoteEngine, tell: Progress) -> None:
         self._pool.remove(engine.engine_id)
-        await self._processes.ended(engine)
+        await self._actors.ended(engine)
         tell(f"{engine.engine_id} has left")
 
 
@@ -353,7 +353,7 @@ class ReadyGroupsGenerateAgain(Dataflow):
         super().load_state_dict({**state, "groups": groups}, ready)
 
 
-class NotSynced(DiskFiles):
+class NotSynced(Files):
     """Forwards all but the sync of files whose name ends like `suffix`."""
 
     def __init__(self, files: Files, suffix: str) -> None:
@@ -478,7 +478,7 @@ class TurnTakenTwice(EpisodePlayer):
 
     async def play(self, task: Task, *arguments: Any) -> Trajectory:
         played = await super().play(task, *arguments)
-        async with self._source.open(task) as again:
+        async with self._open_episode(task) as again:
             await again.reset()
             await again.step(Action("", turn=len(played.episode.turns) if played.episode else 0))
         return played

@@ -136,7 +136,7 @@ async def test_an_environment_gets_answers_while_the_history_keeps_the_thinking(
             return {"content": [user("Check that again.")], "role": "user"}  # type: ignore[typeddict-item]
 
     engine = ReplyingEngine(lambda context: f"<think>{context.count('user')}</think>yes", THINKING)
-    player = EpisodePlayer(Twice(), THINKING, EpisodeBudget(4, 500))
+    player = EpisodePlayer(Twice().open, THINKING, EpisodeBudget(4, 500))
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0, episodes=player)
     trajectory = await asyncio.wait_for(
         runner.run(RolloutContext(Task(TaskId("t"), "?", {}, ""), "0"), 0, SAMPLING), 10

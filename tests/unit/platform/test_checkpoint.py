@@ -36,7 +36,7 @@ from penstock.platform.run.checkpoint import (
     choose_checkpoint,
     next_incarnation,
 )
-from penstock.platform.run.durable_files import DiskFiles
+from penstock.platform.run.durable_files import Files
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.run_dir import locked, prepare_run_dir
 from tests.fakes import FakeStore
@@ -60,7 +60,7 @@ class Trainer:
         return [WrittenFile(TRAINER_FILE, len(data), zlib.crc32(data))]
 
 
-class FullDisk(DiskFiles):
+class FullDisk(Files):
     """Writes files until it is full."""
 
     is_full = False
@@ -94,7 +94,7 @@ def flow_with(*group_ids: int) -> FlowSnapshot:
 class Run:
     """A run that only checkpoints, on the real disk; `notes` are its lines on the console."""
 
-    def __init__(self, run_dir: Path, files: DiskFiles | None = None, **settings: Any) -> None:
+    def __init__(self, run_dir: Path, files: Files | None = None, **settings: Any) -> None:
         self.notes: list[str] = []
         self.folder = CheckpointFolder(run_dir, files)
         self.checkpointer = Checkpointer(
@@ -436,13 +436,13 @@ def test_a_second_process_is_told_who_uses_the_directory_until_that_one_ends(
 def test_the_names_of_all_folders_that_a_run_makes_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     synced: list[Path] = []
-    monkeypatch.setattr(DiskFiles, "sync", lambda _self, path: synced.append(path))
+    monkeypatch.setattr(Files, "sync", lambda _self, path: synced.append(path))
     prepare_run_dir(compose_config(["experiment=arithmetic", "run_dir=runs/today/first"]))
     assert synced[-4:] == [Path(folder) for folder in ("runs/today/first", "runs/today", "runs", ".")]
 
 
 def test_files_on_disk(tmp_path: Path) -> None:
-    files, folder = DiskFiles(), tmp_path / "a" / "b"
+    files, folder = Files(), tmp_path / "a" / "b"
     assert files.names(folder) == []
     files.make_folder(folder)
     files.make_folder(folder)

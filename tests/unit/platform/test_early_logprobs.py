@@ -8,7 +8,6 @@ import pytest
 
 from penstock.dataflow.errors import PenstockError, TrainingError
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import GroupRef
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups
@@ -55,7 +54,7 @@ class SlowRewards(FakeRewards):
             self.permits.release()
 
 
-def flow_with(ranks: EarlyLogprobWorker, rewards: FakeRewards, engine: FakeEngine | None = None, **options):
+def flow_with(ranks: Ranks, rewards: FakeRewards, engine: FakeEngine | None = None, **options):
     return make_flow([engine or FakeEngine()], rewards, batch=BATCH, eta=1, forward=ranks, **options)
 
 

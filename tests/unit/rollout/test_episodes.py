@@ -66,7 +66,7 @@ async def play(
     sampling: SamplingParams = SAMPLING,
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(script)
-    player = EpisodePlayer(environment, CODEC, EpisodeBudget(turns, tokens))
+    player = EpisodePlayer(environment.open, CODEC, EpisodeBudget(turns, tokens))
     runner = TrajectoryRunner(EnginePool(engines or [FakeEngine()], 8), CODEC, 5.0, episodes=player)
     trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, sampling), 5)
     assert not environment.is_open
@@ -149,7 +149,7 @@ async def test_the_next_turn_waits_for_an_engine_that_is_as_new_as_the_last() ->
         asyncio.get_running_loop().call_later(0.05, pool.resume, EngineId("newer"))
         return hint(action)
 
-    player = EpisodePlayer(Scripted(only_the_older_is_free), CODEC, EpisodeBudget(3, 100))
+    player = EpisodePlayer(Scripted(only_the_older_is_free).open, CODEC, EpisodeBudget(3, 100))
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=player)
     trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, SAMPLING), 5)
     assert [span.version for span in trajectory.spans] == [3]
@@ -165,7 +165,7 @@ async def test_the_only_slot_is_free_while_an_environment_thinks() -> None:
             await both_think.wait()
             return self.script(action)
 
-    player = EpisodePlayer(Thoughtful(hint), CODEC, EpisodeBudget(2, 100))
+    player = EpisodePlayer(Thoughtful(hint).open, CODEC, EpisodeBudget(2, 100))
     engine = FakeEngine()
     runner = TrajectoryRunner(EnginePool([engine], 1), CODEC, 5.0, episodes=player)
     async with asyncio.timeout(5):

@@ -36,7 +36,7 @@ async def questions_client(engine: ReplyingEngine) -> AsyncIterator[tuple[openai
     runner = TrajectoryRunner(EnginePool([engine], 8), CODEC, 20.0)
     sampling = SamplingParams(200, temperature=1.0, stop_token_ids=CODEC.stop_token_ids, seed=3)
     endpoint = Endpoint(EndpointConfig(), 10.0)
-    await endpoint.answer(Questions(KEY, PolicyAnswers(runner, 500, sampling)))
+    await endpoint.answer(Questions(KEY, PolicyAnswers(runner.codec, runner.sample_turn, 500, sampling).answer))
     async with endpoint.open("for its address") as session:
         access = EndpointAccess(session.access.base_url, KEY, session.access.model)
     try:
@@ -70,8 +70,8 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
     engine = ReplyingEngine(lambda _: "Score: 1", may_go_on=asyncio.Event())
     runner = TrajectoryRunner(EnginePool([engine], 2), CODEC, 20.0)
     sampling = SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
-    answers = PolicyAnswers(runner, 500, sampling)
-    exchanges = [Questions(KEY, answers).submit(_request(f"q{index}")) for index in range(3)]
+    answers = PolicyAnswers(runner.codec, runner.sample_turn, 500, sampling)
+    exchanges = [Questions(KEY, answers.answer).submit(_request(f"q{index}")) for index in range(3)]
     task = Task(TaskId("t"), [{"role": "user", "content": "?"}])
     rollout = asyncio.create_task(runner.run(RolloutContext(task, "0"), 0, sampling))
     await asyncio.sleep(0.01)

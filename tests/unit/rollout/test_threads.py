@@ -95,7 +95,7 @@ async def play(
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(opening, script)
     pool = EnginePool(engines or [FakeEngine()], 8, policy=OldestFirst())
-    runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=EpisodePlayer(environment, CODEC, budget))
+    runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=EpisodePlayer(environment.open, CODEC, budget))
     context = context or Watched()
     async with asyncio.timeout(10):
         return await runner.run(context, 3, sampling), environment

@@ -141,7 +141,7 @@ async def play(
     conversations = RandomConversations(rng)
     pool = EnginePool(engines, 16, version_timeout_s=5.0)
     pool.lost = lambda lease, error, group: None  # type: ignore[method-assign]  # random losses fence no engine
-    player = EpisodePlayer(conversations, codec, EpisodeBudget(6, MAX_TOKENS))
+    player = EpisodePlayer(conversations.open, codec, EpisodeBudget(6, MAX_TOKENS))
     runner = TrajectoryRunner(pool, codec, 60.0, max_resumes=1000, episodes=player)
 
     async def keep_up() -> None:
