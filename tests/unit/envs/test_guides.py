@@ -104,7 +104,7 @@ HERE = {
 }
 
 
-STARTS_PROGRAMS = ("env check agent", "env check my_mcp", "env check verifiers")
+STARTS_PROGRAMS = ("env check agent", "env check my_mcp", "verifiers", "python_code", "penstock sweep")
 """Ten to thirty seconds each."""
 
 
