@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.changed_elements import find_changes
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.linear_logprob import linear_logprobs
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.backends.rank_consistency import RankShare
@@ -80,7 +81,9 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     leaf = target.clone().requires_grad_()
     unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=target.device))
-    loss = Objective(config)(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device), unseen, is_first=True))
+    loss = Objective(Algorithm(config))(
+        leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device), unseen, is_first=True)
+    )
     loss.backward()
     assert leaf.grad is not None
     return loss.detach().double().cpu(), leaf.grad.double().cpu()

@@ -48,11 +48,6 @@ def test_the_warning_of_dapo_is_printed_by_a_dry_run_and_goes_with_the_run():
     assert any("DAPO without its dynamic sampling" in warning for warning in loaded.warnings)
 
 
-def test_an_old_key_is_answered_with_the_new_one():
-    (problem,) = problems("algorithm.overlong_cache_share=0.1")
-    assert "Use algorithm.overlong.ramp_share" in problem
-
-
 def test_presets_that_need_a_frozen_policy_start_one():
     configs = {one: compose_config(["experiment=arithmetic", *preset_overrides(one)]) for one in PRESETS}
     assert {one for one in PRESETS if configs[one].num_frozen("reference")} == {"online_dpo"}
@@ -119,11 +114,9 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
         (["algorithm.loss=own:f"], "Write algorithm/loss=custom algorithm.loss.function=own:f."),
         (["algorithm.loss.type=dpo"], "Did you mean dppo?"),
         (["algorithm/loss=custom"], "algorithm.loss.function is required"),
-        (["algorithm.dppo_delta=0.1"], "Use algorithm=dppo algorithm.loss.delta=0.1."),
-        (["algorithm.overlong=mask"], "Use algorithm.overlong.mode=mask."),
         (
             ["algorithm/loss=dppo", "algorithm/correction=none", "algorithm.loss.clip_low=0.1"],
-            "gspo, gspo_token, dual_clip, gmpo, clip_cov or cispo; the chosen one is dppo. Choose",
+            "cispo, clip_cov, gmpo, gspo or gspo_token; the chosen one is dppo. Choose",
         ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),
