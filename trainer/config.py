@@ -159,12 +159,7 @@ _PROXIMAL_DIFFERS = SEVERAL_UPDATES._replace(
     holds=lambda config: ratio_moves(config) or config.proximal == "target" or bool(config.entries_of_batch),
     why="with one optimizer update per batch it equals proximal=target, and recompute costs one more forward pass",
 )
-_HAS_CRITIC = Condition(
-    lambda config: config.needs_critic,
-    ("advantage",),
-    "there is no critic",
-    "Use algorithm=ppo",
-)
+_HAS_CRITIC = Condition(lambda config: config.needs_critic, ("advantage",), "there is no critic", "Use algorithm=ppo")
 
 
 class AlgorithmConfig(BaseModel):

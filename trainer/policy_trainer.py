@@ -347,9 +347,9 @@ class PolicyTrainer:
     ) -> OpenUpdate:
         """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
         unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
-        return OpenUpdate(
-            TokenMetrics(self.backend.device, self._algorithm.metrics), share or unseen, is_first, is_first_epoch
-        )
+        has_reference = self._algorithm.needs_reference or self._algorithm.needs_teacher
+        metrics = TokenMetrics(self.backend.device, self._algorithm.metrics, has_reference=has_reference)
+        return OpenUpdate(metrics, share or unseen, is_first, is_first_epoch)
 
     def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
         """Add a part of a batch whose normaliser is known only at its end."""

@@ -22,7 +22,7 @@ from penstock.trainer.algorithms.aggregation import SEQUENCE_SUMS
 from penstock.trainer.algorithms.catalog import Custom, Named, find
 from penstock.trainer.algorithms.conditions import Condition
 from penstock.trainer.algorithms.corrections import CorrectionConfig
-from penstock.trainer.algorithms.losses.clipped import ClippedConfig, DualClipConfig, is_dapo
+from penstock.trainer.algorithms.losses.clipped import ClipConfig, is_dapo
 from penstock.trainer.algorithms.losses.pairs import PairsConfig
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.config import TrainerConfig
@@ -351,8 +351,7 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     filters = config.dataflow.filters
     lowest, highest = filters.pass_rate or (0.0, 1.0)
     drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
-    if is_dapo(algorithm) and not drops_equal_groups:
-        assert isinstance(algorithm.loss, ClippedConfig | DualClipConfig)
+    if isinstance(algorithm.loss, ClipConfig) and is_dapo(algorithm) and not drops_equal_groups:
         yield warning(
             f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={algorithm.loss.clip_high:g} above "
             f"clip_low={algorithm.loss.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its "
@@ -373,15 +372,10 @@ def check_published(config: RunConfig) -> Iterator[Finding]:
     What such a paper only leaves out (a divergence in CISPO, say) is not named, but in the comments of the preset.
     """
     algorithm = config.algorithm
-
-    def shown(key: str) -> str:
-        value = attrgetter(key)(algorithm)
-        return f"algorithm.{key}={getattr(value, 'name', value)}"
-
-    advantage = find("advantage", algorithm.advantage.name)
-    for one in (*algorithm.loss_entry.deviations, *advantage.deviations):
+    for one in (*algorithm.loss_entry.deviations, *find("advantage", algorithm.advantage.name).deviations):
         if one.holds(algorithm):
-            yield warning(f"{shown(one.key)} with {', '.join(map(shown, one.others))}: {one.why}. {one.remedy}.")
+            shown = [f"algorithm.{key}={_shown(attrgetter(key)(algorithm))}" for key in (one.key, *one.others)]
+            yield warning(f"{shown[0]} with {', '.join(shown[1:])}: {one.why}. {one.remedy}.")
 
 
 def check_without_effect(config: RunConfig) -> Iterator[Finding]:

@@ -150,6 +150,14 @@ class GrpoConfig(Named):
     """ε added to that deviation."""
 
 
+class CentredConfig(Named):
+    """A baseline of the group, without settings."""
+
+    type: Literal["dr_grpo", "rloo", "maxrl", "pass_at_k"]
+    """The mean of the group (`dr_grpo`, and `maxrl`, which also divides by it), the mean of its other members (`rloo`),
+    or the best of them (`pass_at_k`)."""
+
+
 class _Whitening(Named):
     """What all advantages have that are whitened over the loss tokens of the batch."""
 
@@ -201,8 +209,8 @@ def grpo(rewards: NDArray[np.float64], config: GrpoConfig) -> NDArray[np.float64
     return scaled(centred(rewards), rewards, config)
 
 
-@Entry("advantage", source="2503.20783", level="group")
-def dr_grpo(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
+@Entry("advantage", CentredConfig, source="2503.20783", level="group")
+def dr_grpo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """`A_i = R_i − mean R`: centre only; pair it with `constant_length`. Dr. GRPO."""
     del config
     return centred(rewards)
@@ -215,8 +223,8 @@ def centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     return rewards - rewards.mean()
 
 
-@Entry("advantage", source="2402.14740", level="group")
-def rloo(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
+@Entry("advantage", CentredConfig, source="2402.14740", level="group")
+def rloo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """`A_i = R_i − mean_{j≠i} R_j`: leave one out. Ahmadian et al."""
     del config
     if are_equal(rewards):
@@ -224,8 +232,8 @@ def rloo(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
     return rewards - (rewards.sum() - rewards) / (rewards.size - 1)
 
 
-@Entry("advantage", source="2602.02710", level="group")
-def maxrl(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
+@Entry("advantage", CentredConfig, source="2602.02710", level="group")
+def maxrl(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """`A_i = (R_i − mean R) / mean R, R ≥ 0`: centre and divide by the mean. MaxRL.
 
     With rewards 0 and 1 the gradient is that of −Σ_k (1 − p)^k / k up to k = G − 1, of which log p is the limit: a task
@@ -246,8 +254,8 @@ def maxrl(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
     return rewards / rewards.mean() - 1.0
 
 
-@Entry("advantage", source="2503.19595", level="group")
-def pass_at_k(rewards: NDArray[np.float64], config: Named) -> NDArray[np.float64]:
+@Entry("advantage", CentredConfig, source="2503.19595", level="group")
+def pass_at_k(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """`A_i = max R − max_{j≠i} R_j: k = G, leave one out`; 0 for all but a single best.
 
     The gradient is that of the expected best reward of G answers, pass@G for rewards 0 and 1.

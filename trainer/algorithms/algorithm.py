@@ -28,13 +28,6 @@ class Algorithm:
     """An algorithm as plain values and functions, so that a step asks no configuration.
 
     Attributes:
-        loss: `(LossTokens, loss_settings) -> PolicyLoss`.
-        chain: The corrections: `(LossTokens) -> Correction`.
-        proximal: `(ProximalInputs) -> [T]`.
-        kl: `(policy, reference) -> [T]`.
-        aggregation: `(Lengths, max_new_tokens) -> [N]`, share of each token of a sequence.
-        advantage: `(rewards [G], advantage_settings) -> [G]` if it compares groups, else `(RewardBatch,
-            advantage_settings) -> [n_i]` each.
         selecting: Name, function and settings of each loss and correction that selects tokens of the batch.
         fused: What the kernel is told that has the whole algorithm; None: none has it.
         always_learns: Whether sequences without an advantage have a gradient, too.

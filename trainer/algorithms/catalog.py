@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from penstock.dataflow.errors import ConfigError
@@ -40,10 +40,7 @@ Kind = Literal[
 ]  # fmt: skip
 Level = Literal["token", "sequence", "pair", "group", "batch"]
 """The data from which one number is computed."""
-KINDS: tuple[Kind, ...] = (
-    "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
-    "token_weighting", "auxiliary_loss",
-)  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = "penstock.trainer.algorithms"
 _REGISTERED: list[Entry] = []
@@ -104,12 +101,12 @@ class Entry:
     """One algorithm; as a decorator it enters a function. Its formula is the first code in the function's docstring.
 
     Attributes:
-        settings: Section of its settings; None if it has none.
+        settings: Section of the configuration that chooses a loss or an advantage (`Named`), or holds the settings of a
+            correction or of a user's own function.
         source: arXiv id, or author and year.
         name: Default: the function's.
         formula: One line, in the symbols of the module.
         level: The data from which one number is computed; of a correction with a weight, one weight.
-        is_choice: Of a loss: False for the one of the critic, which no configuration names.
         takes_weight: Of a loss: False if it uses the behavior logprobs itself, or needs no correction.
         has_ratio: Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy.
         needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
@@ -134,7 +131,6 @@ class Entry:
     name: str = ""
     formula: str = ""
     level: Level = "token"
-    is_choice: bool = True
     takes_weight: bool = True
     has_ratio: bool = True
     needs_advantages: bool = True
@@ -154,12 +150,9 @@ class Entry:
 
     def __call__(self, function: Function) -> Function:
         """Enter a function."""
-        name, settings, text = self.name or function.__name__, self.settings, function.__doc__ or ""
+        name, text = self.name or function.__name__, function.__doc__ or ""
         formula = self.formula or " ".join(text.partition("`")[2].partition("`")[0].split())
-        if settings is None and self.kind in ("loss", "advantage") and self.is_choice:
-            tag: Any = Literal[name]
-            settings = create_model(name, __base__=Named, __doc__=f"`{formula}`, without settings.", type=(tag, name))
-        _REGISTERED.append(replace(self, name=name, formula=formula, settings=settings, function=function))
+        _REGISTERED.append(replace(self, name=name, formula=formula, function=function))
         return function
 
     @property
@@ -255,5 +248,5 @@ def known(kind: Kind) -> Callable[[str], str]:
 
 def sections(kind: Kind) -> Any:
     """The union of the settings of one kind, told apart by `type`, with those of a user's own function."""
-    settings = dict.fromkeys(entry.settings for entry in entries() if entry.kind == kind and entry.is_choice)
+    settings = dict.fromkeys(entry.settings for entry in entries() if entry.kind == kind and entry.settings is not None)
     return Annotated[Union[(*settings, Custom)], Field(discriminator="type")]

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 class Condition(NamedTuple):
-    """A condition under which a setting has an effect.
-
-    Attributes:
-        holds: Whether the condition holds.
-        keys: Keys of `algorithm` that determine it.
-        why: Explanation for the case that it does not hold.
-        remedy: How to make it hold.
-    """
+    """A condition under which a setting has an effect: `keys` of `algorithm` decide it, `why` says why it does not."""
 
     holds: Callable[[AlgorithmConfig], bool]
     keys: tuple[str, ...]
@@ -33,15 +26,7 @@ class Condition(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """A combination that the paper of an algorithm argues against.
-
-    Attributes:
-        holds: Whether it is this combination.
-        key: The setting, below `algorithm`.
-        others: Settings by which the algorithm is recognised, below `algorithm`.
-        why: What the paper says, and where.
-        remedy: What to do instead.
-    """
+    """What a paper argues against: the setting `key` of `algorithm`; `others` tell that the loss is the paper's."""
 
     holds: Callable[[AlgorithmConfig], bool]
     key: str

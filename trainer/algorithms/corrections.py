@@ -239,23 +239,14 @@ class CorrectionConfig(Variant):
     """A chain of corrections: those that have a section. At most one of them has a weight; all others only mask."""
 
     decoupled: DecoupledConfig | None = None
-    """Weight w; masked above a bound."""
     tis_token: TruncatedConfig | None = None
-    """Truncated weight per token."""
     tis_seq: TruncatedConfig | None = None
-    """Truncated weight per sequence."""
     mis_token: MisTokenConfig | None = None
-    """Weight w; masked outside a band."""
     f_tis: FTisConfig | None = None
-    """Truncated weight per token; distant answers of negative advantage are masked."""
     mis_seq_geo: MisSeqGeoConfig | None = None
-    """Mask of sequences by their geometric mean weight."""
     opsm: OpsmConfig | None = None
-    """Mask of distant answers of negative advantage."""
     veto: VetoConfig | None = None
-    """Mask of sequences with an impossible token."""
     m2po: M2poConfig | None = None
-    """Mask of tokens by the second moment of the log weights of the batch."""
     renormalize: Annotated[Literal["none", "kept", "weights"], _LEAVES_SOMETHING_OUT] = "none"
     """Divide the gradient of a batch by the share that its corrections left: `kept` by that of the tokens that are not
     masked, `weights` by the mean weight, where masked tokens count 0, so that weights have mean 1 over the batch;

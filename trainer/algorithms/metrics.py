@@ -39,8 +39,15 @@ class TokenMetrics:
         bucket_ends: `[4] int64`, largest staleness of each bucket but the last; the first is of other policies.
     """
 
-    def __init__(self, device: torch.device, of_loss: Sequence[str] = ()) -> None:
-        """Start at 0; `of_loss` are the names of what the loss measures of each token."""
+    def __init__(self, device: torch.device, of_loss: Sequence[str] = (), *, has_reference: bool = True) -> None:
+        """Start at 0.
+
+        Args:
+            device: That of the tokens.
+            of_loss: Names of what the loss measures of each token.
+            has_reference: Whether the divergence from a reference and a teacher is measured.
+        """
+        self._has_reference = has_reference
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(MAXIMA) + len(STALENESS_BUCKETS), dtype=torch.float64, device=device)
         self._by_staleness = torch.zeros(len(STALENESS_BUCKETS), len(BY_STALENESS), dtype=torch.float64, device=device)
@@ -82,7 +89,7 @@ class TokenMetrics:
             micro_batch.reference_logprobs,
             micro_batch.staleness,
         )
-        teacher = reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs
+        others = (reference, reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs)
         token_weights, is_masked = micro_batch.token_weights.double(), terms.is_masked
         log_ratio = (behavior[:0] if start is None else start - behavior).double()
         weights, is_own = clamped_exp(log_ratio), (staleness[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
@@ -99,8 +106,7 @@ class TokenMetrics:
             terms.is_clipped_high.sum(),
             distance.sum(),
             ((weights - log_ratio - 1.0) * is_own).sum(),
-            k3(target, reference).double().sum(),
-            k3(target, teacher).double().sum(),
+            *(k3(target, other).double().sum() if self._has_reference else is_masked.new_zeros(()) for other in others),
             token_weights.sum(),
             (token_weights * terms.left).sum(),
         )

@@ -134,14 +134,7 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 
 class BatchTokens(NamedTuple):
-    """All loss tokens of a batch, at its start.
-
-    Attributes:
-        proximal: `[T] float64` p.
-        behavior: `[T] float64` b.
-        advantages: `[T] float64` A.
-        seed: Of what is drawn; the same on every rank.
-    """
+    """`[T] float64` p, b and A of all loss tokens of a batch, at its start. All ranks draw with the same `seed`."""
 
     proximal: NDArray[np.float64]
     behavior: NDArray[np.float64]

@@ -1,5 +1,3 @@
-"""CISPO: the importance weight is clipped, not its gradient."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal

@@ -17,29 +17,28 @@ if TYPE_CHECKING:
     from penstock.kernels.policy_loss import ClippedLoss
     from penstock.trainer.config import AlgorithmConfig
 
-_FUSED_CORRECTIONS = ("none", "decoupled", "tis_token")
 
+class ClipConfig(Named):
+    """What losses with a clipped ratio have."""
 
-class ClippedConfig(Named):
-    """`max(−A ρ, −A clip(ρ, 1 − ε_lo, 1 + ε_hi))` of the ratio of a token."""
-
-    type: Literal["ppo_clip"] = "ppo_clip"
-    """Always `ppo_clip`."""
     clip_low: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0, lt=1)
     """ε_lo: the ratio is clipped below 1 − ε_lo (PPO's paper, section 6.1: 0.2)."""
     clip_high: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0)
     """ε_hi: the ratio is clipped above 1 + ε_hi (likewise)."""
 
 
-class DualClipConfig(Named):
+class ClippedConfig(ClipConfig):
+    """`max(−A ρ, −A clip(ρ, 1 − ε_lo, 1 + ε_hi))` of the ratio of a token."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+    """Always `ppo_clip`."""
+
+
+class DualClipConfig(ClipConfig):
     """`ppo_clip` whose loss is bounded where the advantage is negative."""
 
     type: Literal["dual_clip"] = "dual_clip"
     """Always `dual_clip`."""
-    clip_low: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0, lt=1)
-    """ε_lo: the ratio is clipped below 1 − ε_lo."""
-    clip_high: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0)
-    """ε_hi: the ratio is clipped above 1 + ε_hi."""
     max_ratio: Annotated[float, RATIO_MOVES] = Field(default=3.0, gt=1)
     """c_dual: largest ratio that counts where the advantage is negative."""
 
@@ -47,7 +46,7 @@ class DualClipConfig(Named):
 def is_dapo(config: AlgorithmConfig) -> bool:
     """Whether it is DAPO, which its clip-higher and its penalty tell: the name of a preset is not in the values."""
     loss = config.loss
-    clips_higher = isinstance(loss, ClippedConfig | DualClipConfig) and loss.clip_high > loss.clip_low
+    clips_higher = isinstance(loss, ClipConfig) and loss.clip_high > loss.clip_low
     return clips_higher and config.overlong.mode == "penalty"
 
 
@@ -88,22 +87,23 @@ def fused_ppo_clip(config: AlgorithmConfig) -> ClippedLoss | None:
     from penstock.kernels.policy_loss import ClippedLoss
 
     loss, settings = cast("ClippedConfig", config.loss), config.correction.decoupled or config.correction.tis_token
-    correction = next((name for name in _FUSED_CORRECTIONS if str(config.correction) == name), None)
     estimator = config.kl.estimator if config.kl_in_loss else "none"
-    has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
-    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1
-    has_additions = config.teacher_coefficient > 0 or config.nll_coefficient > 0 or config.entropy.coefficient > 0
-    has_lower_bound = getattr(settings, "min_weight", 0.0) > 0
-    if correction is None or not has_plain_divergence or has_factors or has_additions or has_lower_bound:
-        return None
-    if config.correction.renormalize == "weights":
+    has_more = (
+        str(config.correction) not in ("none", "decoupled", "tis_token")
+        or getattr(settings, "min_weight", 0.0) > 0
+        or config.correction.renormalize == "weights"
+        or (estimator != "none" and (estimator == "k1" or config.proximal == "behavior"))
+        or min(config.staleness_decay, config.entropy_top_share) < 1
+        or max(config.teacher_coefficient, config.nll_coefficient, config.entropy.coefficient) > 0
+    )
+    if has_more:
         return None
     return ClippedLoss(
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         max_log_ratio=MAX_LOG_RATIO,
         max_kl_log_ratio=MAX_K3_LOG_RATIO,
-        correction=cast("Literal['none', 'decoupled', 'tis_token']", correction),
+        correction=cast("Literal['none', 'decoupled', 'tis_token']", str(config.correction)),
         cap=1.0 if settings is None else settings.max_weight,
         kl=cast("Literal['none', 'k2', 'k3']", estimator),
         kl_coefficient=config.kl_in_loss,

@@ -1,5 +1,3 @@
-"""DPPO: a trust region in probability instead of in ratio."""
-
 from __future__ import annotations
 
 from typing import Literal

@@ -1,5 +1,3 @@
-"""GMPO: the geometric mean of the ratios of a sequence, each clipped before the mean."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal

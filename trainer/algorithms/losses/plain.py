@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.trainer.algorithms.catalog import Entry, Named
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp, unclipped
@@ -11,15 +11,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@Entry("loss", source="Williams, 1992", has_ratio=False)
-def reinforce(tokens: LossTokens, config: Named) -> PolicyLoss:
+class PlainConfig(Named):
+    """A loss without settings."""
+
+    type: Literal["reinforce", "topr", "distill", "sft"]
+    """Which loss."""
+
+
+@Entry("loss", PlainConfig, source="Williams, 1992", has_ratio=False)
+def reinforce(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−A c`."""
     del config
     return unclipped(-tokens.advantages * tokens.target)
 
 
-@Entry("loss", source="2503.14286", level="sequence", takes_weight=False)
-def topr(tokens: LossTokens, config: Named) -> PolicyLoss:
+@Entry("loss", PlainConfig, source="2503.14286", level="sequence", takes_weight=False)
+def topr(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c`. Tapered off-policy REINFORCE."""
     del config
     ratio = clamped_exp(tokens.segment_sum((tokens.target - tokens.behavior).detach())).clamp(max=1.0)
@@ -27,16 +34,16 @@ def topr(tokens: LossTokens, config: Named) -> PolicyLoss:
     return unclipped(-weight * tokens.advantages * tokens.target)
 
 
-@Entry("loss", source="2306.13649", has_ratio=False, needs_advantages=False)
-def distill(tokens: LossTokens, config: Named) -> PolicyLoss:
+@Entry("loss", PlainConfig, source="2306.13649", has_ratio=False, needs_advantages=False)
+def distill(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−sg(log π_teacher − c) c`: reverse KL from the student to a teacher, at the student's own sampled tokens."""
     del config
     assert tokens.teacher is not None, "distill needs the teacher's logprobs"
     return unclipped(-(tokens.teacher - tokens.target).detach() * tokens.target)
 
 
-@Entry("loss", takes_weight=False, needs_advantages=False)
-def sft(tokens: LossTokens, config: Named) -> PolicyLoss:
+@Entry("loss", PlainConfig, takes_weight=False, needs_advantages=False)
+def sft(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−c`: cross-entropy of the tokens; rewards are not used."""
     del config
     return unclipped(-tokens.target)

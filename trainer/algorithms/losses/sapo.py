@@ -1,5 +1,3 @@
-"""SAPO: a soft gate around ratio 1 instead of a clip."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal

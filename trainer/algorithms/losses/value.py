@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.trainer.config import CriticConfig
 
 
-@Entry("loss", source="2005.12729", is_choice=False, takes_weight=False, needs_advantages=False)
+@Entry("loss", source="2005.12729", takes_weight=False, needs_advantages=False)
 def value(tokens: LossTokens, config: CriticConfig) -> PolicyLoss:
     """`½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)`. Engstrom et al., section 3."""
     assert tokens.values is not None, "value needs a critic"
