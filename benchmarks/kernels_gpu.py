@@ -20,7 +20,9 @@ from torch import Tensor
 
 from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_logprobs
-from penstock.trainer.algorithms.config import ClippedConfig, KlConfig
+from penstock.trainer.algorithms.algorithm import Algorithm
+from penstock.trainer.algorithms.kl import KlConfig
+from penstock.trainer.algorithms.losses.clipped import ClippedConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossFunction, Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
@@ -157,11 +159,11 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
 
         return run
 
-    composed = Objective(LOSS).composed
+    composed = Objective(Algorithm(LOSS)).composed
     # Read are 7 float32 columns and the staleness, written is the gradient; backward reads and writes it once more.
     num_bytes = (7 * 4 + 8 + 4 + 8.0) * num_tokens
     for name, function in (
-        ("penstock", Objective(LOSS)),
+        ("penstock", Objective(Algorithm(LOSS))),
         ("torch", composed),
         ("torch.compile", torch.compile(composed)),
     ):

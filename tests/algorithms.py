@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from penstock.trainer.algorithms import config as variants
-from penstock.trainer.algorithms.catalog import is_import_path
-from penstock.trainer.algorithms.config import CorrectionConfig, Custom, EntropyConfig, KlConfig, Named, OverlongConfig
+from penstock.trainer import config as variants
+from penstock.trainer.algorithms.advantages import OverlongConfig
+from penstock.trainer.algorithms.algorithm import Algorithm
+from penstock.trainer.algorithms.catalog import Custom, Named, is_import_path
+from penstock.trainer.algorithms.controllers import EntropyConfig
+from penstock.trainer.algorithms.corrections import CorrectionConfig
+from penstock.trainer.algorithms.kl import KlConfig
 from penstock.trainer.config import AlgorithmConfig
 
 LOSS = {
@@ -40,6 +44,11 @@ PLAIN = (
     "reward_weights", "proximal", "mini_batches", "epochs", "aggregation", "teacher_coefficient", "nll_coefficient",
     "staleness_decay", "entropy_top_share",
 )  # fmt: skip
+
+
+def resolved(**flat: Any) -> Algorithm:
+    """As a trainer has it."""
+    return Algorithm(algorithm_config(**flat))
 
 
 def chosen(union: Any, name: str, flat_names: dict[str, str], flat: dict[str, Any]) -> Named | Custom:

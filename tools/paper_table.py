@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.platform.cli.algorithms import is_arxiv
-from penstock.trainer.algorithms.catalog import ALGORITHMS, Algorithm
+from penstock.trainer.algorithms.catalog import Entry, entries
 
 _SETTINGS = {
     "advantage": "algorithm/advantage={name}",
@@ -26,13 +26,13 @@ _SETTINGS = {
 def paper_table() -> str:
     """All of the catalog as Markdown, one row each."""
     rows = ["| kind | setting | equation | file | source |", "|---|---|---|---|---|"]
-    for one in ALGORITHMS:
+    for one in entries():
         link = f"[{one.source}](https://arxiv.org/abs/{one.source})" if is_arxiv(one.source) else one.source
         rows.append(f"| {one.kind} | `{setting(one)}` | `{one.formula}` | `{one.file}` | {link} |")
     return "\n".join(rows)
 
 
-def setting(algorithm: Algorithm) -> str:
+def setting(algorithm: Entry) -> str:
     """How it is chosen on a command line."""
     pattern = _SETTINGS.get(algorithm.name) or _SETTINGS.get(algorithm.kind, "algorithm.{kind}={name}")
     return pattern.format(kind=algorithm.kind, name=algorithm.name)

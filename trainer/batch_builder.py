@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.config import GaeConfig
-from penstock.trainer.algorithms.selection import select
+from penstock.trainer.algorithms.advantages import GaeConfig
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import policy_sequences
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batches import Passes
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.work import Work
@@ -104,20 +103,19 @@ class EarlyResults:
 class BatchBuilder:
     """Builds the batches of one rank. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(self, passes: Passes, critic: Critic | None, work: Work) -> None:
+    def __init__(self, passes: Passes, critic: Critic | None, work: Work, algorithm: Algorithm) -> None:
         self._passes = passes
         self._critic = critic
         self._work = work
         self._early_results = EarlyResults()
-        self.use(passes.spec.algorithm)
+        self.use(algorithm)
 
-    def use(self, algorithm: AlgorithmConfig) -> None:
+    def use(self, algorithm: Algorithm) -> None:
         """Build the next batches with these coefficients."""
         self._algorithm = algorithm
-        self._recomputes = algorithm.proximal == "recompute"
-        self._needs_reference, self._needs_teacher = algorithm.needs_reference, algorithm.needs_teacher
+        self._recomputes = algorithm.config.proximal == "recompute"
         # The reference is the policy without its adapters.
-        self._is_own_reference = self._needs_reference and bool(self._passes.backend.adapters)
+        self._is_own_reference = algorithm.needs_reference and bool(self._passes.backend.adapters)
         self._has_forwards = self._critic is not None or self._recomputes or self._is_own_reference
 
     def ahead(self, payloads: Sequence[GroupPayload], version: int) -> None:
@@ -145,16 +143,17 @@ class BatchBuilder:
         """
         algorithm, spec = self._algorithm, self._passes.spec
         lacks_reference = any(payload.reference is None for payload in payloads)
-        if self._needs_reference and lacks_reference and not self._is_own_reference:
-            setting = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
+        if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
+            config = algorithm.config
+            setting = f"loss={config.loss.name}, kl.coefficient={config.kl.coefficient:g}"
             raise TrainingError(
                 f"trainer: algorithm.{setting}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm without a reference."
             )
-        if self._needs_teacher and any(payload.teacher is None for payload in payloads):
+        if algorithm.needs_teacher and any(payload.teacher is None for payload in payloads):
             raise TrainingError(
-                f"trainer: algorithm.loss={algorithm.loss.name}, but the groups came without logprobs of a teacher. "
-                "Start a teacher (teacher.path), or use a loss that learns from rewards."
+                f"trainer: algorithm.loss={algorithm.config.loss.name}, but the groups came without logprobs of a "
+                "teacher. Start a teacher (teacher.path), or use a loss that learns from rewards."
             )
         groups = self._completed(self._early_results.of(payloads, version))
         sequences = policy_sequences(
@@ -174,7 +173,7 @@ class BatchBuilder:
         if rest := [replace(sequences[index], preferred_to=(), unit=None) for index in missing]:
             for index, logprobs in zip(missing, self._passes.per_target(rest, self._work), strict=True):
                 sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
-        return select(sequences, algorithm, seed=version)
+        return algorithm.select(sequences, seed=version)
 
     def forget(self) -> tuple[dict[str, float], float]:
         """Call `EarlyResults.forget` after weights have changed. Without early results there are no metrics."""
@@ -189,7 +188,8 @@ class BatchBuilder:
                 groups = _filled(groups, "reference", partial(self._passes.per_sampled_token, work=self._work))
         if self._critic is not None:
             groups = _filled(groups, "values", self._critic.values)
-            if isinstance(self._algorithm.advantage, GaeConfig) and self._algorithm.advantage.bootstrap:
+            settings = self._algorithm.advantage_settings
+            if isinstance(settings, GaeConfig) and settings.bootstrap:
                 groups = _filled(groups, "cut_values", self._critic.cut_values)
         return groups
 

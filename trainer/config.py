@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.dataflow.limits import MAX_TIMEOUT_S
-from penstock.trainer.algorithms.catalog import find, known
-from penstock.trainer.algorithms.config import (
-    AdvantageConfig,
-    ClippedConfig,
-    CorrectionConfig,
-    DecoupledConfig,
-    EntropyConfig,
-    GrpoConfig,
-    KlConfig,
-    LossConfig,
-    OverlongConfig,
-)
+from penstock.trainer.algorithms.advantages import GrpoConfig, OverlongConfig
+from penstock.trainer.algorithms.catalog import Custom, Entry, Named, find, known, sections
+from penstock.trainer.algorithms.conditions import ADVANTAGES, SEVERAL_UPDATES, Condition, ratio_moves
+from penstock.trainer.algorithms.controllers import EntropyConfig
+from penstock.trainer.algorithms.corrections import CorrectionConfig, DecoupledConfig
+from penstock.trainer.algorithms.kl import KlConfig
+from penstock.trainer.algorithms.losses.clipped import ClippedConfig
+
+if TYPE_CHECKING:
+    LossConfig: TypeAlias = Named | Custom
+    AdvantageConfig: TypeAlias = Named | Custom
+else:
+    LossConfig, AdvantageConfig = sections("loss"), sections("advantage")
 
 ZERO_BUCKET_ELEMENTS = 50_000_000
 """Gradients that ZeRO 1 to 3 reduce at once, and updated weights that it gathers at once."""
@@ -131,19 +132,49 @@ class TrainerConfig(BaseModel):
         return self.max_tokens_per_micro_batch * self.sequence_parallel_size
 
 
+_LOSS_IS_ITS_OWN = Condition(
+    lambda config: (
+        not config.loss_entry.is_plain_at_one
+        or ratio_moves(config)
+        # Where advantages differ within a sequence, one term per sequence averages them.
+        or (config.loss_entry.has_one_term and (config.needs_critic or config.kl_in_reward > 0))
+    ),
+    ("proximal", "mini_batches", "epochs"),
+    "with one optimizer update per batch the ratio to the proximal policy is 1, so the gradient equals that of "
+    "ppo_clip and of reinforce",
+    "Use algorithm.proximal=behavior with algorithm/correction=none, or several updates with proximal=recompute",
+)
+_PROXIMAL_IS_READ = Condition(
+    lambda config: (
+        config.loss_entry.is_plain_at_one
+        or config.loss_entry.level == "batch"
+        or config.loss_entry.is_own
+        or not set(config.correction.chain) <= {"opsm"}
+    ),
+    ("loss", "correction"),
+    "neither this loss nor this correction uses the proximal policy",
+    "Use algorithm.proximal=target",
+)
+_PROXIMAL_DIFFERS = SEVERAL_UPDATES._replace(
+    holds=lambda config: ratio_moves(config) or config.proximal == "target" or bool(config.entries_of_batch),
+    why="with one optimizer update per batch it equals proximal=target, and recompute costs one more forward pass",
+)
+_HAS_CRITIC = Condition(lambda config: config.needs_critic, ("advantage",), "there is no critic", "Use algorithm=ppo")
+
+
 class AlgorithmConfig(BaseModel):
     """An algorithm: advantage × policy loss × corrections × divergence × aggregation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    advantage: AdvantageConfig = GrpoConfig()
+    advantage: Annotated[AdvantageConfig, ADVANTAGES] = GrpoConfig()
     """Estimator of how much better than expected an answer was (`algorithm/advantage=NAME`)."""
-    reward_weights: dict[str, float] = Field(default_factory=dict)
+    reward_weights: Annotated[dict[str, float], ADVANTAGES] = Field(default_factory=dict)
     """Named part of the reward -> weight; each part is normalised in its group and then summed. Empty: the reward as a
     whole."""
-    loss: LossConfig = ClippedConfig()
+    loss: Annotated[LossConfig, _LOSS_IS_ITS_OWN] = ClippedConfig()
     """Policy loss (`algorithm/loss=NAME`)."""
-    proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
+    proximal: Annotated[str, AfterValidator(known("proximal")), _PROXIMAL_IS_READ, _PROXIMAL_DIFFERS] = "target"
     """Center of the trust region: `target` (the ratio is 1 and clips do nothing), `behavior` (the ratio carries all
     staleness), `recompute` (one more forward per batch) or `interpolate`."""
     mini_batches: int = Field(default=1, ge=1)
@@ -173,6 +204,21 @@ class AlgorithmConfig(BaseModel):
     """q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all."""
 
     @property
+    def loss_entry(self) -> Entry:
+        """What is known of the loss."""
+        return find("loss", self.loss.name)
+
+    @property
+    def entries_of_batch(self) -> list[Entry]:
+        """The loss and the corrections that select tokens by comparing all tokens of a batch."""
+        return [entry for entry in (self.loss_entry, *self.correction.entries) if entry.level == "batch"]
+
+    @property
+    def weighs_divergence(self) -> bool:
+        """Whether the policy loss takes no weight of a correction, so that the divergence needs its own."""
+        return self.proximal == "behavior" or not self.loss_entry.takes_weight
+
+    @property
     def updates_per_batch(self) -> int:
         """Optimizer steps of one batch."""
         return self.mini_batches * self.epochs
@@ -185,7 +231,7 @@ class AlgorithmConfig(BaseModel):
     @property
     def compares_pairs(self) -> bool:
         """Whether the loss compares pairs of sequences, which must be in one micro-batch."""
-        return find("loss", self.loss.name).level == "pair"
+        return self.loss_entry.level == "pair"
 
     @property
     def kl_in_loss(self) -> float:
@@ -230,9 +276,9 @@ class CriticConfig(BaseModel):
     model, of the policy's tokenizer and about its size; None is the policy that training starts from."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """The critic's own optimizer; all other settings are the trainer's."""
-    value_clip: float = Field(default=0.2, gt=0)
+    value_clip: Annotated[float, _HAS_CRITIC, SEVERAL_UPDATES] = Field(default=0.2, gt=0)
     """ε_v: a value is clipped to ± this around the value at the start of the batch."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, _HAS_CRITIC] = Field(default=0, ge=0)
     """Batches at the start that train the critic only; the policy stays as it is."""
 
 

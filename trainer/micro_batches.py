@@ -45,9 +45,10 @@ class Passes:
 
     def plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
         """Plan which rank and micro-batch computes each sequence."""
-        num_ranks, max_tokens = self.backend.data_parallel_size, self.spec.trainer.max_group_tokens
+        trainer, num_ranks = self.spec.trainer, self.backend.data_parallel_size
+        max_tokens = trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size
         share = attention_share(self.spec.model.shape)
-        if self.spec.trainer.share_prompts:
+        if trainer.share_prompts:
             return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share)
         return plan_batch(
             [sequence.num_inputs for sequence in sequences],

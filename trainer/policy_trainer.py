@@ -23,8 +23,9 @@ from torch import Tensor
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.config import DpoConfig, IpoConfig
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.controllers import Controllers
+from penstock.trainer.algorithms.losses.pairs import DpoConfig, IpoConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossFunction, Objective, supervised_loss
 from penstock.trainer.backends.base import Backend, OptimizerResult
@@ -67,11 +68,11 @@ class PolicyTrainer:
         self.backend = backend
         self.critic = critic
         self._spec = spec
-        self._algorithm = spec.algorithm
+        self._algorithm = Algorithm(spec.algorithm)
         self._passes = Passes(backend, spec)
-        self._builder = BatchBuilder(self._passes, critic, work)
+        self._builder = BatchBuilder(self._passes, critic, work, self._algorithm)
         self._work = work
-        self._objective = Objective(spec.algorithm)
+        self._objective = Objective(self._algorithm)
         self._controllers = Controllers(spec.algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
@@ -111,11 +112,11 @@ class PolicyTrainer:
         else:
             sequences = self._builder.build(payloads, version)
             updates, trained_tokens = [], {}
-            num_updates = self._algorithm.updates_per_batch
+            num_updates = self._algorithm.config.mini_batches * self._algorithm.config.epochs
             has_critic = self.critic is not None
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
-                is_first_epoch = len(updates) < self._algorithm.mini_batches
+                is_first_epoch = len(updates) < self._algorithm.config.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
                 opened.learns = learns
                 self._backward(opened, part, self._objective, is_last=True)
@@ -160,7 +161,7 @@ class PolicyTrainer:
             TrainingError: If something needs the whole batch: several updates, a critic, or the mean over the answers
                 that pass.
         """
-        algorithm, why = self._algorithm, ""
+        algorithm, why = self._algorithm.config, ""
         if self.critic is not None:
             why = f"algorithm.advantage={algorithm.advantage.name} has a critic and takes"
         elif algorithm.updates_per_batch > 1:
@@ -226,7 +227,7 @@ class PolicyTrainer:
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: margin of the chosen over the rejected answer: scores, or sums or means of logprobs as in the loss."""
-        loss = self._algorithm.loss
+        loss = self._algorithm.loss_settings
         return margins_of(
             self._preference_values(pairs), per_token=isinstance(loss, DpoConfig | IpoConfig) and loss.length == "mean"
         )
@@ -326,10 +327,10 @@ class PolicyTrainer:
 
     def _use(self, algorithm: AlgorithmConfig) -> None:
         """Train the next step with the coefficients of `algorithm`."""
-        if algorithm is not self._algorithm:
-            self._algorithm = algorithm
-            self._builder.use(algorithm)
-            self._objective = Objective(algorithm)
+        if algorithm is not self._algorithm.config:
+            self._algorithm = Algorithm(algorithm)
+            self._builder.use(self._algorithm)
+            self._objective = Objective(self._algorithm)
 
     def backends(self) -> dict[str, Backend]:
         """What is trained, by its prefix in a checkpoint."""
@@ -345,7 +346,9 @@ class PolicyTrainer:
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
     ) -> OpenUpdate:
         """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
-        return OpenUpdate(TokenMetrics(self.backend.device), share, is_first, is_first_epoch)
+        has_reference = self._algorithm.needs_reference or self._algorithm.needs_teacher
+        metrics = TokenMetrics(self.backend.device, self._algorithm.metrics, has_reference=has_reference)
+        return OpenUpdate(metrics, share, is_first, is_first_epoch)
 
     def _share(self) -> RankShare | None:
         """What this rank compares with the others after the batch; None if there are no others."""
@@ -422,7 +425,7 @@ class PolicyTrainer:
             opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
-        if self._algorithm.correction.renormalize != "none" and sums.kept_share > 0:
+        if self._algorithm.config.correction.renormalize != "none" and sums.kept_share > 0:
             normaliser *= sums.kept_share
         lr = learning_rate(self._spec.trainer.optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser

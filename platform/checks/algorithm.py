@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from types import BuiltinFunctionType
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.import_path import nearest_hint
+from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import ClippedConfig, DualClipConfig, PairsConfig
-from penstock.trainer.algorithms.rules import SEQUENCE_SUMS, algorithm_violations, entries_of_batch, weights_in
+from penstock.trainer.algorithms.aggregation import SEQUENCE_SUMS
+from penstock.trainer.algorithms.catalog import Custom, Named, find
+from penstock.trainer.algorithms.conditions import Condition
+from penstock.trainer.algorithms.corrections import CorrectionConfig
+from penstock.trainer.algorithms.losses.clipped import ClipConfig, is_dapo
+from penstock.trainer.algorithms.losses.pairs import PairsConfig
+from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
-
-_MASKS_OF_SEQUENCES = ("f_tis", "veto")
-_LOOK_AT_BEHAVIOR = ("dppo", "topr")
-"""Losses that correct for the sampling policy themselves."""
 
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
@@ -74,7 +79,7 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
     """Report combinations within the section that cannot work."""
     yield from map(error, algorithm_violations(config.algorithm))
-    advantage, loss = find("advantage", config.algorithm.advantage.name), find("loss", config.algorithm.loss.name)
+    advantage, loss = find("advantage", config.algorithm.advantage.name), config.algorithm.loss_entry
     for entry, parameters in ((advantage, ("rewards", "config")), (loss, ("tokens", "config"))):
         if not entry.is_own:
             continue
@@ -86,6 +91,17 @@ def check_algorithm(config: RunConfig) -> Iterator[Finding]:
             continue
         if wrong := misfit(function, parameters):
             yield error(f"{key}={entry.name!r} {wrong}", key)
+        if entry.settings is not None:
+            yield from _of_args(entry.kind, getattr(config.algorithm, entry.kind), entry.settings)
+
+
+def _of_args(kind: str, section: Custom, settings: type[BaseModel]) -> Iterator[Finding]:
+    """Check the settings that a user's function has declared."""
+    try:
+        settings.model_validate(section.args)
+    except ValidationError as problem:
+        described = describe_errors(problem, {}, settings, ("algorithm", kind, "args"))
+        yield from (error(sentence, key) for key, sentence in described.items())
 
 
 def misfit(function: Callable[..., Any], parameters: Sequence[str]) -> str:
@@ -130,7 +146,7 @@ def check_reward_parts(config: RunConfig) -> Iterator[Finding]:
 def check_group_size(config: RunConfig) -> Iterator[Finding]:
     """Check that a group has as many members as the algorithm compares with one another."""
     algorithm, flow = config.algorithm, config.dataflow
-    advantage, loss = find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)
+    advantage, loss = find("advantage", algorithm.advantage.name), algorithm.loss_entry
     has_baseline = advantage.level == "group" or advantage.name == "reinforce_pp_baseline"
     if loss.level == "pair":
         setting, why = f"algorithm.loss={loss.name}", "it compares the answers of a group in pairs"
@@ -156,7 +172,7 @@ def check_group_size(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     """Check that streaming and trimming leave the algorithm the whole batches and sequences that it needs."""
     algorithm, flow = config.algorithm, config.dataflow
-    advantage, loss = find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)
+    advantage, loss = find("advantage", algorithm.advantage.name), algorithm.loss_entry
     if (
         flow.stream_micro_batches
         and advantage.level == "batch"
@@ -167,7 +183,7 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             "of the batch, which are not available when the first part is trained. Use one of the two, or "
             "algorithm.advantage.whiten=none."
         )
-    for entry in entries_of_batch(algorithm) if flow.stream_micro_batches else ():
+    for entry in algorithm.entries_of_batch if flow.stream_micro_batches else ():
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.{entry.kind}={entry.name}: it compares all tokens of "
             "the batch, which are not available when the first part is trained. Use one of the two."
@@ -197,7 +213,7 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             ],
         )
     if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
-        whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
+        whole = [entry for entry in (loss, *algorithm.correction.weights) if entry.level in ("sequence", "pair")]
         for entry in whole:
             yield error(
                 f"dataflow.on_expiry=trim with algorithm.{entry.kind}={entry.name}: the ratio of a sequence would be "
@@ -210,15 +226,12 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
     algorithm, size = config.algorithm, config.trainer.sequence_parallel_size
     if size == 1:
         return
-    corrections = [find("correction", name) for name in algorithm.correction.chain]
-    whole = [find("loss", algorithm.loss.name), *corrections]
     found = [
         f"{entry.kind}={entry.name}"
-        for entry in whole
-        if entry.level in ("sequence", "pair") or entry.name in _MASKS_OF_SEQUENCES
+        for entry in (algorithm.loss_entry, *algorithm.correction.entries)
+        # A custom loss may need whole sequences.
+        if entry.level in ("sequence", "pair") or entry.masks_sequences or entry.is_own
     ]
-    if find("loss", algorithm.loss.name).is_own:
-        found.append(f"loss={algorithm.loss.name}")  # a custom loss may need whole sequences
     if algorithm.entropy_top_share < 1:
         found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
     for setting in found:
@@ -321,8 +334,8 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     """Warn of combinations that run but are biased, or lack a part of the algorithm that they are named after."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
-    loss = find("loss", algorithm.loss.name)
-    if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
+    loss = algorithm.loss_entry
+    if eta and loss.takes_weight and algorithm.proximal != "behavior" and not algorithm.correction.weights:
         weight = "tis_seq" if loss.level == "sequence" else "decoupled"
         advice = f"{weight}, or algorithm.proximal=behavior" if loss.has_ratio else "tis_token"
         yield warning(
@@ -336,21 +349,14 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "deviation to be unbiased, and this aggregation adds a length bias. Use aggregation=constant_length."
         )
     filters = config.dataflow.filters
-    # DAPO is recognised by its clip-higher and overlong penalty, because the name of a preset is not in the values.
-    clip = algorithm.loss
     lowest, highest = filters.pass_rate or (0.0, 1.0)
     drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
-    is_dapo = (
-        isinstance(clip, ClippedConfig | DualClipConfig)
-        and algorithm.overlong.mode == "penalty"
-        and clip.clip_high > clip.clip_low
-    )
-    if isinstance(clip, ClippedConfig | DualClipConfig) and is_dapo and not drops_equal_groups:
+    if isinstance(algorithm.loss, ClipConfig) and is_dapo(algorithm) and not drops_equal_groups:
         yield warning(
-            f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={clip.clip_high:g} above clip_low="
-            f"{clip.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its dynamic sampling: "
-            "groups of equal rewards stay in the batch and give no gradient, so it is effectively smaller. Use "
-            "dataflow.filters.zero_variance=true, which samples other groups instead.",
+            f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={algorithm.loss.clip_high:g} above "
+            f"clip_low={algorithm.loss.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its "
+            "dynamic sampling: groups of equal rewards stay in the batch and give no gradient, so it is effectively "
+            "smaller. Use dataflow.filters.zero_variance=true, which samples other groups instead.",
             "dataflow.filters",
         )
     if algorithm.loss.type == "sft":
@@ -358,6 +364,66 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "algorithm.loss=sft raises the probability of every sampled token, so rewards have no effect. Use "
             "`penstock sft` to train on gold answers."
         )
+
+
+def check_published(config: RunConfig) -> Iterator[Finding]:
+    """Warn of each setting that the paper of the chosen loss or advantage argues against.
+
+    What such a paper only leaves out (a divergence in CISPO, say) is not named, but in the comments of the preset.
+    """
+    algorithm = config.algorithm
+    for one in (*algorithm.loss_entry.deviations, *find("advantage", algorithm.advantage.name).deviations):
+        if one.holds(algorithm):
+            shown = [f"algorithm.{key}={_shown(attrgetter(key)(algorithm))}" for key in (one.key, *one.others)]
+            yield warning(f"{shown[0]} with {', '.join(shown[1:])}: {one.why}. {one.remedy}.")
+
+
+def check_without_effect(config: RunConfig) -> Iterator[Finding]:
+    """Warn of each setting that differs from its default and is not read (`trainer.algorithms.conditions`).
+
+    Each variant (a loss, an estimator, a correction) has only settings that it reads. The remaining cases are settings
+    that depend on other settings: the first condition that fails is named. Combinations that are refused as errors are
+    not reported again.
+    """
+    algorithm = config.algorithm
+    refusals = [error(violation) for violation in algorithm_violations(algorithm)]
+    is_stale = Condition(
+        lambda _: config.dataflow.max_staleness > 0,
+        ("dataflow.max_staleness",),
+        "every token has staleness 0, so its factor is 1",
+        "Use dataflow.max_staleness above 0",
+    )
+    settings = [*_settings("algorithm", algorithm), *_settings("critic", config.critic)]
+    for key, value, field in settings:
+        conditions = [one for one in field.metadata if isinstance(one, Condition)]
+        conditions += [is_stale] if key == "algorithm.staleness_decay" else []
+        default = field.get_default(call_default_factory=True)
+        # For a variant only its choice is compared; its settings have their own conditions.
+        is_default = value.name == default.name if isinstance(value, Named | Custom) else value == default
+        failed = next((condition for condition in conditions if not condition.holds(algorithm)), None)
+        if is_default or failed is None or any(refusal.touches([key]) for refusal in refusals):
+            continue
+        keys = [each if each.startswith("dataflow.") else f"algorithm.{each}" for each in failed.keys]
+        combination = ", ".join(f"{each}={_shown(attrgetter(each)(config))}" for each in keys)
+        yield warning(
+            f"{key}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
+            f"leave {key.rpartition('.')[2]} at {_shown(default)}."
+        )
+
+
+def _settings(path: str, section: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Key, value and field of all settings of a section and of those in it."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        yield f"{path}.{name}", value, field
+        if isinstance(value, BaseModel):
+            yield from _settings(f"{path}.{name}", value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Named | Custom):
+        return value.name
+    return str(value) if isinstance(value, str | CorrectionConfig) else json.dumps(value)
 
 
 def check_partner(config: RunConfig) -> Iterator[Finding]:
@@ -380,10 +446,11 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
             "partner",
             fits=[Fit("dataflow.group_size", flow.group_size + 1, "half of each group is sampled by the partner")],
         )
-    loss = find("loss", algorithm.loss.name)
+    loss = algorithm.loss_entry
     has_own_ratio = loss.has_ratio and algorithm.proximal == "behavior"
-    carries = loss.name in _LOOK_AT_BEHAVIOR or loss.level == "pair" or has_own_ratio
-    if not weights_in(algorithm) and not carries and not loss.is_own:
+    looks_at_behavior = loss.needs_advantages and not loss.takes_weight
+    carries = looks_at_behavior or has_own_ratio
+    if not algorithm.correction.weights and not carries and not loss.is_own:
         yield error(
             f"partner with algorithm.correction={algorithm.correction}: tokens sampled by the partner would be trained "
             "as if the policy had sampled them. Use algorithm/correction=f_tis."
@@ -431,4 +498,5 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
 ALGORITHM_CHECKS = (
     check_algorithm, check_group_size, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher,
     check_lora_reference, check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
+    check_without_effect, check_published,
 )  # fmt: skip

@@ -23,8 +23,6 @@ from penstock.platform.checks.algorithm import (
 )
 from penstock.platform.checks.cluster import check_cluster, check_pools
 from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
-from penstock.platform.checks.published import check_published
-from penstock.platform.checks.without_effect import check_without_effect
 from penstock.platform.config.findings import Command, Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import MAX_TOP_K
@@ -170,10 +168,7 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
 
 
 _CHECKS: dict[Command, tuple[Check, ...]] = {
-    "train": (
-        check_model, check_has_policy, check_sampling, check_trainer, *FLOW_CHECKS, *ALGORITHM_CHECKS,
-        check_without_effect, check_published,
-    ),
+    "train": (check_model, check_has_policy, check_sampling, check_trainer, *FLOW_CHECKS, *ALGORITHM_CHECKS),
     "sft": (check_model, check_sft_section, check_trainer),
     "rm": (
         check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora,

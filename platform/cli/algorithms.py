@@ -13,10 +13,10 @@ from rich.text import Text
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import nearest_hint
 from penstock.platform.config.compose import compose_all
-from penstock.platform.config.field_errors import accepted_choice, descriptions
+from penstock.platform.config.field_errors import accepted_choice, descriptions, expectation
 from penstock.platform.config.overrides import CONF_DIR, find_groups
 from penstock.platform.config.presets import preset_of
-from penstock.trainer.algorithms.catalog import ALGORITHMS, KINDS, Algorithm, find
+from penstock.trainer.algorithms.catalog import KINDS, Entry, entries, find, is_import_path, own
 from penstock.trainer.config import AlgorithmConfig
 
 _ARXIV_DIGITS = 9
@@ -29,7 +29,7 @@ _SYMBOLS = (
 
 
 def run_algorithms(name: str | None, kind: str | None, console: Console) -> int:
-    """Print one preset or name, or the table of one kind or of all; returns the exit code.
+    """Print one preset, name or function, or the table of one kind or of all; returns the exit code.
 
     Raises:
         ConfigError: If the name or the kind is unknown.
@@ -38,18 +38,21 @@ def run_algorithms(name: str | None, kind: str | None, console: Console) -> int:
         raise ConfigError([f"--kind {kind} is unknown. Kinds: {', '.join(KINDS)}.{nearest_hint(kind, KINDS)}"])
     groups = find_groups([CONF_DIR])
     presets = groups["algorithm"]
-    entries = [one for one in ALGORITHMS if name in (None, one.name) and kind in (None, one.kind)]
+    listed = own(name) if name is not None and is_import_path(name) else entries()
+    found = [one for one in listed if name in (None, one.name) and kind in (None, one.kind)]
     if name in presets and kind is None:
         _print_preset(name, console)
-    elif not entries:
-        known = sorted({*presets, *(one.name for one in ALGORITHMS if kind in (None, one.kind))})
+    elif not found:
+        known = sorted({*presets, *(one.name for one in entries() if kind in (None, one.kind))})
         of_kind = "" if kind is None else f" of kind {kind}"
         raise ConfigError([f"{name}: there is no algorithm of this name{of_kind}.{nearest_hint(str(name), known)}"])
     else:
-        for shown in dict.fromkeys(one.kind for one in entries):
-            console.print(_catalog_table([one for one in entries if one.kind == shown], shown))
-        for one in entries if name is not None else ():
-            if one.kind in _VARIANTS and one.name in groups[f"algorithm/{one.kind}"]:
+        for shown in dict.fromkeys(one.kind for one in found):
+            console.print(_catalog_table([one for one in found if one.kind == shown], shown))
+        for one in found if name is not None else ():
+            if one.is_own:
+                _print_settings("settings and metrics", list(_declared_settings(one)), console)
+            elif one.kind in _VARIANTS and one.name in groups[f"algorithm/{one.kind}"]:
                 chosen = accepted_choice(f"algorithm/{one.kind}", one.name)
                 rows = _variant_settings(_composed(chosen), (one.kind,))
                 _print_settings(f"settings, with {chosen}", list(rows), console)
@@ -78,10 +81,9 @@ def _print_preset(name: str, console: Console) -> None:
     console.print()
 
 
-def parts_of(algorithm: AlgorithmConfig) -> list[Algorithm]:
+def parts_of(algorithm: AlgorithmConfig) -> list[Entry]:
     """The entries of the catalog that an algorithm is composed of."""
-    parts = [find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)]
-    parts += [find("correction", name) for name in algorithm.correction.chain]
+    parts = [find("advantage", algorithm.advantage.name), algorithm.loss_entry, *algorithm.correction.entries]
     parts += [find("proximal", algorithm.proximal), find("aggregation", algorithm.aggregation)]
     if algorithm.kl.coefficient:
         parts.append(find("kl", algorithm.kl.estimator))
@@ -109,6 +111,18 @@ def _variant_settings(algorithm: AlgorithmConfig, kinds: Sequence[str]) -> Itera
             yield f"{path}.{key}", "null" if value is None else str(value), meanings[key]
 
 
+def _declared_settings(entry: Entry) -> Iterator[tuple[str, str, str]]:
+    """Key, default and meaning of what a user's function has declared: settings and metrics."""
+    fields = {} if entry.settings is None else entry.settings.model_fields
+    for key, field in fields.items():
+        if key != "type":
+            default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+            text = " ".join((field.description or "").split())
+            yield f"algorithm.{entry.kind}.args.{key}", default, f"{text} ({expectation(field)})"
+    for key, text in entry.metrics.items():
+        yield f"loss/measured/{key}", "", text
+
+
 def _print_settings(title: str, rows: Sequence[tuple[str, str, str]], console: Console) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("key", "value", "meaning and source"):
@@ -119,7 +133,7 @@ def _print_settings(title: str, rows: Sequence[tuple[str, str, str]], console: C
         console.print(table)
 
 
-def _catalog_table(entries: Sequence[Algorithm], title: str, first: str = "") -> Table:
+def _catalog_table(entries: Sequence[Entry], title: str, first: str = "") -> Table:
     """Rows of the catalog; with a first column of their kind if they are of several."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in (*([first] if first else []), "name", "formula", "source", "where"):

@@ -471,7 +471,8 @@ def doctor(
 @exits
 def algorithms(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A preset such as dapo, or one name of the catalog.")
+        str | None,
+        typer.Argument(metavar="NAME", help="A preset such as dapo, a name of the catalog, or an import path."),
     ] = None,
     *,
     kind: Annotated[

@@ -80,12 +80,19 @@ VALUE is the value of their key, TOKENS a number that differs from theirs.
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 
-def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:
+def describe_errors(
+    error: ValidationError,
+    overrides: Mapping[str, str],
+    section: type[BaseModel] = RunConfig,
+    path: Sequence[str] = (),
+) -> dict[str, str]:
     """Describe each invalid key in one sentence.
 
     Args:
         error: The error of pydantic.
         overrides: Dotted key -> the override that set it, as typed.
+        section: What was validated.
+        path: Where it is.
 
     Returns:
         Dotted key -> sentence, in schema order.
@@ -94,7 +101,7 @@ def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dic
     for details in error.errors(include_url=False):
         if details["type"] == "default_factory_not_called":
             continue  # a default that follows another key of its section, which has its own error
-        place = locate(details["loc"])
+        place = locate(details["loc"], section, path)
         sentences.setdefault(place.path, _sentence(place, details, _origin(place.path, overrides)))
     return sentences
 
@@ -225,10 +232,9 @@ class Place:
     owners: tuple[str, ...] = ()
 
 
-def locate(loc: Sequence[str | int]) -> Place:
-    """Follow `loc` from the root. Tags of tagged unions, which pydantic inserts, are left out of the path."""
-    annotation: Any = RunConfig
-    parts: list[str] = []
+def locate(loc: Sequence[str | int], annotation: Any = RunConfig, path: Sequence[str] = ()) -> Place:
+    """Follow `loc` from the root, or a section at `path`. Tags of unions, which pydantic inserts, are left out."""
+    parts = list(path)
     siblings: tuple[str, ...] = ()
     field: FieldInfo | None = None
     chosen, choices = "", dict[str, type[BaseModel]]()

@@ -40,7 +40,8 @@ from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
-from penstock.trainer.algorithms.config import CorrectionConfig, DpoConfig
+from penstock.trainer.algorithms.corrections import CorrectionConfig
+from penstock.trainer.algorithms.losses.pairs import DpoConfig
 from penstock.trainer.batches.examples import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 

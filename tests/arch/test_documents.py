@@ -18,7 +18,7 @@ import typer
 
 from penstock.platform.cli import main
 from penstock.platform.config.compose import compose_all
-from penstock.trainer.algorithms.config import OverlongConfig
+from penstock.trainer.algorithms.advantages import OverlongConfig
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

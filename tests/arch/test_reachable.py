@@ -20,6 +20,8 @@ from vulture.core import Vulture
 ROOT = Path(__file__).parents[2]
 PROJECT = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
 COMMANDS = "penstock.platform.cli.main"
+LOSSES = "penstock.trainer.algorithms.losses."
+"""Modules that the catalog of algorithms finds by their folder; what has its decorator, `@Entry`, is found in it."""
 IMPORT_PATH = re.compile(r"\bpenstock(?:\.\w+)+(?::\w+)?")
 IN_THE_PACKAGE = re.compile(r"(\w+):(\w+)")
 DECORATORS = [
@@ -72,17 +74,21 @@ class Module:
         uses: Of each statement at the top: the names it reads, and the words of its strings (annotations).
         imports: Dotted names that it imports, reads from an imported module, or has in a string.
         strings: What stands in quotes, docstrings aside.
+        entered: Functions that the catalog of algorithms finds by their decorator.
     """
 
     def __init__(self, path: Path, relative: Path) -> None:
         self.path = relative.as_posix()
         self.uses: list[tuple[ast.stmt, Counter[str]]] = []
         self.strings: set[str] = set()
+        self.entered: set[str] = set()
         package = ["penstock", *relative.parts[:-1]]
         aliases: dict[str, str] = {}
         attributes: list[tuple[str, str]] = []
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             names: Counter[str] = Counter()
+            if isinstance(statement, ast.FunctionDef) and is_entered(statement):
+                self.entered.add(statement.name)
             for node in nodes_without_docstrings(statement):
                 if isinstance(node, ast.Name):
                     names[node.id] += isinstance(node.ctx, ast.Load)
@@ -141,7 +147,8 @@ class Project:
 
 def unreachable_modules(project: Project) -> list[str]:
     """Paths of modules that no command imports, that conf/ does not name and that no registry names."""
-    waiting = list(project.modules_of([COMMANDS, "penstock.conf", *project.named_in_conf]))
+    found_by_folder = [name for name in project.modules if name.startswith(LOSSES)]
+    waiting = list(project.modules_of([COMMANDS, "penstock.conf", *project.named_in_conf, *found_by_folder]))
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -166,9 +173,15 @@ def unused_definitions(project: Project) -> list[str]:
     return found
 
 
+def is_entered(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(ast.unparse(one).startswith("Entry(") for one in statement.decorator_list)
+
+
 def defined_names(statement: ast.stmt) -> list[str]:
-    """Functions, classes and constants; not what typer calls."""
+    """Functions, classes and constants; not what typer calls or the catalog of algorithms finds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if is_entered(statement):
+            return []
         decorators = [ast.unparse(one) for one in statement.decorator_list]
         return [] if any(".command" in one or ".callback" in one for one in decorators) else [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -184,6 +197,7 @@ def unused_names(project: Project) -> list[str]:
     vulture.scavenge([project.root / folder for folder in PROJECT if (project.root / folder).exists()])
     used = {text.rpartition(":")[2] for module in project.modules.values() for text in module.strings}
     used |= {name.rpartition(".")[2] for name in project.named_in_conf}
+    used |= {name for module in project.modules.values() for name in module.entered}
     for template in (project.root / "platform").rglob("*.j2"):
         used |= set(re.findall(r"\w+", template.read_text(encoding="utf-8")))
     items = vulture.get_unused_code(min_confidence=60)

@@ -17,7 +17,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import memory
 from penstock.platform.cluster.memory import GIB, trainer_memory
 from penstock.platform.config.schema import PoolConfig
-from penstock.trainer.algorithms.config import GaeConfig
+from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.weights.model_config import DType
 from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes
 from tests.live_bytes import LiveBytes

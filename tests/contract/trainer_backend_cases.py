@@ -24,7 +24,7 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.trainer.algorithms.config import GaeConfig
+from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.changed_elements import find_changes
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.linear_logprob import linear_logprobs
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch
@@ -78,7 +79,7 @@ def loss_and_gradient(
     config: AlgorithmConfig, batch: MicroBatch, target: Tensor, entropies: Tensor
 ) -> tuple[Tensor, Tensor]:
     leaf = target.clone().requires_grad_()
-    loss = Objective(config)(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device)))
+    loss = Objective(Algorithm(config))(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device)))
     loss.backward()
     assert leaf.grad is not None
     return loss.detach().double().cpu(), leaf.grad.double().cpu()

@@ -10,25 +10,27 @@ are one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
 from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import are_equal
-from penstock.kernels.segment_scan import reverse_scan
-from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import CentredConfig, GaeConfig, GrpoConfig, WhitenedConfig
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.algorithms.catalog import Entry, Named, Variant
+from penstock.trainer.algorithms.conditions import ADVANTAGES, Condition, Deviation, uses_rewards
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.trainer.algorithms.algorithm import Algorithm
 
 Tokens = Sequence[NDArray[np.float64]]
 """One array `[n_i]` per sequence."""
-GroupEstimator = Callable[[NDArray[np.float64], Any], NDArray[np.float64]]
-FloatArray = TypeVar("FloatArray", torch.Tensor, NDArray[np.float64])
+FloatArray = TypeVar("FloatArray", "Tensor", NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,54 +71,147 @@ class RewardBatch:
         return members[first], attempt_of
 
 
-def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
-    """`[n_i]` each: by the estimator of `config.advantage`.
+def token_advantages(batch: RewardBatch, algorithm: Algorithm) -> list[NDArray[np.float64]]:
+    """`[n_i]` each: by the estimator of the algorithm.
 
     Raises:
         ShapeError: If a user's own estimator does not give one number per member.
     """
-    entry = find("advantage", config.advantage.name)
-    if entry.level != "group":
-        return list(entry.load()(batch, config.advantage))
-    estimate: GroupEstimator = entry.load()
+    estimate, settings = algorithm.advantage, algorithm.advantage_settings
+    if not algorithm.compares_groups:
+        return list(estimate(batch, settings))
     per_sequence = np.zeros(len(batch.rewards))
     for members in batch.members:
         attempts, attempt_of = batch.attempts_of(members)
-        if config.reward_weights:
-            values = per_head(estimate, {name: part[attempts] for name, part in batch.parts.items()}, config)
+        if weights := algorithm.config.reward_weights:
+            heads = {name: estimate(part[attempts], settings) for name, part in batch.parts.items()}
+            values = per_head(heads, weights)
         else:
             penalties = np.bincount(attempt_of, [batch.penalties[one].sum() for one in members])
-            values = np.asarray(estimate(batch.rewards[attempts] - penalties, config.advantage), np.float64)
+            values = np.asarray(estimate(batch.rewards[attempts] - penalties, settings), np.float64)
         if values.shape != attempts.shape:
             raise ShapeError(
-                f"algorithm.advantage={config.advantage.name}: it gave shape {values.shape} for a group of "
+                f"algorithm.advantage={algorithm.config.advantage.name}: it gave shape {values.shape} for a group of "
                 f"{len(attempts)}. Return one number per member."
             )
         per_sequence[members] = values[attempt_of]
     return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_sequence, strict=True)]
 
 
-def per_head(
-    estimate: GroupEstimator, parts: Mapping[str, NDArray[np.float64]], config: AlgorithmConfig
-) -> NDArray[np.float64]:
-    """`Σ_h weight_h · A(R^h)`: every part of the reward is normalised in its group before they are summed.
+@Entry("reward_shaping", name="reward_weights", source="2601.05242", level="group")
+def per_head(heads: Mapping[str, NDArray[np.float64]], weights: Mapping[str, float]) -> NDArray[np.float64]:
+    """`A = Σ_h weight_h · A(R^h): each head normalised in its group`. GDPO.
 
-    So a part with a small spread counts as much as one with a large spread. GDPO, arXiv 2601.05242.
+    So a part with a small spread counts as much as one with a large spread.
     """
-    heads = [weight * estimate(parts[name], config.advantage) for name, weight in config.reward_weights.items()]
-    return np.sum(heads, axis=0, dtype=np.float64)
+    return np.sum([weight * heads[name] for name, weight in weights.items()], axis=0, dtype=np.float64)
 
 
+_WHITENS = Condition(
+    lambda config: getattr(config.advantage, "whiten", "batch") == "batch",
+    ("advantage.whiten",),
+    "only the whitening divides by a deviation",
+    "Use algorithm.advantage.whiten=batch",
+)
+_HAS_DEVIATION = Condition(
+    lambda config: getattr(config.advantage, "std", "none") != "none",
+    ("advantage.std",),
+    "there is no division that it keeps finite",
+    "Use algorithm.advantage.std=sample",
+)
+_TRAINS_CUT_ANSWERS = Condition(
+    lambda config: config.overlong.mode not in ("mask", "drop"),
+    ("overlong.mode",),
+    "answers that were cut off have no loss, so their returns are not used",
+    "Use algorithm.overlong.mode=keep",
+)
+_REWARDS = Condition(
+    lambda config: config.overlong.mode != "penalty" or uses_rewards(config),
+    ("loss",),
+    "this loss uses no reward, from which the penalty is subtracted",
+    "Use algorithm.overlong.mode=mask or drop",
+)
+_PENALTY = Condition(
+    lambda config: config.overlong.mode == "penalty",
+    ("overlong.mode",),
+    "only the penalty has a ramp",
+    "Use algorithm.overlong.mode=penalty",
+)
+
+
+class GrpoConfig(Named):
+    """`(R − mean R) / (std R + ε)` within a group."""
+
+    type: Literal["grpo"] = "grpo"
+    """Always `grpo`."""
+    std: Annotated[Literal["sample", "population", "none"], ADVANTAGES] = "sample"
+    """Which standard deviation divides; `none` only subtracts the mean."""
+    epsilon: Annotated[float, ADVANTAGES, _HAS_DEVIATION] = Field(default=1e-4, gt=0)
+    """ε added to that deviation."""
+
+
+class CentredConfig(Named):
+    """A baseline of the group, without settings."""
+
+    type: Literal["dr_grpo", "rloo", "maxrl", "pass_at_k"]
+    """The mean of the group (`dr_grpo`, and `maxrl`, which also divides by it), the mean of its other members (`rloo`),
+    or the best of them (`pass_at_k`)."""
+
+
+class _Whitening(Named):
+    """What all advantages have that are whitened over the loss tokens of the batch."""
+
+    whiten: Annotated[Literal["none", "batch"], ADVANTAGES] = "batch"
+    """`batch` subtracts the mean over all loss tokens of the batch and divides by the deviation; `none` does
+    nothing."""
+    std: Annotated[Literal["sample", "population", "none"], ADVANTAGES, _WHITENS] = "sample"
+    """Which standard deviation divides; `none` only subtracts the mean."""
+    epsilon: Annotated[float, ADVANTAGES, _WHITENS, _HAS_DEVIATION] = Field(default=1e-4, gt=0)
+    """ε added to that deviation."""
+
+
+class WhitenedConfig(_Whitening):
+    """Returns whitened over all loss tokens of the batch."""
+
+    type: Literal["reinforce_pp", "reinforce_pp_baseline"]
+    """Without (`reinforce_pp`) or with (`reinforce_pp_baseline`) the mean of the group subtracted first."""
+
+
+class GaeConfig(_Whitening):
+    """Generalised advantage estimation with a critic (section `critic`)."""
+
+    type: Literal["gae"] = "gae"
+    """Always `gae`."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """γ, discount per token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """λ: 1 learns from whole returns; below 1 (PPO's paper: 0.95) the critic's own estimates replace a part of them."""
+    bootstrap: Annotated[bool, ADVANTAGES, _TRAINS_CUT_ANSWERS] = False
+    """Where an answer was cut off at the length limit, γ V of the state at the cut is added to its reward: the limit is
+    not the end of the task."""
+
+
+_WITHOUT_WHITENING = Deviation(
+    lambda config: getattr(config.advantage, "whiten", "batch") == "none",
+    "advantage.whiten",
+    ("advantage",),
+    "the whitening over the batch is what REINFORCE++ adds (arXiv 2501.03262, section 3.2)",
+    "Use advantage.whiten=batch, or algorithm=dr_grpo for advantages that are only centred",
+)
+
+
+@Entry("advantage", GrpoConfig, source="2402.03300", level="group")
 def grpo(rewards: NDArray[np.float64], config: GrpoConfig) -> NDArray[np.float64]:
-    """Centre and scale: `A_i = (R_i − mean_g R) / (std_g R + ε)`. DeepSeekMath, arXiv 2402.03300.
+    """`A_i = (R_i − mean R) / (std R + ε)`: centre and scale. DeepSeekMath.
 
     `std`: `sample` (ddof 1), `population` (ddof 0) or `none` (centre only).
     """
     return scaled(centred(rewards), rewards, config)
 
 
+@Entry("advantage", CentredConfig, source="2503.20783", level="group")
 def dr_grpo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
-    """Centre only: `A_i = R_i − mean_g R`; pair it with `constant_length`. Dr. GRPO, arXiv 2503.20783."""
+    """`A_i = R_i − mean R`: centre only; pair it with `constant_length`. Dr. GRPO."""
     del config
     return centred(rewards)
 
@@ -128,16 +223,18 @@ def centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     return rewards - rewards.mean()
 
 
+@Entry("advantage", CentredConfig, source="2402.14740", level="group")
 def rloo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
-    """Leave one out: `A_i = R_i − mean_{j≠i} R_j`. Ahmadian et al., arXiv 2402.14740."""
+    """`A_i = R_i − mean_{j≠i} R_j`: leave one out. Ahmadian et al."""
     del config
     if are_equal(rewards):
         return np.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (rewards.size - 1)
 
 
+@Entry("advantage", CentredConfig, source="2602.02710", level="group")
 def maxrl(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
-    """Centre and divide by the mean: `A_i = (R_i − mean_g R) / mean_g R`. MaxRL, arXiv 2602.02710.
+    """`A_i = (R_i − mean R) / mean R, R ≥ 0`: centre and divide by the mean. MaxRL.
 
     With rewards 0 and 1 the gradient is that of −Σ_k (1 − p)^k / k up to k = G − 1, of which log p is the limit: a task
     that is solved in a share p of the attempts weighs about 1 / p. A_i is in [−1, G − 1], so nothing is added to the
@@ -157,8 +254,9 @@ def maxrl(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.flo
     return rewards / rewards.mean() - 1.0
 
 
+@Entry("advantage", CentredConfig, source="2503.19595", level="group")
 def pass_at_k(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
-    """Leave one out of the best of G: `A_i = max R − max_{j≠i} R_j`, 0 for all but a single best. arXiv 2503.19595.
+    """`A_i = max R − max_{j≠i} R_j: k = G, leave one out`; 0 for all but a single best.
 
     The gradient is that of the expected best reward of G answers, pass@G for rewards 0 and 1.
     """
@@ -173,7 +271,7 @@ def pass_at_k(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np
 
 
 def scaled(
-    deviations: NDArray[np.float64], values: NDArray[np.float64], config: GrpoConfig | WhitenedConfig | GaeConfig
+    deviations: NDArray[np.float64], values: NDArray[np.float64], config: GrpoConfig | _Whitening
 ) -> NDArray[np.float64]:
     """`deviations / (std values + ε)` with the configured deviation; unchanged if there is nothing to scale."""
     if config.std == "none" or not deviations.any():
@@ -181,13 +279,15 @@ def scaled(
     return deviations / (values.std(ddof=1 if config.std == "sample" else 0) + config.epsilon)
 
 
+@Entry("advantage", WhitenedConfig, source="2501.03262", level="batch", deviations=(_WITHOUT_WHITENING,))
 def reinforce_pp(batch: RewardBatch, config: WhitenedConfig) -> list[NDArray[np.float64]]:
-    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened (`whiten: batch`). REINFORCE++, arXiv 2501.03262."""
+    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s, whitened over all loss tokens of the batch`. REINFORCE++."""
     return whitened(_returns_to_go(batch.rewards, batch.penalties), batch.carries_loss, config)
 
 
+@Entry("advantage", WhitenedConfig, source="2501.03262", level="batch", deviations=(_WITHOUT_WHITENING,))
 def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[NDArray[np.float64]]:
-    """As `reinforce_pp`, with the mean reward of the group subtracted first.
+    """`A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise`: the mean of the group is subtracted first.
 
     Members of a group of equal rewards and without penalties get exactly 0 after the whitening, as in every estimator
     with a baseline of the group.
@@ -202,8 +302,9 @@ def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[ND
     return [np.zeros_like(one) if silent else one for one, silent in zip(found, is_silent, strict=True)]
 
 
+@Entry("advantage", GaeConfig, source="1506.02438")
 def gae(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
-    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`).
+    """`δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}, over sampled tokens; whitened likewise`.
 
     V is 0 after the end of an answer; with `bootstrap`, a cut is not an end.
     """
@@ -216,13 +317,21 @@ def gae_returns(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float6
     return [advantage + value for advantage, value in zip(advantages, batch.values, strict=True)]
 
 
+@Entry(
+    "reward_shaping", name="bootstrap", source="1712.00378",
+    formula="γ V of the state at the cut is added to the reward of a cut answer",
+)  # fmt: skip
 def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
-    """`A_t = Σ_k (γλ)^k δ_{t+k}`.
+    """`A_t = Σ_k (γλ)^k δ_{t+k}`, with `bootstrap`: γ V of the state at the cut is added to the reward of a cut answer.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
     skipped, not zeros. The last sampled token gets the reward, and what follows it has the value 0, or `cut_values`
     (partial-episode bootstrapping, arXiv 1712.00378). One scan covers all sequences, concatenated.
     """
+    import torch
+
+    from penstock.kernels.segment_scan import reverse_scan
+
     ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
     has_tokens = [len(values) > 0 for values in batch.values]
     lasts = ends[has_tokens] - 1
@@ -239,7 +348,7 @@ def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray
 
 
 def whitened(
-    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: WhitenedConfig | GaeConfig
+    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: _Whitening
 ) -> list[NDArray[np.float64]]:
     """`(A − mean) / (std + ε)`, mean and deviation over all tokens of the batch that carry loss; A if `whiten: none`.
 
@@ -254,11 +363,15 @@ def whitened(
     return [scaled(one - pool.mean(), pool, config) for one in values]
 
 
+@Entry(
+    "reward_shaping", name="teacher_coefficient", source="2306.13649",
+    formula="A + coefficient · (log π_teacher − sg(c))",
+)  # fmt: skip
 def with_teacher(advantages: FloatArray, teacher: FloatArray, policy: FloatArray, coefficient: float) -> FloatArray:
     """`A + coefficient · (log π_teacher − log π)`, `[T]`: reward and on-policy distillation in one advantage.
 
-    The policy gradient of the added term is that of −coefficient · KL(π‖π_teacher) of the next token. Source: on-policy
-    distillation, arXiv 2306.13649.
+    The policy gradient of the added term is that of −coefficient · KL(π‖π_teacher) of the next token: on-policy
+    distillation.
 
     Args:
         advantages: `[T]` A.
@@ -274,8 +387,20 @@ def _returns_to_go(rewards: NDArray[np.float64], penalties: Tokens) -> Tokens:
     return [reward - penalty[::-1].cumsum()[::-1] for reward, penalty in zip(rewards, penalties, strict=True)]
 
 
+class OverlongConfig(Variant):
+    """What happens to answers that were cut off at the length limit."""
+
+    mode: Annotated[Literal["keep", "penalty", "mask", "drop"], _REWARDS] = "keep"
+    """`keep` treats them as any other; `penalty` lowers the reward of long answers (DAPO); `mask` gives them no loss;
+    `drop` leaves them out of the baseline too."""
+    ramp_share: Annotated[float, _PENALTY, _REWARDS] = Field(default=0.2, gt=0, le=1)
+    """Length of the ramp of the penalty as a share of `rollout.sampling.max_new_tokens`; the paper has 4096 of 20480
+    tokens (section 4.1)."""
+
+
+@Entry("reward_shaping", source="2503.14476")
 def overlong_penalty(num_tokens: int, max_new_tokens: int, ramp_share: float) -> float:
-    """0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond. DAPO, arXiv 2503.14476, eq. 13.
+    """`0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond`. DAPO, equation 13.
 
     Args:
         num_tokens: Sampled tokens of the answer.

@@ -1,11 +1,13 @@
-"""Every algorithm by kind and name: its formula, its source and its function. Imports no torch.
+"""Every algorithm by kind and name, from the decorator of its function. Imports no torch.
 
-A new loss is a function in losses.py, an entry here, a settings class in config.py if it has settings, and
-conf/algorithm/loss/NAME.yaml. Your own loss needs none of them: `algorithm/loss=custom
-algorithm.loss.function=pkg.module:function`.
+A loss is one file of losses/: its settings, its formula as a function, and `@Entry` with its source and what must be
+known about it. A YAML file, conf/algorithm/loss/NAME.yaml, makes it a choice of the configuration. Corrections and
+advantages are the same in corrections.py and advantages.py. A function of your own may have the decorator, too:
+`algorithm/loss=custom algorithm.loss.function=pkg.module:function`.
 
 `penstock algorithms` prints the entries, docs/paper_index.md lists them, the checks of a configuration use them, and
-`load` returns the function.
+training calls their functions. The modules here are imported when the first entry is looked up. Without a run nobody
+needs torch, so they import it inside functions.
 
 Symbols: trajectory i of a group of G with reward R_i; sampled token t, n_i of them; N sequences of a batch;
 behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w = exp(p − b); sg = stop-gradient.
@@ -13,193 +15,52 @@ behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any, Literal
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import load_object
+
+if TYPE_CHECKING:
+    from penstock.kernels.policy_loss import ClippedLoss
+    from penstock.trainer.algorithms.conditions import Deviation
+    from penstock.trainer.config import AlgorithmConfig
 
 Kind = Literal[
     "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
     "token_weighting", "auxiliary_loss",
 ]  # fmt: skip
 Level = Literal["token", "sequence", "pair", "group", "batch"]
-"""The data from which one number is computed. Losses and corrections of `batch` have a function in selection.py."""
-
-KINDS: tuple[Kind, ...] = (
-    "advantage", "loss", "correction", "kl", "entropy", "controller", "aggregation", "proximal", "reward_shaping",
-    "token_weighting", "auxiliary_loss",
-)  # fmt: skip
+"""The data from which one number is computed."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Function = TypeVar("Function", bound=Callable[..., Any])
 _PACKAGE = "penstock.trainer.algorithms"
+_REGISTERED: list[Entry] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One entry.
+class Variant(BaseModel):
+    """Base of all settings here: unknown keys are errors, values never change after validation."""
 
-    Attributes:
-        formula: One line, in the symbols of the module.
-        source: arXiv id, or author and year.
-        function: `module:name` within trainer/algorithms, or the import path of a user's own.
-        level: The data from which one number is computed; of a correction with a weight, one weight.
-        takes_weight: Of a loss: False if it uses the behavior logprobs itself, or needs no correction.
-        has_ratio: Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy.
-        needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
-        is_weight: Of a correction: whether it has a weight (at most one in a chain); the others only mask.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    kind: Kind
-    name: str
-    formula: str
-    source: str
-    function: str
-    level: Level = "token"
-    takes_weight: bool = True
-    has_ratio: bool = True
-    needs_advantages: bool = True
-    is_weight: bool = False
+
+class Named(Variant):
+    """Settings of a loss or an advantage of the catalog. `type` is its name."""
+
+    type: str
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is the user's own function, named by its import path."""
-        return self.name == self.function
-
-    @property
-    def file(self) -> str:
-        """Where it is computed, relative to the repository."""
-        module = self.function.partition(":")[0]
-        return self.function if self.is_own else PurePosixPath("trainer", "algorithms", f"{module}.py").as_posix()
-
-    def load(self) -> Callable[..., Any]:
-        """The function.
-
-        Raises:
-            ConfigError: If the import path does not resolve to something callable.
-        """
-        key = f"algorithm.{self.kind}"
-        target = load_object(self.function if self.is_own else f"{_PACKAGE}.{self.function}", key)
-        if not callable(target):
-            raise ConfigError([f"{key}={self.name!r} is not callable, but a {type(target).__name__}. Name a function."])
-        return target
-
-
-ALGORITHMS: tuple[Algorithm, ...] = (
-    Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
-    Algorithm("advantage", "dr_grpo", "A_i = R_i − mean R", "2503.20783", "advantages:dr_grpo", "group"),
-    Algorithm("advantage", "rloo", "A_i = R_i − mean_{j≠i} R_j", "2402.14740", "advantages:rloo", "group"),
-    Algorithm("advantage", "maxrl", "A_i = (R_i − mean R) / mean R, R ≥ 0", "2602.02710", "advantages:maxrl", "group"),
-    Algorithm("advantage", "pass_at_k", "A_i = max R − max_{j≠i} R_j: k = G, leave one out", "2503.19595",
-              "advantages:pass_at_k", "group"),
-    Algorithm("advantage", "reinforce_pp", "A_{i,t} = R_i − β Σ_{s≥t} k1_s, whitened over all loss tokens of the batch",
-              "2501.03262", "advantages:reinforce_pp", "batch"),
-    Algorithm("advantage", "reinforce_pp_baseline", "A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise",
-              "2501.03262", "advantages:reinforce_pp_baseline", "batch"),
-    Algorithm("advantage", "gae",
-              "δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}, over sampled tokens; whitened likewise",
-              "1506.02438", "advantages:gae", "token"),
-    Algorithm("loss", "ppo_clip", "max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))", "1707.06347", "losses:ppo_clip"),
-    Algorithm("loss", "dual_clip", "ppo_clip; for A < 0: min(that, −A c_dual)", "1912.09729",
-              "losses:dual_clip"),
-    Algorithm("loss", "gspo", "ppo_clip on s_i = exp(mean_t(c − p)), one term per sequence", "2507.18071",
-              "losses:gspo", "sequence"),
-    Algorithm("loss", "gspo_token", "ppo_clip on sg(s_i)·exp(c − sg(c))", "2507.18071",
-              "losses:gspo_token", "sequence"),
-    Algorithm("loss", "gmpo", "−A exp(mean_t d), d = c − p, ≤ ε_hi for A > 0, ≥ −ε_lo for A < 0; one term per sequence",
-              "2507.20673", "losses:gmpo", "sequence"),
-    Algorithm("loss", "clip_cov", "ppo_clip; 0 at tokens drawn of those with lo < (A − mean A)(p − mean p) < hi",
-              "2505.22617", "losses:clip_cov", "batch"),
-    Algorithm("loss", "kl_cov", "−A ρ; + β (ρ − log ρ − 1) at the tokens of largest (A − mean A)(p − mean p)",
-              "2505.22617", "losses:kl_cov", "batch"),
-    Algorithm("loss", "cispo", "−sg(min(ρ, 1+ε_hi)) A c", "2506.13585", "losses:cispo"),
-    Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "losses:reinforce", has_ratio=False),
-    Algorithm("loss", "sapo", "−(4/τ) σ(τ(ρ − 1)) A, τ⁺ for A > 0, else τ⁻", "2511.20347", "losses:sapo"),
-    Algorithm("loss", "dppo", "−keep A min(exp(c − b), cap); dropped where A pushes π − μ beyond ±δ", "2602.04879",
-              "losses:dppo", takes_weight=False),
-    Algorithm("loss", "topr", "A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c", "2503.14286",
-              "losses:topr", "sequence", takes_weight=False),
-    Algorithm("loss", "online_dpo", "−(1 − ε) log σ(β Δ) − ε log σ(−β Δ), Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)", "2402.04792",
-              "losses:online_dpo", "pair", takes_weight=False, has_ratio=False),
-    Algorithm("loss", "ipo", "(Δ − 1/(2β))², Δ of means over tokens or of sums", "2310.12036",
-              "losses:ipo", "pair", takes_weight=False, has_ratio=False),
-    Algorithm("loss", "distill", "−sg(log π_teacher − c) c", "2306.13649",
-              "losses:distill", has_ratio=False, needs_advantages=False),
-    Algorithm("loss", "sft", "−c", "–", "losses:sft", takes_weight=False, needs_advantages=False),
-    Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "2005.12729",
-              "losses:value", takes_weight=False, needs_advantages=False),
-    Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
-              is_weight=True),
-    Algorithm("correction", "tis_token", "weight clamp(w, lo, C)", "Ionides, 2008", "corrections:tis_token",
-              is_weight=True),
-    Algorithm("correction", "tis_seq", "weight clamp(exp(Σ_t(p − b)), lo, C)", "Ionides, 2008", "corrections:tis_seq",
-              "sequence", is_weight=True),
-    Algorithm("correction", "mis_token", "weight w; masked outside lo ≤ w ≤ hi", "2510.18855",
-              "corrections:mis_token", is_weight=True),
-    Algorithm("correction", "mis_seq_geo", "sequence kept iff lo ≤ exp(mean_t(p − b)) ≤ hi", "Liu et al., 2025",
-              "corrections:mis_seq_geo", "sequence"),
-    Algorithm("correction", "opsm", "sequence masked iff A < 0 and mean_t(b − c) > δ", "2512.02556",
-              "corrections:opsm", "sequence"),
-    Algorithm("correction", "f_tis", "tis_token; sequence masked iff A < 0 and mean_t(b − c) > KL limit", "2605.22537",
-              "corrections:f_tis", is_weight=True),
-    Algorithm("correction", "veto", "sequence masked iff any w < min_weight", "Liu et al., 2025", "corrections:veto",
-              "sequence"),
-    Algorithm("correction", "m2po", "masked: largest (p − b)² of tokens with A (p − b) > 0, until their mean is ≤ τ",
-              "2510.01161", "corrections:m2po", "batch"),
-    Algorithm("kl", "k1", "c − r (in the reward only)", "Schulman, 2020", "kl:k1"),
-    Algorithm("kl", "k2", "½ (c − r)²; its gradient is that of KL(π‖r)", "2506.09477", "kl:k2"),
-    Algorithm("kl", "k3", "exp(d) − d − 1, d = clamp(r − c, ±10); its gradient is that of KL(r‖π)",
-              "2506.09477", "kl:k3"),
-    Algorithm("entropy", "entropy_bonus", "−η H_t, H_t = −Σ_v π_v log π_v over what can be sampled; exact gradient",
-              "1602.01783", "controllers:entropy_bonus"),
-    Algorithm("controller", "adaptive_entropy", "η ± Δ if H < H* or not, within [0, η_max]; no bonus while H > H*",
-              "2505.22312", "controllers:next_entropy_coefficient", "batch"),
-    Algorithm("controller", "adaptive_kl", "β (1 + K clip(KL / KL* − 1, ±0.2))", "1909.08593",
-              "controllers:next_kl_coefficient", "batch"),
-    Algorithm("aggregation", "token_mean", "weight 1 / Σ n_i", "2503.14476", "aggregation:token_mean"),
-    Algorithm("aggregation", "seq_mean_token_mean", "weight 1 / (N n_i)", "2402.03300",
-              "aggregation:seq_mean_token_mean"),
-    Algorithm("aggregation", "prompt_mean", "weight 1 / (number of groups · Σ n_j of its group)", "2510.13786",
-              "aggregation:prompt_mean"),
-    Algorithm("aggregation", "seq_mean_token_sum", "weight 1 / N", "2503.20783", "aggregation:seq_mean_token_sum"),
-    Algorithm("aggregation", "constant_length", "weight 1 / (N · max_new_tokens)", "2503.20783",
-              "aggregation:constant_length"),
-    Algorithm("proximal", "target", "p = sg(c): ρ ≡ 1, clips do nothing", "–", "proximal:target"),
-    Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ is the whole correction", "2506.13585", "proximal:behavior"),
-    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute"),
-    Algorithm("proximal", "interpolate", "p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)",
-              "2512.06547", "proximal:interpolate"),
-    Algorithm("reward_shaping", "overlong_penalty", "0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond",
-              "2503.14476", "advantages:overlong_penalty"),
-    Algorithm("reward_shaping", "bootstrap", "γ V of the state at the cut is added to the reward of a cut answer",
-              "1712.00378", "advantages:gae"),
-    Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
-              "2601.05242", "advantages:per_head", "group"),
-    Algorithm("reward_shaping", "teacher_coefficient", "A + coefficient · (log π_teacher − sg(c))", "2306.13649",
-              "advantages:with_teacher"),
-    Algorithm("token_weighting", "staleness_decay", "term · decay^staleness", "–", "aggregation:staleness_factors"),
-    Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
-              "2506.01939", "aggregation:is_low_entropy", "sequence"),
-    Algorithm("auxiliary_loss", "nll_coefficient",
-              "+ coefficient · mean over tokens of passing answers of (−c); of pairs: mean over pairs of mean_t(−c⁺)",
-              "2404.19733", "losses:negative_logprob", needs_advantages=False),
-)  # fmt: skip
-_BY_NAME = {(algorithm.kind, algorithm.name): algorithm for algorithm in ALGORITHMS}
-
-
-def find(kind: Kind, name: str) -> Algorithm:
-    """The entry of that kind and name; an import path is assumed to work on tokens, or groups."""
-    if algorithm := _BY_NAME.get((kind, name)):
-        return algorithm
-    assert is_import_path(name), f"{kind} {name!r} passed validation"
-    return Algorithm(kind, name, "the user's own", "–", name, "group" if kind == "advantage" else "token")
-
-
-def names(kind: Kind) -> list[str]:
-    """Names of one kind, in the order of the catalog."""
-    return [algorithm.name for algorithm in ALGORITHMS if algorithm.kind == kind]
+    def name(self) -> str:
+        """Its name in the catalog."""
+        return self.type
 
 
 def is_import_path(name: str) -> bool:
@@ -207,14 +68,185 @@ def is_import_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def known(kind: Kind, *, or_import_path: bool = False) -> Callable[[str], str]:
+def _import_path(value: str) -> str:
+    if not is_import_path(value):
+        raise ValueError("name a function as package.module:function")
+    return value
+
+
+class Custom(Variant):
+    """A function of the user's own."""
+
+    type: Literal["custom"] = "custom"
+    """Always `custom`."""
+    function: Annotated[str, AfterValidator(_import_path)]
+    """Import path of the function, `package.module:function`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Its settings. A function with `@Entry` says which it has, and gets them checked; any other finds these in
+    `config.args`."""
+
+    @property
+    def name(self) -> str:
+        """The import path, which is its name in the catalog."""
+        return self.function
+
+
+def not_loaded(*_: object) -> None:
+    """In place of a function that cannot be imported."""
+    raise AssertionError("the checks of a configuration refuse a function that cannot be imported")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm; as a decorator it enters a function. Its formula is the first code in the function's docstring.
+
+    Attributes:
+        settings: Section of the configuration that chooses a loss or an advantage (`Named`), or holds the settings of a
+            correction or of a user's own function.
+        source: arXiv id, or author and year.
+        name: Default: the function's.
+        formula: One line, in the symbols of the module.
+        level: The data from which one number is computed; of a correction with a weight, one weight.
+        takes_weight: Of a loss: False if it uses the behavior logprobs itself, or needs no correction.
+        has_ratio: Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy.
+        needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
+        is_plain_at_one: Of a loss: where ρ is 1, its gradient is that of `reinforce`.
+        has_one_term: Of a loss: all tokens of a sequence have the same term.
+        is_weight: Of a correction: whether it has a weight (at most one in a chain); the others only mask.
+        masks_sequences: Of a correction: whether it masks whole sequences.
+        reads_advantages: Of a correction: whether it masks only answers of negative advantage.
+        compares_proximal: Of a correction: whether it masks by p − b alone, which is 0 at proximal=behavior.
+        select: `(BatchTokens, settings) -> [T] bool`, of what compares all tokens of a batch: those that it acts on.
+        selected_learn: Whether selected tokens have a gradient without an advantage, too.
+        fused: Settings of the kernel that has the whole algorithm; None: no kernel has it.
+        refused: One sentence for each combination with its settings that cannot work.
+        deviations: Combinations that its paper argues against.
+        metrics: Name -> meaning, of what a loss measures of each token (`PolicyLoss.measured`).
+    """
+
+    kind: Kind
+    settings: type[BaseModel] | None = None
+    _: KW_ONLY
+    source: str = "–"
+    name: str = ""
+    formula: str = ""
+    level: Level = "token"
+    takes_weight: bool = True
+    has_ratio: bool = True
+    needs_advantages: bool = True
+    is_plain_at_one: bool = False
+    has_one_term: bool = False
+    is_weight: bool = False
+    masks_sequences: bool = False
+    reads_advantages: bool = False
+    compares_proximal: bool = False
+    select: Callable[[Any, Any], Any] | None = None
+    selected_learn: bool = False
+    fused: Callable[[AlgorithmConfig], ClippedLoss | None] = lambda _: None
+    refused: Callable[[AlgorithmConfig], Iterable[str]] = lambda _: ()
+    deviations: tuple[Deviation, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    function: Callable[..., Any] = not_loaded
+
+    def __call__(self, function: Function) -> Function:
+        """Enter a function."""
+        name, text = self.name or function.__name__, function.__doc__ or ""
+        formula = self.formula or " ".join(text.partition("`")[2].partition("`")[0].split())
+        _REGISTERED.append(replace(self, name=name, formula=formula, function=function))
+        return function
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's own function, named by its import path."""
+        return is_import_path(self.name)
+
+    @property
+    def file(self) -> str:
+        """Where it is computed, relative to the repository; of a user's own function, its import path."""
+        module = self.function.__module__.removeprefix("penstock.")
+        return self.name if self.is_own else f"{module.replace('.', '/')}.py"
+
+    def load(self) -> Callable[..., Any]:
+        """The function.
+
+        Raises:
+            ConfigError: If the import path does not resolve to something callable.
+        """
+        return _load_own(self.kind, self.name) if self.function is not_loaded else self.function
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """All of Penstock, by kind; losses in the order of their files."""
+    from penstock.trainer.algorithms import advantages, aggregation, controllers, corrections, kl, proximal
+
+    del advantages, aggregation, controllers, corrections, kl, proximal  # they were imported for their entries
+    for module in pkgutil.iter_modules([str(Path(__file__).parent / "losses")]):
+        importlib.import_module(f"{_PACKAGE}.losses.{module.name}")
+    ours = [entry for entry in _REGISTERED if entry.function.__module__.startswith(_PACKAGE)]
+    return tuple(sorted(ours, key=lambda entry: KINDS.index(entry.kind)))
+
+
+@cache
+def _by_name() -> dict[tuple[Kind, str], Entry]:
+    return {(entry.kind, entry.name): entry for entry in entries()}
+
+
+def find(kind: Kind, name: str) -> Entry:
+    """The entry of that kind and name; a user's function without one is assumed to work on tokens, or groups."""
+    if not is_import_path(name):
+        return _by_name()[kind, name]
+    try:
+        function = _load_own(kind, name)
+    except ConfigError:
+        function = not_loaded
+    level: Level = "group" if kind == "advantage" else "token"
+    unknown = Entry(kind, formula="the user's own", level=level, function=function)
+    return replace(next((entry for entry in _declared(function) if entry.kind == kind), unknown), name=name)
+
+
+def own(name: str) -> list[Entry]:
+    """What a user's function of this import path says about itself.
+
+    Raises:
+        ConfigError: If the import path does not resolve, or the function has no `@Entry`.
+    """
+    found = [replace(entry, name=name) for entry in _declared(load_object(name))]
+    if not found:
+        raise ConfigError([f"{name} has no @Entry (penstock.trainer.algorithms.catalog), so nothing is known of it."])
+    return found
+
+
+def _declared(function: object) -> list[Entry]:
+    return [entry for entry in _REGISTERED if entry.function is function]
+
+
+def _load_own(kind: Kind, name: str) -> Callable[..., Any]:
+    key = f"algorithm.{kind}"
+    target = load_object(name, key)
+    if not callable(target):
+        raise ConfigError([f"{key}={name!r} is not callable, but a {type(target).__name__}. Name a function."])
+    return cast("Callable[..., Any]", target)
+
+
+def names(kind: Kind) -> list[str]:
+    """Names of one kind, in the order of the catalog."""
+    return [entry.name for entry in entries() if entry.kind == kind]
+
+
+def known(kind: Kind) -> Callable[[str], str]:
     """A validator of a configuration key that names one of `kind`; the error reads like that of a Literal."""
 
     def check(name: str) -> str:
-        if (kind, name) not in _BY_NAME and not (or_import_path and is_import_path(name)):
-            own = ["an import path"] if or_import_path else []
-            expected = ", ".join([*names(kind), *own])
+        if (kind, name) not in _by_name():
+            expected = ", ".join(names(kind))
             raise PydanticCustomError("literal_error", "must be one of {expected}", {"expected": expected})
         return name
 
     return check
+
+
+def sections(kind: Kind) -> Any:
+    """The union of the settings of one kind, told apart by `type`, with those of a user's own function."""
+    settings = dict.fromkeys(entry.settings for entry in entries() if entry.kind == kind and entry.settings is not None)
+    return Annotated[Union[(*settings, Custom)], Field(discriminator="type")]

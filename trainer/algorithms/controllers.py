@@ -12,18 +12,48 @@ one more forward pass); divergence, Ziegler et al., arXiv 1909.08593, section 2.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
-from torch import Tensor
+from pydantic import Field
 
-from penstock.trainer.algorithms.config import EntropyConfig, KlConfig
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.algorithms.catalog import Entry, Variant
+from penstock.trainer.algorithms.conditions import Condition
+from penstock.trainer.algorithms.kl import KlConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.trainer.config import AlgorithmConfig
 
 _MAX_KL_ERROR = 0.2
 """The relative error of the divergence is clipped to ± this."""
 
 
+_HAS_TARGET = Condition(
+    lambda config: config.entropy.target is not None,
+    ("entropy.target",),
+    "the coefficient is fixed",
+    "Use algorithm.entropy.target, the entropy that it should keep",
+)
+
+
+class EntropyConfig(Variant):
+    """Bonus for the entropy of the policy, which keeps it exploring."""
+
+    coefficient: float = Field(default=0.0, ge=0, le=1)
+    """η; with a target, the one of the first batch."""
+    target: float | None = Field(default=None, gt=0)
+    """H*: after every batch η rises by `step` if `loss/entropy` is below, nat per token, and else falls; a batch after
+    one above it has no bonus. None keeps `coefficient`."""
+    step: Annotated[float, _HAS_TARGET] = Field(default=1e-4, gt=0, le=1)
+    """Δ: change of η per batch (Skywork-OR1's scripts: 0.0001)."""
+    max_coefficient: Annotated[float, _HAS_TARGET] = Field(default=5e-3, gt=0, le=1)
+    """η is at most this (Skywork-OR1's scripts: 0.005)."""
+
+
+@Entry("entropy", source="1602.01783")
 def entropy_bonus(entropies: Tensor, config: EntropyConfig) -> Tensor:
-    """`−η H_t`, `[T]`: a term of the loss. Mnih et al., arXiv 1602.01783.
+    """`−η H_t, H_t = −Σ_v π_v log π_v over what can be sampled; exact gradient`, `[T]`: a term of the loss.
 
     Args:
         entropies: `[T]` of the policy over the tokens that could be sampled, nats; its gradient is exact in every head.
@@ -32,15 +62,17 @@ def entropy_bonus(entropies: Tensor, config: EntropyConfig) -> Tensor:
     return -config.coefficient * entropies
 
 
+@Entry("controller", name="adaptive_entropy", source="2505.22312", level="batch")
 def next_entropy_coefficient(coefficient: float, entropy: float, config: EntropyConfig) -> float:
-    """η of the next batch; `entropy` is that of the last one, nat per token."""
+    """`η ± Δ if H < H* or not, within [0, η_max]; no bonus while H > H*`; H is of the last batch, nat per token."""
     assert config.target is not None, "a fixed coefficient has no controller"
     change = config.step if entropy < config.target else -config.step
     return min(max(coefficient + change, 0.0), config.max_coefficient)
 
 
+@Entry("controller", name="adaptive_kl", source="1909.08593", level="batch")
 def next_kl_coefficient(coefficient: float, divergence: float, config: KlConfig) -> float:
-    """β of the next batch; `divergence` is that of the last one, nat per token."""
+    """`β (1 + K clip(KL / KL* − 1, ±0.2))`; KL is of the last batch, nat per token."""
     assert config.target is not None, "a fixed coefficient has no controller"
     error = min(max(divergence / config.target - 1.0, -_MAX_KL_ERROR), _MAX_KL_ERROR)
     return coefficient * (1.0 + config.gain * error)

@@ -9,8 +9,8 @@ Tokens of another policy are measured separately: they tell nothing about the en
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -39,11 +39,20 @@ class TokenMetrics:
         bucket_ends: `[4] int64`, largest staleness of each bucket but the last; the first is of other policies.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, of_loss: Sequence[str] = (), *, has_reference: bool = True) -> None:
+        """Start at 0.
+
+        Args:
+            device: That of the tokens.
+            of_loss: Names of what the loss measures of each token.
+            has_reference: Whether the divergence from a reference and a teacher is measured.
+        """
+        self._has_reference = has_reference
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(MAXIMA) + len(STALENESS_BUCKETS), dtype=torch.float64, device=device)
         self._by_staleness = torch.zeros(len(STALENESS_BUCKETS), len(BY_STALENESS), dtype=torch.float64, device=device)
         self._of_sequences = torch.zeros(len(OF_SEQUENCES), dtype=torch.float64, device=device)
+        self._of_loss = {name: torch.zeros((), dtype=torch.float64, device=device) for name in of_loss}
         self.bucket_ends = torch.tensor(_BUCKET_ENDS, device=device)
 
     def add_sums(self, sums: Tensor, maxima: Tensor, by_staleness: Tensor) -> None:
@@ -80,7 +89,7 @@ class TokenMetrics:
             micro_batch.reference_logprobs,
             micro_batch.staleness,
         )
-        teacher = reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs
+        others = (reference, reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs)
         token_weights, is_masked = micro_batch.token_weights.double(), terms.is_masked
         log_ratio = (behavior[:0] if start is None else start - behavior).double()
         weights, is_own = clamped_exp(log_ratio), (staleness[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
@@ -97,14 +106,15 @@ class TokenMetrics:
             terms.is_clipped_high.sum(),
             distance.sum(),
             ((weights - log_ratio - 1.0) * is_own).sum(),
-            k3(target, reference).double().sum(),
-            k3(target, teacher).double().sum(),
+            *(k3(target, other).double().sum() if self._has_reference else is_masked.new_zeros(()) for other in others),
             token_weights.sum(),
             (token_weights * terms.left).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
         left, units = terms.left_of_sequences.double(), token_weights * terms.unit_shares.double()
         self._of_sequences += torch.stack([(token_weights * left).sum(), units.sum(), (units * left).sum()])
+        for name, values in terms.measured.items():
+            self._of_loss[name] += values.detach().double().sum()
         if len(weights):
             buckets, k3_of = torch.bucketize(staleness, self.bucket_ends), weights - log_ratio - 1.0
             ones, squares = torch.ones_like(weights), weights.square()
@@ -123,11 +133,13 @@ class TokenMetrics:
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
     ) -> TokenSums:
         """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
-        mine = torch.cat([self._sums, self._of_sequences, self._by_staleness.flatten()]).cpu().numpy()
-        ends = np.cumsum([len(SUMS), len(OF_SEQUENCES)])
-        sums, of_sequences, by_staleness = np.split(all_reduce(mine, "sum"), ends)
+        parts = [self._sums, self._of_sequences, self._by_staleness.flatten(), *self._of_loss.values()]
+        mine = torch.cat([part.reshape(-1) for part in parts]).cpu().numpy()
+        ends = np.cumsum([part.numel() for part in parts[:3]])
+        sums, of_sequences, by_staleness, of_loss = np.split(all_reduce(mine, "sum"), ends)
         maxima = all_reduce(self._maxima.cpu().numpy(), "max")
-        return TokenSums(sums, maxima, by_staleness.reshape(len(STALENESS_BUCKETS), len(BY_STALENESS)), of_sequences)
+        by_staleness = by_staleness.reshape(len(STALENESS_BUCKETS), len(BY_STALENESS))
+        return TokenSums(sums, maxima, by_staleness, of_sequences, dict(zip(self._of_loss, of_loss, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,7 @@ class TokenSums:
     maxima: NDArray[np.float64]
     by_staleness: NDArray[np.float64]
     of_sequences: NDArray[np.float64]
+    of_loss: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: TokenSums) -> TokenSums:
         return TokenSums(
@@ -145,6 +158,7 @@ class TokenSums:
             np.maximum(self.maxima, other.maxima),
             self.by_staleness + other.by_staleness,
             self.of_sequences + other.of_sequences,
+            {name: total + other.of_loss[name] for name, total in self.of_loss.items()},
         )
 
     @property
@@ -190,6 +204,7 @@ class TokenSums:
             "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
             "mismatch/kl_k3": sums["kl_k3"] / measured,
         }
+        metrics |= {f"loss/measured/{name}": float(total) / tokens for name, total in self.of_loss.items()}
         return metrics | _by_staleness(self.by_staleness, self.maxima[len(MAXIMA) :])
 
 

@@ -25,9 +25,7 @@ Shape legend: T loss tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Literal, cast
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -36,45 +34,26 @@ from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.advantages import with_teacher
-from penstock.trainer.algorithms.aggregation import is_low_entropy, staleness_factors
-from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import ClippedConfig
+from penstock.trainer.algorithms.aggregation import SEQUENCE_SUMS, is_low_entropy, staleness_factors
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.controllers import entropy_bonus
-from penstock.trainer.algorithms.corrections import correct
-from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
-from penstock.trainer.algorithms.losses import negative_logprob
+from penstock.trainer.algorithms.corrections import Correction
+from penstock.trainer.algorithms.losses.plain import negative_logprob
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.proximal import ProximalInputs
-from penstock.trainer.algorithms.rules import SEQUENCE_SUMS
-from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO, LossTerms, LossTokens, PolicyLoss, clamped_exp
+from penstock.trainer.algorithms.tokens import LossTerms, LossTokens, PolicyLoss, clamped_exp, nowhere
 from penstock.trainer.batches.collate import MicroBatch
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch, OpenUpdate], Tensor]
 """`[T]` logprobs with gradient, `[T]` entropies in nats, everything else -> Σ weight · term."""
-_FUSED_CORRECTIONS: tuple[Literal["none", "decoupled", "tis_token"], ...] = ("none", "decoupled", "tis_token")
 
 
 class Objective:
-    """An algorithm: by one kernel where there is one for it and for the device, else composed of plain functions."""
+    """The loss of an algorithm: by one kernel where it and the device have one, else composed of plain functions."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        """Load the functions that the configuration names.
-
-        Raises:
-            ConfigError: If an import path does not resolve.
-        """
-        self._config = config
-        self._loss = find("loss", config.loss.name).load()
-        self._proximal = find("proximal", config.proximal).load()
-        self._chain = [
-            partial(find("correction", name).load(), config=settings)
-            for name, settings in config.correction.chain.items()
-        ]
-        self._kl = find("kl", config.kl.estimator).load()
-        self._fused = fused_settings(config)
-        self._weighs_divergence = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
 
     def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
         """Σ weight · term of one micro-batch; what is measured of its tokens is added to the update.
@@ -85,10 +64,11 @@ class Objective:
             micro_batch: The recorded logprobs, advantages, staleness and weights of the tokens.
             update: That the micro-batch belongs to.
         """
-        if self._fused is not None and can_fuse(target):
+        fused = self._algorithm.fused
+        if fused is not None and can_fuse(target):
             proximal = self.proximal(target, micro_batch, is_first_update=update.is_first)
             start = _start(target, micro_batch, update)
-            loss = fused_loss(target, proximal, start, entropies, micro_batch, self._fused, update.metrics)
+            loss = fused_loss(target, proximal, start, entropies, micro_batch, fused, update.metrics)
         else:
             loss = self.composed(target, entropies, micro_batch, update)
         # NaN if a recorded logprob is not finite: not every algorithm reads all of them, but none may train on it. The
@@ -121,7 +101,7 @@ class Objective:
         Raises:
             ShapeError: If a user's own loss did not return a `PolicyLoss` of one term per token.
         """
-        config = self._config
+        algorithm, config = self._algorithm, self._algorithm.config
         # The dummy token of an empty micro-batch has no teacher.
         teacher = micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach()
         advantages = micro_batch.advantages
@@ -141,7 +121,7 @@ class Objective:
             selected=micro_batch.selected,
             nll_factors=micro_batch.nll_factors,
         )
-        loss = self._loss(tokens, config.loss)
+        loss = algorithm.loss(tokens, algorithm.loss_settings)
         # A loss of the user's own may return anything.
         if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:
             got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
@@ -149,17 +129,22 @@ class Objective:
                 f"algorithm.loss={config.loss.name}: it returned {got} for {len(target)} tokens. Return a PolicyLoss "
                 "(trainer/algorithms/tokens.py) with one term per token."
             )
-        correction = correct(self._chain, tokens)
+        if loss.measured.keys() != set(algorithm.metrics):
+            raise ShapeError(
+                f"algorithm.loss={config.loss.name}: it measured {sorted(loss.measured)}, but its entry declares "
+                f"metrics={sorted(algorithm.metrics)}, which all ranks add up. Measure what is declared."
+            )
+        correction = correct(algorithm.chain, tokens)
         terms = loss.terms * correction.factors
-        if config.kl_in_loss:
+        if algorithm.kl_in_loss:
             # v: a weight of the chain multiplies the policy loss and the divergence. Where the loss takes no weight,
             # the divergence of stale tokens would stay uncorrected, so it is weighted here.
             weights = correction.weights
-            if self._weighs_divergence:
+            if algorithm.weighs_divergence:
                 ratio = clamped_exp((tokens.target - tokens.behavior).detach())
                 weights = weights * ratio.clamp(max=config.kl.max_weight)
             weights = weights.masked_fill(correction.is_masked, 1.0)
-            terms = terms + config.kl_in_loss * weights * self._kl(target, micro_batch.reference_logprobs)
+            terms = terms + algorithm.kl_in_loss * weights * algorithm.kl(target, micro_batch.reference_logprobs)
         if config.entropy.coefficient:
             terms = terms + entropy_bonus(entropies, config.entropy)
         if config.staleness_decay < 1:
@@ -183,6 +168,7 @@ class Objective:
             left,
             left_of_sequences,
             unit_shares,
+            loss.measured,
         )
 
     def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:
@@ -190,13 +176,14 @@ class Objective:
         # The dummy token of an empty micro-batch has not been recomputed.
         recomputed = micro_batch.proximal_logprobs if micro_batch.num_tokens else target.detach()
         behavior, staleness = micro_batch.behavior_logprobs, micro_batch.staleness
-        return self._proximal(ProximalInputs(target.detach(), behavior, recomputed, staleness, is_first_update))
+        inputs = ProximalInputs(target.detach(), behavior, recomputed, staleness, is_first_update)
+        return self._algorithm.proximal(inputs)
 
 
 def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
     """−logprob of given answers."""
-    nowhere, ones = torch.zeros_like(target, dtype=torch.bool), torch.ones_like(target).detach()
-    terms = LossTerms(-target, nowhere, nowhere, nowhere, ones, ones, ones)
+    none, ones = nowhere(target), torch.ones_like(target).detach()
+    terms = LossTerms(-target, none, none, none, ones, ones, ones)
     return _weighted(terms, target, entropies, micro_batch, update)
 
 
@@ -217,35 +204,20 @@ def _start(target: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tenso
     return micro_batch.proximal_logprobs if update.is_first_epoch else None
 
 
-def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
-    """What the kernel is told; None if it does not have the algorithm.
+@torch.no_grad()
+def correct(chain: Iterable[Callable[[LossTokens], Correction]], tokens: LossTokens) -> Correction:
+    """Return the product of the weights, and the union of the masks.
 
-    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor or term. A
-    divergence at `proximal=behavior` has a factor of its own (u in `objective.py`).
+    With an empty chain all weights are 1, which suits on-policy tokens and losses that use b themselves.
     """
-    loss, settings = config.loss, config.correction.decoupled or config.correction.tis_token
-    correction = next((name for name in _FUSED_CORRECTIONS if str(config.correction) == name), None)
-    estimator = config.kl.estimator if config.kl_in_loss else "none"
-    has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
-    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1
-    has_additions = config.teacher_coefficient > 0 or config.nll_coefficient > 0 or config.entropy.coefficient > 0
-    has_lower_bound = getattr(settings, "min_weight", 0.0) > 0
-    if not isinstance(loss, ClippedConfig) or loss.type != "ppo_clip":
-        return None
-    if correction is None or not has_plain_divergence or has_factors or has_additions or has_lower_bound:
-        return None
-    if config.correction.renormalize == "weights":
-        return None
-    return ClippedLoss(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        max_log_ratio=MAX_LOG_RATIO,
-        max_kl_log_ratio=MAX_K3_LOG_RATIO,
-        correction=correction,
-        cap=1.0 if settings is None else settings.max_weight,
-        kl=cast("Literal['none', 'k2', 'k3']", estimator),
-        kl_coefficient=config.kl_in_loss,
-    )
+    ones = torch.ones_like(tokens.behavior)
+    total = Correction(ones, nowhere(ones), ones)
+    for correction in chain:
+        one = correction(tokens)
+        total = Correction(
+            total.weights * one.weights, total.is_masked | one.is_masked, total.of_sequences * one.of_sequences
+        )
+    return total
 
 
 def can_fuse(target: Tensor) -> bool:

@@ -6,8 +6,12 @@ Shape legend: T loss tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from penstock.trainer.algorithms.catalog import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +33,28 @@ class ProximalInputs:
     is_first_update: bool = True
 
 
+@Entry("proximal")
 def target(inputs: ProximalInputs) -> Tensor:
-    """`p = sg(c)`: exact when a batch is one optimizer step. ρ ≡ 1, so clips do nothing."""
+    """`p = sg(c): ρ ≡ 1, clips do nothing`. Exact when a batch is one optimizer step."""
     return inputs.target
 
 
+@Entry("proximal", source="2506.13585")
 def behavior(inputs: ProximalInputs) -> Tensor:
-    """`p = b`: w ≡ 1, and ρ contains the whole correction."""
+    """`p = b: w ≡ 1, ρ is the whole correction`."""
     return inputs.behavior
 
 
+@Entry("proximal", source="2110.00641")
 def recompute(inputs: ProximalInputs) -> Tensor:
-    """p of a forward at the start of the batch. Decoupled PPO, arXiv 2110.00641."""
+    """`p by a forward at the start of the step`. Decoupled PPO."""
     assert inputs.recomputed is not None, "recompute needs a forward at the start of the batch"
     return inputs.recomputed
 
 
+@Entry("proximal", source="2512.06547")
 def interpolate(inputs: ProximalInputs) -> Tensor:
-    """`p = b + α (sg(c) − b)`, `α = (v_prox − v_token) / (v_prox + 1 − v_token)`: no extra forward. arXiv 2512.06547.
+    """`p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)`: no extra forward.
 
     α = 0 for tokens sampled at v_prox; the first update of a batch uses sg(c), which is p itself then.
     """

@@ -8,48 +8,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from penstock.trainer.algorithms.catalog import Algorithm, find
-from penstock.trainer.algorithms.config import ClipCovConfig
+from penstock.trainer.algorithms.advantages import GaeConfig
+from penstock.trainer.algorithms.aggregation import SEQUENCE_MEANS
+from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
 
-SEQUENCE_SUMS = ("seq_mean_token_sum", "constant_length")
-"""Means over sequences of what is summed over the tokens of each."""
-SEQUENCE_MEANS = ("seq_mean_token_mean", *SEQUENCE_SUMS)
-LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "gmpo", "kl_cov", "cispo", "sapo")
-ONE_TERM_PER_SEQUENCE = ("gspo", "gmpo")
-_READ_ADVANTAGES = ("opsm", "f_tis")
 _UNUSED_ADVANTAGE, _UNUSED_AGGREGATION = "grpo", "token_mean"
 """The defaults, which a configuration contains even if nothing uses them."""
-_COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
-"""Masks of p − b, which is 0 everywhere at proximal=behavior."""
 
 
 def algorithm_violations(config: AlgorithmConfig) -> list[str]:
     """Return one sentence per violation; empty if the algorithm is valid."""
-    return [*_of_corrections(config), *_of_terms(config), *_of_rewards(config), *_of_unused_settings(config)]
-
-
-def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
-    """The corrections of the chain that have a weight."""
-    return [entry for entry in (find("correction", name) for name in config.correction.chain) if entry.is_weight]
-
-
-def entries_of_batch(config: AlgorithmConfig) -> list[Algorithm]:
-    """The loss and the corrections that select tokens by comparing all tokens of a batch (selection.py)."""
-    chain = (find("correction", name) for name in config.correction.chain)
-    return [entry for entry in (find("loss", config.loss.name), *chain) if entry.level == "batch"]
+    return [
+        *_of_corrections(config),
+        *_of_terms(config),
+        *config.loss_entry.refused(config),
+        *_of_rewards(config),
+        *_of_unused_settings(config),
+    ]
 
 
 def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
     """Check that there is at most one weight, that it is not counted twice, and that the loss can take it."""
-    chain = config.correction
-    weights = [entry.name for entry in weights_in(config)]
+    chain, loss = config.correction, config.loss_entry
+    weights = chain.weights
     if len(weights) > 1:
+        both = " and ".join(entry.name for entry in weights)
         yield (
-            f"algorithm.correction={chain} has {len(weights)} weights, {' and '.join(weights)}: their product would "
+            f"algorithm.correction={chain} has {len(weights)} weights, {both}: their product would "
             "correct the same step twice. Keep one; the others may be masks (mis_seq_geo, opsm, veto)."
         )
-    loss = find("loss", config.loss.name)
     # At proximal=behavior the ratio contains the whole correction, and w is 1.
     if config.proximal == "behavior" and not loss.has_ratio:
         yield (
@@ -58,16 +46,17 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
             "algorithm/correction=tis_token."
         )
     elif config.proximal == "behavior":
-        for entry in weights_in(config):
+        for entry in weights:
             yield (
                 f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "
                 "policy twice: ρ = exp(c − b) carries it already. Use algorithm/correction=none, or proximal=target."
             )
-        for name in _COMPARE_PROXIMAL:
-            if name in chain.chain:
+        for entry in chain.entries:
+            if entry.compares_proximal:
                 yield (
-                    f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, "
-                    "and they are the same. Use proximal=target, or opsm, which compares with the policy itself."
+                    f"algorithm.correction={entry.name} with algorithm.proximal=behavior never acts: it compares p "
+                    "with b, and they are the same. Use proximal=target, or opsm, which compares with the policy "
+                    "itself."
                 )
     # Losses that use b themselves, or compare whole sequences.
     if loss.level == "pair" and chain.chain:
@@ -75,28 +64,28 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.correction={chain} with algorithm.loss={loss.name}: a correction judges one token or sequence, "
             "and would weigh the two halves of a pair apart. Use algorithm/correction=none."
         )
-    for entry in weights_in(config) if loss.level != "pair" else ():
+    for entry in weights if loss.level != "pair" else ():
         if not loss.takes_weight:
             why = "it has no ratio to correct" if loss.name == "sft" else "it looks at the behavior policy itself"
             yield (
                 f"algorithm.correction={entry.name} weighs algorithm.loss={loss.name}, but {why}: the step would be "
                 "corrected twice or for nothing. Use algorithm/correction=none, or masks only."
             )
-        elif loss.name in ONE_TERM_PER_SEQUENCE and entry.level == "token":
+        elif loss.has_one_term and entry.level == "token":
             yield (
                 f"algorithm.correction={entry.name} gives a weight per token, algorithm.loss={loss.name} has one term "
                 "per sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
                 "algorithm/loss=gspo_token."
             )
-    for name in chain.chain if loss.name in ONE_TERM_PER_SEQUENCE else ():
-        if find("correction", name).level == "batch":
+    for entry in chain.entries if loss.has_one_term else ():
+        if entry.level == "batch":
             yield (
-                f"algorithm.correction={name} masks single tokens, algorithm.loss={loss.name} has one term per "
+                f"algorithm.correction={entry.name} masks single tokens, algorithm.loss={loss.name} has one term per "
                 "sequence: masked tokens would keep their gradient in it, and the term would shrink by their share. "
                 "Use mis_seq_geo or veto, which mask sequences, or algorithm/loss=gspo_token."
             )
     # What compares all tokens of a batch needs the policy's logprobs of all of them before the first gradient.
-    for entry in entries_of_batch(config):
+    for entry in config.entries_of_batch:
         if config.proximal != "recompute":
             yield (
                 f"algorithm.proximal={config.proximal} with algorithm.{entry.kind}={entry.name}: it compares all "
@@ -108,23 +97,24 @@ def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
 def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the terms of the loss match each other and the aggregation."""
     # A term of a sequence must count once per sequence.
-    has_one_term = config.loss.type in ONE_TERM_PER_SEQUENCE
-    if has_one_term and config.aggregation != "seq_mean_token_mean":
+    loss = config.loss_entry
+    if loss.has_one_term and config.aggregation != "seq_mean_token_mean":
         yield (
             f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss.name}: every token gets the "
             "one term of its sequence, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
         )
-    for kind, name in (("loss", config.loss.name), *(("correction", name) for name in config.correction.chain)):
-        is_of_sequence = name in ("gspo_token", "topr", "tis_seq")
+    for entry in (loss, *config.correction.weights):
+        is_of_sequence = entry.level == "sequence" and not entry.has_one_term
         if is_of_sequence and config.aggregation not in SEQUENCE_MEANS:
             yield (
-                f"algorithm.aggregation={config.aggregation} with algorithm.{kind}={name}: its ratio is that of a "
-                f"whole sequence, so the average must be over sequences. Use one of {', '.join(SEQUENCE_MEANS)}."
+                f"algorithm.aggregation={config.aggregation} with algorithm.{entry.kind}={entry.name}: its ratio is "
+                "that of a whole sequence, so the average must be over sequences. Use one of "
+                f"{', '.join(SEQUENCE_MEANS)}."
             )
     # Factors per token need terms per token.
     factors = {"staleness_decay": config.staleness_decay, "entropy_top_share": config.entropy_top_share}
     for key, value in factors.items():
-        if value < 1 and (find("loss", config.loss.name).level == "pair" or has_one_term):
+        if value < 1 and (loss.level == "pair" or loss.has_one_term):
             yield (
                 f"algorithm.{key}={value:g} with algorithm.loss={config.loss.name}: it weights the tokens of a "
                 f"sequence, but they all have the same term. Use {key}=1."
@@ -174,19 +164,13 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
             "gradient is divided by the share that is left, so the coefficient would grow as more is rejected. Use "
             "correction.renormalize=none."
         )
-    if isinstance(config.loss, ClipCovConfig) and config.loss.min_covariance >= config.loss.max_covariance:
-        yield (
-            f"algorithm.loss.min_covariance={config.loss.min_covariance:g} is not below max_covariance="
-            f"{config.loss.max_covariance:g}: no token is between them, so none can be drawn. Use a larger "
-            "max_covariance."
-        )
     if config.compares_pairs and config.kl.coefficient:
         yield (
             f"algorithm.kl.coefficient={config.kl.coefficient:g} with algorithm.loss={config.loss.name}: the pair's "
             "own β (algorithm.loss.beta) holds the policy to the reference. Use kl.coefficient=0."
         )
     # A trust region that moves with the policy does not limit it.
-    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss.type in LOSSES_OF_RATIO:
+    if config.updates_per_batch > 1 and config.proximal == "target" and loss.is_plain_at_one:
         yield (
             f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
             f"algorithm.loss={config.loss.name}: from the second update on the centre of its ratio would be the policy "
@@ -197,7 +181,7 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
 
 def _of_rewards(config: AlgorithmConfig) -> Iterator[str]:
     """Check that the rewards are what the advantage needs."""
-    if config.advantage.type == "gae" and config.advantage.bootstrap and config.overlong.mode == "penalty":
+    if isinstance(config.advantage, GaeConfig) and config.advantage.bootstrap and config.overlong.mode == "penalty":
         yield (
             "algorithm.advantage.bootstrap=true with algorithm.overlong.mode=penalty: the first treats the length "
             "limit as no end of the task, the second punishes answers that come near it. Use one of the two."
@@ -240,17 +224,17 @@ def _of_unused_settings(config: AlgorithmConfig) -> Iterator[str]:
             f"{of_pair if config.compares_pairs else of_teacher}. "
             f"Use algorithm/advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing."
         )
-    if config.teacher_coefficient and (config.compares_pairs or not find("loss", config.loss.name).needs_advantages):
+    if config.teacher_coefficient and (config.compares_pairs or not config.loss_entry.needs_advantages):
         yield (
             f"algorithm.teacher_coefficient={config.teacher_coefficient:g} with algorithm.loss={config.loss.name} has "
             "no effect: it is added to the advantage, and this loss uses none. Use 0, or a loss of advantages such as "
             "ppo_clip."
         )
-    for name in config.correction.chain if config.loss.type == "distill" else ():
-        if name in _READ_ADVANTAGES:
+    for entry in config.correction.entries if config.loss.type == "distill" else ():
+        if entry.reads_advantages:
             yield (
-                f"algorithm.correction={name} with algorithm.loss={config.loss.name}: it masks answers of negative "
-                f"advantage, and this loss has none. Use mis_seq_geo, veto or a weight."
+                f"algorithm.correction={entry.name} with algorithm.loss={config.loss.name}: it masks answers of "
+                "negative advantage, and this loss has none. Use mis_seq_geo, veto or a weight."
             )
     # A loss of pairs is a mean over pairs.
     if config.compares_pairs and config.aggregation != _UNUSED_AGGREGATION:

@@ -1,17 +1,21 @@
 """Inputs and results of the policy losses, the corrections and the objective, for one micro-batch.
 
 Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs.
-Natural logs; float32 in training, float64 in tests.
+Natural logs; float32 in training, float64 in tests. Importing it loads no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp: e^20 is 5e8, far beyond any trust region and safe in float32."""
@@ -34,7 +38,7 @@ class LossTokens:
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
         returns: `[T]` targets of V.
-        selected: Name of a loss or correction of the whole batch -> `[T] bool`, its tokens (selection.py).
+        selected: Name of a loss or correction of the whole batch -> `[T] bool`, its tokens.
         nll_factors: `[T]` of `negative_logprob`; None: 0.
     """
 
@@ -55,8 +59,7 @@ class LossTokens:
 
     def selection(self, name: str) -> Tensor:
         """`[T] bool`: the tokens that were selected under this name; none in an empty micro-batch."""
-        none = torch.zeros_like(self.segments, dtype=torch.bool)
-        return self.selected.get(name, none)
+        return self.selected.get(name, nowhere(self.segments))
 
     def segment_sum(self, per_token: Tensor) -> Tensor:
         """`[T] -> [S]`: Σ over the tokens of each sequence; 0 where there is none."""
@@ -64,7 +67,8 @@ class LossTokens:
 
     def segment_mean(self, per_token: Tensor) -> Tensor:
         """`[T] -> [S]`: mean over the tokens of each sequence; 0 where there is none."""
-        return self.segment_sum(per_token) / self.segment_sum(torch.ones_like(per_token)).clamp(min=1.0)
+        ones = per_token.new_ones(per_token.shape)
+        return self.segment_sum(per_token) / self.segment_sum(ones).clamp(min=1.0)
 
     def spread(self, per_segment: Tensor) -> Tensor:
         """`[S] -> [T]`: every token gets the value of its sequence."""
@@ -78,11 +82,13 @@ class PolicyLoss(NamedTuple):
         terms: `[T]`, to be minimised; carries the gradient.
         is_clipped_low: `[T] bool`, a bound below 1 took the gradient away (or, in cispo, changed its weight).
         is_clipped_high: `[T] bool`, likewise above 1.
+        measured: Name -> `[T]`, of the metrics that the loss's entry declares; their means over tokens are reported.
     """
 
     terms: Tensor
     is_clipped_low: Tensor
     is_clipped_high: Tensor
+    measured: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class LossTerms(NamedTuple):
@@ -98,6 +104,7 @@ class LossTerms(NamedTuple):
         left_of_sequences: The part of it that all tokens of a sequence share.
         unit_shares: What a token is of one unit of the aggregation's mean: 1 / n_i if it sums over the tokens of a
             sequence, else 1.
+        measured: As in `PolicyLoss`.
     """
 
     terms: Tensor
@@ -107,14 +114,34 @@ class LossTerms(NamedTuple):
     left: Tensor
     left_of_sequences: Tensor
     unit_shares: Tensor
+    measured: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def unclipped(terms: Tensor) -> PolicyLoss:
+def unclipped(terms: Tensor, measured: Mapping[str, Tensor] = MappingProxyType({})) -> PolicyLoss:
     """A loss without bounds."""
-    nowhere = torch.zeros_like(terms, dtype=torch.bool)
-    return PolicyLoss(terms, nowhere, nowhere)
+    none = nowhere(terms)
+    return PolicyLoss(terms, none, none, measured)
+
+
+def nowhere(per_token: Tensor) -> Tensor:
+    """`[T] bool`: False at every token."""
+    return per_token.detach().new_zeros(per_token.shape).bool()
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
     """`exp` of a log-ratio clamped to ±20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+class BatchTokens(NamedTuple):
+    """`[T] float64` p, b and A of all loss tokens of a batch, at its start. All ranks draw with the same `seed`."""
+
+    proximal: NDArray[np.float64]
+    behavior: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+    seed: int
+
+    @property
+    def covariances(self) -> NDArray[np.float64]:
+        """`[T]`: `(A − mean A)(p − mean p)`, over the batch. A policy gradient lowers the entropy where it is large."""
+        return (self.advantages - self.advantages.mean()) * (self.proximal - self.proximal.mean())

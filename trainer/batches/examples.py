@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.mini_batches import weigh
 from penstock.trainer.batches.packing import PLACEHOLDER_ID, TrainingSequence
-from penstock.trainer.config import AlgorithmConfig
 
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, response token ids)."""
@@ -45,7 +45,7 @@ def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
 def preference_sequences(
     pairs: Sequence[Preference],
     kind: ModelKind,
-    algorithm: AlgorithmConfig,
+    algorithm: Algorithm,
     reference_logprobs: Sequence[NDArray[np.float32]] | None = None,
 ) -> list[TrainingSequence]:
     """The chosen and the rejected answer of every pair, both in one micro-batch.

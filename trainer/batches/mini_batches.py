@@ -12,13 +12,12 @@ import numpy as np
 
 from penstock.dataflow.errors import TrainingError
 from penstock.trainer.algorithms import aggregation
-from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.packing import TrainingSequence
-from penstock.trainer.config import AlgorithmConfig
 
 
 def mini_batches(
-    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, version: int
+    sequences: Sequence[TrainingSequence], algorithm: Algorithm, max_new_tokens: int, version: int
 ) -> Iterator[list[TrainingSequence]]:
     """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
 
@@ -28,18 +27,19 @@ def mini_batches(
     Raises:
         TrainingError: If there are fewer groups than mini-batches.
     """
-    if algorithm.updates_per_batch == 1:
+    num_shares, epochs = algorithm.config.mini_batches, algorithm.config.epochs
+    if num_shares * epochs == 1:
         yield list(sequences)
         return
     groups = np.unique([one.group for one in sequences])
-    if len(groups) < algorithm.mini_batches:
+    if len(groups) < num_shares:
         raise TrainingError(
-            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={algorithm.mini_batches}: "
+            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={num_shares}: "
             "some would be empty. Use fewer mini-batches or larger batches."
         )
-    for epoch in range(algorithm.epochs):
+    for epoch in range(epochs):
         shuffled = np.random.default_rng([version, epoch]).permutation(groups)
-        for chosen in np.array_split(shuffled, algorithm.mini_batches):
+        for chosen in np.array_split(shuffled, num_shares):
             of_share = set(chosen.tolist())
             kept = [index for index, one in enumerate(sequences) if one.group in of_share]
             # Pairs are within a group, so both members are in the mini-batch.
@@ -54,17 +54,13 @@ def mini_batches(
 
 
 def weigh(
-    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
+    sequences: Sequence[TrainingSequence], algorithm: Algorithm, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
-    """Set the token weights. The term of a pair is repeated at every token of its members; the weights average it.
-
-    Also set what makes the weights those of the mean that `nll_coefficient` is of (`negative_logprob`).
-    """
-    mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
+    """Set the token weights, and the factors that make them those of the mean of `nll_coefficient`."""
     total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
-    weights = aggregation.token_weights(_lengths(sequences), mode, max_new_tokens, total)
+    weights = aggregation.token_weights(_lengths(sequences), algorithm.aggregation, max_new_tokens, total)
     weighed = [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
-    if not algorithm.nll_coefficient:
+    if not algorithm.config.nll_coefficient:
         return weighed
     if algorithm.compares_pairs:
         return [replace(one, nll_factor=float(len(one.preferred_to))) for one in weighed]
@@ -75,7 +71,7 @@ def weigh(
     ]
 
 
-def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
+def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm) -> float:
     """Divisor of the weights of a batch; the sum of the normalisers of its parts."""
     if algorithm.compares_pairs:
         return float(sum(len(sequence.preferred_to) for sequence in sequences))
@@ -88,7 +84,7 @@ def _lengths(sequences: Sequence[TrainingSequence]) -> aggregation.Lengths:
 
 
 def split_by_signal(
-    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
+    sequences: Sequence[TrainingSequence], algorithm: Algorithm
 ) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
     """Sequences of groups with a signal (`has_signal`), then those of all others, whose gradient is 0.
 
@@ -106,21 +102,19 @@ def split_by_signal(
     return heard, silent
 
 
-def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
+def has_signal(sequences: Sequence[TrainingSequence], algorithm: Algorithm) -> bool:
     """Whether the gradient can differ from 0: there is a pair, a nonzero advantage, or a term that needs neither.
 
     Also True if a logprob is not finite, so that the step is skipped as a bad step.
     """
-    loss = find("loss", algorithm.loss.name)
-    always_learns = algorithm.kl_in_loss or algorithm.entropy.coefficient or algorithm.teacher_coefficient
-    if always_learns or loss.is_own or not loss.needs_advantages:
+    if algorithm.always_learns:
         return True
     if algorithm.compares_pairs:
         return any(one.preferred_to for one in sequences)
     for one in sequences:
         if one.nll_factor or (one.advantages is not None and np.any(one.advantages)):
             return True
-        if np.any(one.selected.get("kl_cov", False)):  # it adds a divergence at these tokens, with any advantage
+        if np.any(one.selected.get(algorithm.learning_selection, False)):
             return True
         recorded = (one.behavior_logprobs, one.reference_logprobs, one.proximal_logprobs, one.teacher_logprobs)
         if not all(np.isfinite(logprobs).all() for logprobs in recorded if logprobs is not None):

@@ -29,19 +29,23 @@ from penstock.dataflow.trajectory import (
     is_recorded,
 )
 from penstock.dataflow.versions import versions_per_token
-from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
-from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.config import GaeConfig, PairsConfig
-from penstock.trainer.algorithms.losses import preference_pairs
+from penstock.trainer.algorithms.advantages import (
+    GaeConfig,
+    RewardBatch,
+    gae_returns,
+    overlong_penalty,
+    token_advantages,
+)
+from penstock.trainer.algorithms.algorithm import Algorithm
+from penstock.trainer.algorithms.losses.pairs import PairsConfig, preference_pairs
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.mini_batches import weigh
 from penstock.trainer.batches.packing import PLACEHOLDER_ID, TrainingSequence
-from penstock.trainer.config import AlgorithmConfig
 
 
 def policy_sequences(
     payloads: Sequence[GroupPayload],
-    algorithm: AlgorithmConfig,
+    algorithm: Algorithm,
     max_new_tokens: int,
     version: int = 0,
     normaliser: float | None = None,
@@ -69,8 +73,8 @@ def policy_sequences(
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     returns = (
-        gae_returns(rewards, algorithm.advantage)
-        if rewards.values and isinstance(algorithm.advantage, GaeConfig)
+        gae_returns(rewards, algorithm.advantage_settings)
+        if rewards.values and isinstance(algorithm.advantage_settings, GaeConfig)
         else None
     )
     preferred = batch_pairs(members, rewards, algorithm)
@@ -148,7 +152,7 @@ class TrainingSample:
 
 
 def batch_samples(
-    payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig, record_every: int = 0
+    payloads: Sequence[GroupPayload], algorithm: Algorithm, record_every: int = 0
 ) -> list[TrainingSample]:
     """Return all sequences of the batch. `overlong` may mask truncated answers or leave them out.
 
@@ -162,7 +166,7 @@ def batch_samples(
     attempts, baselines = count(), dict[tuple[int, str | None], int]()
     for group, payload in enumerate(payloads):
         is_by_thread = has_thread_rewards(payload.trajectories)
-        if is_by_thread and algorithm.reward_weights:
+        if is_by_thread and algorithm.config.reward_weights:
             raise TrainingError(
                 f"algorithm.reward_weights: group {payload.group_id} has rewards by thread ({THREAD_PART}NAME), which "
                 "replace the reward of the trajectory, so its named parts have no baseline. Use reward_weights={}, or "
@@ -190,10 +194,10 @@ def batch_samples(
                 begin, end = end, end + len(one.token_ids)
                 reference, value, teacher, proximal = next(per_token)
                 cut_value = 0.0 if payload.cut_values is None else next(cut_values)
-                if is_cut and algorithm.overlong.mode == "drop":
+                if is_cut and algorithm.config.overlong.mode == "drop":
                     continue
                 thread = one.threads[0].name if one.threads else MAIN_THREAD
-                is_masked = is_cut and algorithm.overlong.mode == "mask"
+                is_masked = is_cut and algorithm.config.overlong.mode == "mask"
                 samples.append(
                     TrainingSample(
                         trajectory=one,
@@ -233,29 +237,29 @@ def _of_sequences(
     return np.split(scores, np.cumsum(counts)[:-1])
 
 
-def reward_batch(members: Sequence[TrainingSample], algorithm: AlgorithmConfig, max_new_tokens: int) -> RewardBatch:
+def reward_batch(members: Sequence[TrainingSample], algorithm: Algorithm, max_new_tokens: int) -> RewardBatch:
     """Return the inputs of the advantage estimators.
 
     Raises:
         TrainingError: If a part named by `reward_weights` is missing.
     """
-    rewards = [one.reward for one in members]
-    if algorithm.overlong.mode == "penalty":
-        penalty = partial(overlong_penalty, max_new_tokens=max_new_tokens, ramp_share=algorithm.overlong.ramp_share)
+    config, rewards = algorithm.config, [one.reward for one in members]
+    if config.overlong.mode == "penalty":
+        penalty = partial(overlong_penalty, max_new_tokens=max_new_tokens, ramp_share=config.overlong.ramp_share)
         rewards = [one.reward + penalty(one.num_overlong) for one in members]
     behaviors = [one.behavior.astype(np.float64) for one in members]
     if not algorithm.kl_in_reward:
         penalties = [np.zeros_like(behavior) for behavior in behaviors]
     else:
         # β k(b, r): a reward concerns the sampled answer, so its divergence is that of the policy that sampled it.
-        estimate, penalties = find("kl", algorithm.kl.estimator).load(), []
+        penalties = []
         for one, behavior in zip(members, behaviors, strict=True):
             assert one.reference_logprobs is not None, "the trainer refuses batches without reference logprobs"
-            divergence = estimate(
+            divergence = algorithm.kl(
                 torch.from_numpy(behavior), torch.from_numpy(one.reference_logprobs.astype(np.float64))
             )
             penalties.append(algorithm.kl_in_reward * np.asarray(divergence.numpy()))
-    for name in algorithm.reward_weights:
+    for name in config.reward_weights:
         for trajectory in (one.trajectory for one in members):
             if name not in trajectory.reward_parts:
                 raise TrainingError(
@@ -271,7 +275,7 @@ def reward_batch(members: Sequence[TrainingSample], algorithm: AlgorithmConfig, 
         carries_loss=[one.carries_loss for one in members],
         parts={
             name: np.array([one.trajectory.reward_parts[name] for one in members], np.float64)
-            for name in algorithm.reward_weights
+            for name in config.reward_weights
         },
         values=[one.values.astype(np.float64) for one in members if one.values is not None],
         cut_values=np.array([one.cut_value for one in members], np.float64),
@@ -279,7 +283,7 @@ def reward_batch(members: Sequence[TrainingSample], algorithm: AlgorithmConfig, 
 
 
 def batch_pairs(
-    samples: Sequence[TrainingSample], rewards: RewardBatch, algorithm: AlgorithmConfig
+    samples: Sequence[TrainingSample], rewards: RewardBatch, algorithm: Algorithm
 ) -> dict[int, tuple[int, ...]]:
     """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs.
 
@@ -287,12 +291,13 @@ def batch_pairs(
         TrainingError: If the loss compares pairs, and a trajectory has several threads.
     """
     preferred: dict[int, tuple[int, ...]] = {}
-    if not isinstance(algorithm.loss, PairsConfig):
+    settings = algorithm.loss_settings
+    if not isinstance(settings, PairsConfig):
         return preferred
     for one in samples:
         if one.trajectory.threads:
             raise TrainingError(
-                f"algorithm.loss={algorithm.loss.name} prefers one answer to another, but "
+                f"algorithm.loss={settings.name} prefers one answer to another, but "
                 f"{one.trajectory.trajectory_id} of task {one.trajectory.task_id} has threads "
                 f"({one.trajectory.threads[0].name!r}, ...), so it is no single answer. Use a loss of advantages, or "
                 "an environment of one thread."
@@ -301,9 +306,7 @@ def batch_pairs(
         eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
         # A member without a finite reward has NaN logprobs, so any pair with it makes the step a bad step.
         bad = [one for one in eligible if math.isnan(rewards.rewards[one])]
-        for better, worse in (
-            [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm.loss)
-        ):
+        for better, worse in [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, settings):
             preferred[better] = (*preferred.get(better, ()), worse)
     return preferred
 

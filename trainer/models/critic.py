@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.losses import value
+from penstock.trainer.algorithms.losses.value import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
@@ -91,12 +91,14 @@ class Critic:
                 old_values=zeros if micro_batch.old_values is None else micro_batch.old_values,
                 returns=zeros if micro_batch.returns is None else micro_batch.returns,
             )
-            terms, *is_clipped = value(tokens, self._config)
-            loss = (terms * micro_batch.token_weights).sum()
+            found = value(tokens, self._config)
+            loss = (found.terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=position == count - 1)
             if micro_batch.num_tokens:
-                num_clipped = (is_clipped[0] | is_clipped[1]).sum()
-                totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
+                num_clipped = (found.is_clipped_low | found.is_clipped_high).sum()
+                totals += torch.stack(
+                    [loss.detach().double(), num_clipped.double(), totals.new_tensor(len(found.terms))]
+                )
         stop.decide(self.backend.all_reduce, is_last=is_last)
         self.backend.set_lr(learning_rate(self._config.optimizer, self.num_steps))
         result = self.backend.optimizer_step()

@@ -15,12 +15,13 @@ from torch import Tensor
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import MAXIMA, SUMS, ClippedTokens, clipped_policy_loss
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics, TokenSums
-from penstock.trainer.algorithms.objective import Objective, can_fuse, fused_settings
+from penstock.trainer.algorithms.objective import Objective, can_fuse
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
-from tests.algorithms import algorithm_config
+from tests.algorithms import algorithm_config, resolved
 from tests.tiers import by_tier, each_of
 
 CORRECTIONS, PROXIMALS = ("none", "decoupled", "tis_token"), ("target", "recompute", "interpolate", "behavior")
@@ -85,7 +86,7 @@ def run(
     """Loss, gradient and what was measured."""
     leaf = target.clone().requires_grad_()
     update = OpenUpdate(TokenMetrics(CPU), None, is_first, is_first_epoch)
-    loss = Objective(config)(leaf, entropies, batch, update)
+    loss = Objective(Algorithm(config))(leaf, entropies, batch, update)
     (loss * upstream).backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad, update.metrics.reduce(lambda values, _: values)
@@ -101,7 +102,7 @@ def distance(mine: np.ndarray | Tensor, theirs: np.ndarray | Tensor) -> float:
 
 
 def check(config: AlgorithmConfig, batch: MicroBatch, target: Tensor, entropies: Tensor, **how) -> TokenSums:
-    assert fused_settings(config) is not None
+    assert Algorithm(config).fused is not None
     assert can_fuse(target)
     assert not can_fuse(target.double()), "which is composed"
     loss, gradient, found = run(config, batch, target, entropies, **how)
@@ -278,7 +279,7 @@ def test_what_is_not_finite_reaches_the_loss_and_the_metrics_as_composed(column,
 def test_a_recorded_logprob_that_is_not_finite_reaches_the_loss_even_if_nothing_reads_it(column) -> None:
     config, batch = algorithm_config(correction="none"), micro_batch(40, seed=5, has_teacher=True)
     target, entropies = policy(batch, 5)
-    assert fused_settings(config) is not None
+    assert Algorithm(config).fused is not None
     assert can_fuse(target)
     assert math.isfinite(float(run(config, batch, target, entropies)[0]))
     poisoned = getattr(batch, column).clone()
@@ -309,14 +310,14 @@ def clipped_tokens(num_tokens: int) -> ClippedTokens:
 
 def test_gradient_flows_to_the_target_alone() -> None:
     tokens = ClippedTokens(*(each.requires_grad_() if each.is_floating_point() else each for each in clipped_tokens(9)))
-    clipped_policy_loss(tokens, fused_settings(algorithm_config(kl_coefficient=0.1))).loss.backward()
+    clipped_policy_loss(tokens, resolved(kl_coefficient=0.1).fused).loss.backward()
     assert [column.grad is not None for column in tokens] == [True] + 10 * [False]
 
 
 def test_no_tokens_give_zero() -> None:
     tokens = clipped_tokens(0)
     tokens.target.requires_grad_()
-    result = clipped_policy_loss(tokens, fused_settings(AlgorithmConfig()))
+    result = clipped_policy_loss(tokens, resolved().fused)
     result.loss.backward()
     assert result.loss.item() == 0.0
     assert not any(each.any() for each in result[1:])
@@ -328,4 +329,4 @@ def test_columns_that_do_not_fit_are_named() -> None:
         proximal=tokens.proximal[1:], weights=tokens.weights.double(), staleness=tokens.staleness.int()
     )
     with pytest.raises(ShapeError, match=r"proximal \[4\] torch.float32, weights \[5\] torch.float64, staleness \[5\]"):
-        clipped_policy_loss(wrong, fused_settings(AlgorithmConfig()))
+        clipped_policy_loss(wrong, resolved().fused)

@@ -117,7 +117,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
         (["algorithm.overlong=mask"], "must be a section with keys of its own"),
         (
             ["algorithm/loss=dppo", "algorithm/correction=none", "algorithm.loss.clip_low=0.1"],
-            "gspo, gspo_token, dual_clip, gmpo, clip_cov or cispo; the chosen one is dppo. Choose",
+            "cispo, clip_cov, gmpo, gspo or gspo_token; the chosen one is dppo. Choose",
         ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),

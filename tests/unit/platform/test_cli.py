@@ -14,7 +14,7 @@ from penstock.platform.cli import main as cli
 from penstock.platform.cluster import hardware
 from penstock.platform.run import offline_training as learning_run
 from penstock.platform.run.lifecycle import Interrupted
-from penstock.trainer.algorithms.catalog import ALGORITHMS
+from penstock.trainer.algorithms.catalog import entries
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_report_of_no_steps_says_that_there_are_none(invoke):
 def test_algorithms_are_listed_from_the_catalog(invoke):
     result = invoke("algorithms")
     assert result.exit_code == 0, result.output
-    for entry in ALGORITHMS:
+    for entry in entries():
         assert f" {entry.name} " in result.output
         assert Path(entry.file).name in result.output
     corrections = invoke("algorithms", "--kind", "correction").output

@@ -138,7 +138,7 @@ def test_a_key_without_a_match_lists_the_keys():
         (["algorithm.loss.max_weight=2"], "key of algorithm/loss=dppo; the chosen one is ppo_clip."),
         (
             ["algorithm=sapo", "algorithm.loss.clip_high=0.3"],
-            "gspo_token, dual_clip, gmpo, clip_cov or cispo; the chosen one is sapo.",
+            "cispo, clip_cov, gmpo, gspo or gspo_token; the chosen one is sapo.",
         ),
         (["algorithm.advantage.lam=0.9"], "key of algorithm/advantage=gae; the chosen one is grpo."),
         (["rollout/engine=torch", "rollout.engine.kv_cache_gib=1"], "key of rollout/engine=vllm; the chosen one is"),

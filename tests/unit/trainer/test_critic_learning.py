@@ -9,6 +9,7 @@ import numpy as np
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.examples import Preference
 from penstock.trainer.batches.mini_batches import mini_batches
 from penstock.trainer.batches.samples import policy_sequences
@@ -36,7 +37,7 @@ def fresh_batch(rng: np.random.Generator) -> list[GroupPayload]:
 
 def trained_on(trainer: PolicyTrainer, num_batches: int, rng: np.random.Generator) -> list[float]:
     """Explained variance of each batch, by the critic before it has seen it."""
-    critic, algorithm, found = trainer.critic, PPO.algorithm, []
+    critic, algorithm, found = trainer.critic, Algorithm(PPO.algorithm), []
     assert critic is not None
     for version in range(num_batches):
         batch = fresh_batch(rng)

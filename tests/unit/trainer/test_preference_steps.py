@@ -13,7 +13,7 @@ from penstock.trainer.batches.examples import Preference, preference_sequences
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.build import save_policy
 from penstock.trainer.updates import OpenUpdate
-from tests.algorithms import algorithm_config
+from tests.algorithms import resolved
 
 from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory
 
@@ -100,7 +100,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     length, rng = 32_768, np.random.default_rng(3)
     pairs = [Preference((7,), (8,) * length, (9,) * (length - 5))]
     references = [rng.normal(-3, 2, len(one)).astype(np.float32) for one in (pairs[0].chosen, pairs[0].rejected)]
-    algorithm = algorithm_config(**PAIRS)
+    algorithm = resolved(**PAIRS)
     sequences = preference_sequences(pairs, "policy", algorithm, references)
     rows = MicroBatchPlan(((0,), (1,)), length)
     micro_batch = collate(rows, sequences, device=torch.device("cpu"), needs_mask=False)
@@ -111,7 +111,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     loss = Objective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
     margin = drifts[0] - drifts[1]
     assert abs(margin) > 0.1
-    found = -np.log(np.expm1(float(loss))) / algorithm.loss.beta  # Δ of −log σ(β Δ)
+    found = -np.log(np.expm1(float(loss))) / algorithm.loss_settings.beta  # Δ of −log σ(β Δ)
     assert found == pytest.approx(margin, abs=2e-4)
 
 

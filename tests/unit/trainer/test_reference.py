@@ -17,10 +17,10 @@ from penstock.dataflow.versions import Span
 from penstock.kernels.portable.logprob import CPU_TILE
 from penstock.trainer.algorithms.kl import k2, k3
 from penstock.trainer.batches.samples import policy_sequences
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
+from tests.algorithms import resolved
 from tests.live_bytes import LiveBytes
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
@@ -142,8 +142,8 @@ def test_trimmed_tokens_take_their_logprobs_with_them(policy: str, batch: list[G
 
     aged = [GroupPayload(group.group_id, tuple(map(age, group.trajectories))) for group in batch]
     references = scores(policy, aged)
-    whole = policy_sequences(scored(aged, references), AlgorithmConfig(), 30)
-    trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), AlgorithmConfig(), 30)
+    whole = policy_sequences(scored(aged, references), resolved(), 30)
+    trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), resolved(), 30)
     pairs = [(a, b) for a, b in zip(whole, trimmed, strict=True) if 0 < len(b.targets) < len(a.targets)]
     assert pairs
     for before, after in pairs:

@@ -15,9 +15,8 @@ from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import GroupPayload, Thread, Trajectory
 from penstock.dataflow.versions import Span, concatenate_spans
 from penstock.trainer.batches.samples import policy_sequences
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
-from tests.algorithms import algorithm_config
+from tests.algorithms import resolved
 
 from .test_policy_trainer import gradient_of
 from .torch_trainer import MODEL, TEMPERATURE, VOCAB, logprobs_of, scored, trainer_of, trajectory
@@ -132,9 +131,9 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
     np.testing.assert_allclose(found, expected, atol=1e-5)
     payloads, count = [group(whole, joined(threads[1]))], whole.num_sampled_tokens + threads[1][0].num_sampled_tokens
     references = [np.arange(count, dtype=np.float32)]
-    every = policy_sequences(scored(payloads, references), AlgorithmConfig(), 30)
+    every = policy_sequences(scored(payloads, references), resolved(), 30)
     assert np.concatenate([one.reference_logprobs for one in every]).tolist() == list(range(count))
-    sequences = policy_sequences(scored(payloads, references, min_versions=[1]), AlgorithmConfig(), 30, 3)
+    sequences = policy_sequences(scored(payloads, references, min_versions=[1]), resolved(), 30, 3)
     staleness = [sorted(set(one.staleness.tolist())) for one in sequences]
     assert staleness == [[2], [1], [], [2]], "what is older than version 1 carries no loss, wherever it stands"
 
@@ -142,7 +141,7 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
 def test_the_baseline_counts_a_reward_once(threads) -> None:
     payload = group(*(joined(member) for member in threads))
     for estimator in ("dr_grpo", "rloo", "grpo"):
-        config = algorithm_config(advantage=estimator)
+        config = resolved(advantage=estimator)
         found = [one.advantages[0] for one in policy_sequences([payload], config, 30)]
         alone = [one.advantages[0] for one in policy_sequences([group(*(member[0] for member in threads))], config, 30)]
         assert found == pytest.approx([alone[0]] * 3 + [alone[1]] + [alone[2]] * 3)
@@ -150,7 +149,7 @@ def test_the_baseline_counts_a_reward_once(threads) -> None:
 
 def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
     longest = max(one.num_sampled_tokens for one in threads[0])
-    config = algorithm_config(advantage="dr_grpo", overlong="penalty", overlong_ramp_share=4 / (longest + 4))
+    config = resolved(advantage="dr_grpo", overlong="penalty", overlong_ramp_share=4 / (longest + 4))
     assert longest < sum(one.num_sampled_tokens for one in threads[0])
     payload = group(joined(threads[0]), joined(threads[1]))
     mild = [one.advantages[0] for one in policy_sequences([payload], config, longest + 4)]
@@ -160,8 +159,8 @@ def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
 def test_what_makes_no_sense_with_threads_is_refused(policy, threads) -> None:
     payload = group(*(joined(member, {"plan": 1.0}) for member in threads))
     with pytest.raises(TrainingError, match=r"group 0 has rewards by thread .* Use reward_weights"):
-        policy_sequences([payload], algorithm_config(reward_weights={"a": 1.0}), 30)
-    pairs = algorithm_config(loss="online_dpo")
+        policy_sequences([payload], resolved(reward_weights={"a": 1.0}), 30)
+    pairs = resolved(loss="online_dpo")
     with pytest.raises(TrainingError, match=r"0/0 of task t has threads \('plan', ...\), so it is no single answer"):
         policy_sequences([payload], pairs, 30)
 

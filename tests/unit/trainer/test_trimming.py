@@ -11,8 +11,7 @@ import torch
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
 from penstock.trainer.batches.samples import loss_tokens, policy_sequences
-from penstock.trainer.config import AlgorithmConfig
-from tests.algorithms import algorithm_config
+from tests.algorithms import resolved
 
 from .torch_trainer import scored, trainer_of
 
@@ -37,7 +36,7 @@ def test_only_tokens_of_the_minimum_version_or_newer_are_loss_tokens(aged: list[
 
 
 def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None:
-    sequences = policy_sequences(scored(aged, min_versions=[4, 0, 6]), algorithm_config(aggregation="token_mean"), 30)
+    sequences = policy_sequences(scored(aged, min_versions=[4, 0, 6]), resolved(aggregation="token_mean"), 30)
     num_tokens = sum(len(sequence.targets) for sequence in sequences)
     assert sum(sequence.token_weight * len(sequence.targets) for sequence in sequences) == pytest.approx(1.0)
     assert all(sequence.token_weight == pytest.approx(1 / num_tokens) for sequence in sequences[:6])
@@ -45,8 +44,8 @@ def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None
 
 
 def test_advantages_are_those_of_the_whole_group(aged: list[GroupPayload]) -> None:
-    whole = policy_sequences(aged, AlgorithmConfig(), 30)
-    trimmed = policy_sequences(scored(aged, min_versions=[4, 4, 4]), AlgorithmConfig(), 30)
+    whole = policy_sequences(aged, resolved(), 30)
+    trimmed = policy_sequences(scored(aged, min_versions=[4, 4, 4]), resolved(), 30)
     trained = [(before, after) for before, after in zip(whole, trimmed, strict=True) if len(after.targets)]
     assert trained
     for before, after in trained:

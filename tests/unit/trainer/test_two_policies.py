@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.ids import PARTNER, POLICY
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.samples import policy_sequences
-from penstock.trainer.config import AlgorithmConfig
+from tests.algorithms import resolved
 
 from .torch_trainer import trainer_of
 
@@ -31,14 +31,14 @@ def shared(batch):
 
 @pytest.mark.parametrize(("trained", "others"), [(POLICY, {1}), (PARTNER, {0, 2})])
 def test_tokens_of_the_other_have_no_staleness(batch, trained, others) -> None:
-    sequences = policy_sequences(shared(batch), AlgorithmConfig(), 30, version=3, policy_id=trained)
+    sequences = policy_sequences(shared(batch), resolved(), 30, version=3, policy_id=trained)
     for index, sequence in enumerate(sequences):
         assert set(np.unique(sequence.staleness)) == {OF_ANOTHER_POLICY if index % 3 in others else 3}
 
 
 def test_advantages_are_those_of_the_whole_group(batch) -> None:
-    alone = policy_sequences(batch, AlgorithmConfig(), 30, version=3)
-    both = policy_sequences(shared(batch), AlgorithmConfig(), 30, version=3)
+    alone = policy_sequences(batch, resolved(), 30, version=3)
+    both = policy_sequences(shared(batch), resolved(), 30, version=3)
     for mine, theirs in zip(alone, both, strict=True):
         np.testing.assert_array_equal(mine.advantages, theirs.advantages)
         assert mine.token_weight == theirs.token_weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.trainer.algorithms.config import Custom
+from penstock.trainer.algorithms.catalog import Custom
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, unclipped
 
 

@@ -12,7 +12,7 @@ from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
-from tests.algorithms import advantage_config, algorithm_config
+from tests.algorithms import advantage_config, resolved
 
 REWARDS = np.array([1.0, 0.0, 0.0, 2.0])
 
@@ -102,17 +102,17 @@ class TestOfAGroup:
         assert estimate("pass_at_k", [0.3, 0.1 + 0.2, 0.0]).tolist() == [0.0] * 3, "they differ by rounding"
 
     def test_every_token_gets_its_trajectorys_advantage(self) -> None:
-        found = token_advantages(reward_batch(), algorithm_config(advantage="dr_grpo"))
+        found = token_advantages(reward_batch(), resolved(advantage="dr_grpo"))
         assert [one.tolist() for one in found] == [[0.5] * 3, [-0.5], [0.0] * 4, [], [0.0] * 2]
 
     def test_a_penalty_in_the_reward_is_summed_over_the_answer(self) -> None:
-        found = token_advantages(reward_batch(penalties=PENALTIES), algorithm_config(advantage="dr_grpo"))
+        found = token_advantages(reward_batch(penalties=PENALTIES), resolved(advantage="dr_grpo"))
         sums = np.array([1 - 0.2, 0 - 0.5, 0.5 - 0.6, 0.5, 0.5 - 2.0])
         expected = [sums[0] - sums[:2].mean(), sums[1] - sums[:2].mean(), *(sums[2:] - sums[2:].mean())]
         np.testing.assert_allclose([found[i][0] for i in (0, 1, 2, 4)], [expected[i] for i in (0, 1, 2, 4)], atol=1e-12)
 
     def test_parts_are_normalised_apart_and_then_summed(self) -> None:
-        config = algorithm_config(advantage="grpo", reward_weights={"right": 1.0, "short": -0.25})
+        config = resolved(advantage="grpo", reward_weights={"right": 1.0, "short": -0.25})
         found = token_advantages(reward_batch(), config)
         right = np.array([0.5, -0.5]) / (np.sqrt(0.5) + 1e-4)
         short = np.array([-10.0, 10.0]) / (np.sqrt(200.0) + 1e-4)
@@ -132,7 +132,7 @@ class TestOfABatch:
         return [[(v - mean) / (std + 1e-4) for v in vs] for vs in values]
 
     def test_reinforce_pp_whitens_returns_over_all_tokens(self) -> None:
-        found = token_advantages(reward_batch(penalties=PENALTIES), algorithm_config(advantage="reinforce_pp"))
+        found = token_advantages(reward_batch(penalties=PENALTIES), resolved(advantage="reinforce_pp"))
         rewards = [1.0, 0.0, 0.5, 0.5, 0.5]
         to_go = [[r - sum(k[t:]) for t in range(len(k))] for r, k in zip(rewards, PENALTIES, strict=True)]
         expected = self.whitened_by_hand(to_go, [[True] * len(one) for one in to_go])
@@ -151,7 +151,7 @@ class TestOfABatch:
             np.ones(2, bool),
         ]
         batch = reward_batch(penalties=PENALTIES, carries_loss=masks)
-        found = token_advantages(batch, algorithm_config(advantage="reinforce_pp", advantage_std="population"))
+        found = token_advantages(batch, resolved(advantage="reinforce_pp", advantage_std="population"))
         rewards = [1.0, 0.0, 0.5, 0.5, 0.5]
         to_go = [[r - sum(k[t:]) for t in range(len(k))] for r, k in zip(rewards, PENALTIES, strict=True)]
         expected = self.whitened_by_hand(to_go, [mask.tolist() for mask in masks], ddof=0)
@@ -159,7 +159,7 @@ class TestOfABatch:
             np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
     def test_the_baseline_leaves_groups_of_equal_rewards_at_exactly_zero(self) -> None:
-        found = token_advantages(reward_batch(), algorithm_config(advantage="reinforce_pp_baseline"))
+        found = token_advantages(reward_batch(), resolved(advantage="reinforce_pp_baseline"))
         expected = self.whitened_by_hand([[0.5] * 3, [-0.5], [0.0] * 6], [[True] * 3, [True], [True] * 6])
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
         np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
@@ -167,13 +167,13 @@ class TestOfABatch:
 
     def test_the_baseline_takes_rounding_for_equal_rewards(self) -> None:
         batch = reward_batch(rewards=np.array([1.0, 0.0, 0.3, 0.1 + 0.2, 0.3]))
-        found = token_advantages(batch, algorithm_config(advantage="reinforce_pp_baseline"))
+        found = token_advantages(batch, resolved(advantage="reinforce_pp_baseline"))
         assert all(value == 0.0 for one in found[2:] for value in one)
 
     @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
     @pytest.mark.parametrize("std", ["sample", "population", "none"])
     def test_nothing_to_whiten_is_zero_and_never_nan(self, name: str, std: str) -> None:
-        config = algorithm_config(advantage=name, advantage_std=std)
+        config = resolved(advantage=name, advantage_std=std)
         found = token_advantages(reward_batch(rewards=np.full(5, 0.3)), config)
         assert all(value == 0.0 for one in found for value in one)
         one_token = [np.array([True]), *(np.zeros(0, bool) for _ in range(4))]
@@ -181,7 +181,7 @@ class TestOfABatch:
         assert [one.tolist() for one in token_advantages(single, config)] == [[0.0], [], [], [], []]
 
     def test_gae_is_the_discounted_sum_of_surprises(self) -> None:
-        config = algorithm_config(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, whiten="none")
+        config = resolved(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, whiten="none")
         batch = reward_batch(penalties=PENALTIES)
         expected = self.surprises_by_hand(batch)
         for mine, theirs in zip(token_advantages(batch, config), expected, strict=True):
@@ -202,7 +202,7 @@ class TestOfABatch:
         masks = [np.ones(n, bool) for n in (3, 1, 4, 0, 2)]
         masks[0][1], masks[2][:] = False, False
         batch = reward_batch(penalties=PENALTIES, carries_loss=masks)
-        config = algorithm_config(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, advantage_std=std)
+        config = resolved(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, advantage_std=std)
         found = token_advantages(batch, config)
         raw = self.surprises_by_hand(batch)
         expected = self.whitened_by_hand(raw, [mask.tolist() for mask in masks], ddof)
@@ -211,17 +211,19 @@ class TestOfABatch:
         pool = np.concatenate([one[mask] for one, mask in zip(found, masks, strict=True)])
         assert pool.mean() == pytest.approx(0, abs=1e-12)
         assert pool.std(ddof=ddof) == pytest.approx(1, abs=1e-3)
-        for returns, advantage, value in zip(gae_returns(batch, config.advantage), raw, batch.values, strict=True):
+        for returns, advantage, value in zip(
+            gae_returns(batch, config.advantage_settings), raw, batch.values, strict=True
+        ):
             np.testing.assert_allclose(returns, advantage + value, rtol=1e-12)  # these are not whitened
 
     def test_gae_whitened_does_not_see_the_scale_of_rewards_and_values(self) -> None:
-        batch, config = reward_batch(), algorithm_config(advantage="gae", std_epsilon=1e-12)
+        batch, config = reward_batch(), resolved(advantage="gae", std_epsilon=1e-12)
         scaled = reward_batch(rewards=1000 * batch.rewards, values=[1000 * one for one in batch.values])
         for mine, theirs in zip(token_advantages(batch, config), token_advantages(scaled, config), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-9)
 
     def test_reinforce_pp_without_whitening_is_the_return(self) -> None:
-        config = algorithm_config(advantage="reinforce_pp", whiten="none")
+        config = resolved(advantage="reinforce_pp", whiten="none")
         found = token_advantages(reward_batch(), config)
         assert [one.tolist() for one in found] == [[1.0] * 3, [0.0], [0.5] * 4, [], [0.5] * 2]
 
@@ -230,15 +232,15 @@ class TestOfABatch:
         penalties = [np.array([-0.1, 0.0, 0.0]), np.zeros(0), np.zeros(1)]
         masks = [np.ones(len(one), bool) for one in values]
         batch = RewardBatch(np.array([2.0, 5.0, 1.0]), np.arange(3), penalties, masks, values=values)
-        found = token_advantages(batch, algorithm_config(advantage="gae", gae_lambda=1.0, whiten="none"))
+        found = token_advantages(batch, resolved(advantage="gae", gae_lambda=1.0, whiten="none"))
         np.testing.assert_allclose(found[0], [2.1 - 0.5, 2.0 + 1.0, 2.0 - 0.3], rtol=1e-12)
         assert [one.tolist() for one in found[1:]] == [[], [-6.0]], "nothing leaks from one trajectory into another"
 
 
 def test_a_users_own_estimator_is_named_by_path_and_held_to_one_number_per_member() -> None:
-    config = algorithm_config(advantage="tests.unit.trainer.algorithms.own:half_of_the_reward")
+    config = resolved(advantage="tests.unit.trainer.algorithms.own:half_of_the_reward")
     assert [one.tolist() for one in token_advantages(reward_batch(), config)][:2] == [[0.5] * 3, [0.0]]
-    wrong = algorithm_config(advantage="tests.unit.trainer.algorithms.own:one_number")
+    wrong = resolved(advantage="tests.unit.trainer.algorithms.own:one_number")
     with pytest.raises(ShapeError, match=r"shape \(\) for a group of 2"):
         token_advantages(reward_batch(), wrong)
 

@@ -17,7 +17,7 @@ from penstock.trainer.algorithms.aggregation import (
     staleness_factors,
     token_weights,
 )
-from penstock.trainer.algorithms.catalog import names
+from penstock.trainer.algorithms.catalog import find, names
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics
 from penstock.trainer.algorithms.tokens import LossTerms
 
@@ -61,16 +61,19 @@ def measure(
 
 @pytest.mark.parametrize("mode", names("aggregation"))
 def test_weights_of_ragged_sequences(mode: str) -> None:
-    found = token_weights(Lengths(COUNTS, GROUPS), mode, max_new_tokens=10)
+    found = token_weights(Lengths(COUNTS, GROUPS), find("aggregation", mode).function, max_new_tokens=10)
     np.testing.assert_allclose(found, EXPECTED[mode], rtol=1e-12)
-    assert token_weights(Lengths(np.array([0, 0]), np.array([0, 1])), mode, 10).tolist() == [0.0, 0.0]
+    assert token_weights(
+        Lengths(np.array([0, 0]), np.array([0, 1])), find("aggregation", mode).function, 10
+    ).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", names("aggregation"))
 def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
     parts = [Lengths(COUNTS[:1], GROUPS[:1]), Lengths(COUNTS[1:], GROUPS[1:] - 1)]
-    total = sum(batch_normaliser(part, mode) for part in parts)
-    shares = np.concatenate([token_weights(part, mode, 10, normaliser=1.0) for part in parts])
+    mean = find("aggregation", mode).function
+    total = sum(batch_normaliser(part, mean) for part in parts)
+    shares = np.concatenate([token_weights(part, mean, 10, normaliser=1.0) for part in parts])
     np.testing.assert_allclose(shares / total, EXPECTED[mode], rtol=1e-12)
 
 

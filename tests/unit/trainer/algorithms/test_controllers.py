@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from penstock.kernels.linear_logprob import linear_logprobs
-from penstock.trainer.algorithms.config import EntropyConfig, KlConfig
-from penstock.trainer.algorithms.controllers import Controllers, next_entropy_coefficient, next_kl_coefficient
+from penstock.trainer.algorithms.controllers import (
+    Controllers,
+    EntropyConfig,
+    next_entropy_coefficient,
+    next_kl_coefficient,
+)
+from penstock.trainer.algorithms.kl import KlConfig
 from penstock.trainer.algorithms.objective import Objective
-from tests.algorithms import algorithm_config
+from tests.algorithms import algorithm_config, resolved
 from tests.unit.trainer.torch_trainer import scored, trainer_of
 
 from .micro_batches import LENGTHS, data
@@ -30,7 +35,7 @@ def test_the_bonus_has_the_gradient_of_the_entropy_of_the_whole_vocabulary() -> 
     given = torch.tensor(hidden, requires_grad=True)
     scores = linear_logprobs(given, torch.tensor(weight), torch.tensor(targets), temperature=temperature)
     without, bonus = (
-        Objective(algorithm_config(**MASKS_ALL, entropy_coefficient=coefficient))
+        Objective(resolved(**MASKS_ALL, entropy_coefficient=coefficient))
         .terms(scores.logprobs, scores.entropies, micro_batch(d, np.zeros(16, np.int64)))
         .terms
         for coefficient in (0.0, eta)

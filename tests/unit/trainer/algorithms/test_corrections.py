@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.trainer.algorithms.catalog import find, names
-from penstock.trainer.algorithms.corrections import correct
+from penstock.trainer.algorithms.objective import correct
 from tests.algorithms import correction_config
 
 from . import oracle

@@ -19,12 +19,12 @@ import torch
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
+from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.catalog import names
-from penstock.trainer.algorithms.losses import value
+from penstock.trainer.algorithms.losses.value import value
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.algorithms.rules import algorithm_violations
-from penstock.trainer.algorithms.selection import select
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
@@ -156,11 +156,11 @@ def micro_batch_of(config: AlgorithmConfig, given: Inputs) -> tuple[MicroBatch, 
             values=given.values if config.needs_critic else (),
             proximals=given.target,
         ),
-        config,
+        Algorithm(config),
         7,
         VERSION,
     )
-    sequences = select(sequences, config, VERSION)
+    sequences = Algorithm(config).select(sequences, VERSION)
     plan = MicroBatchPlan(tuple((index,) for index, one in enumerate(sequences) if one.num_inputs), 16)
     micro_batch = collate(plan, sequences, device=CPU, needs_mask=False)
     # The policy's logprobs were laid out as the proximal ones, which are those of other tokens instead.
@@ -175,7 +175,7 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
     target = target.clone().requires_grad_()
     entropies = torch.linspace(0.0, 12.0, len(target), requires_grad=True)
     update = OpenUpdate(TokenMetrics(CPU), is_first=seed % 4 < 2)
-    loss = Objective(config)(target, entropies, micro_batch, update)
+    loss = Objective(Algorithm(config))(target, entropies, micro_batch, update)
     loss.backward()
     sums = update.metrics.reduce(lambda values, _: values)
     metrics = sums.metrics() | {"kept_share": sums.kept_share}
@@ -230,7 +230,7 @@ def test_the_inputs_hold_rows_without_and_with_one_loss_token_and_ratios_of_90_n
     distances = []
     for given in map(inputs, range(NUM_INPUTS)):
         sequences = policy_sequences(
-            scored(given.payloads, min_versions=[OLDEST] * len(LENGTHS)), AlgorithmConfig(), 7, VERSION
+            scored(given.payloads, min_versions=[OLDEST] * len(LENGTHS)), Algorithm(AlgorithmConfig()), 7, VERSION
         )
         assert {0, 1} < {len(one.targets) for one in sequences}
         members = [one for payload in given.payloads for one in payload.trajectories]

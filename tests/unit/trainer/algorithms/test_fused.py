@@ -7,8 +7,8 @@ import torch
 
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import ClippedLoss
-from penstock.trainer.algorithms.objective import can_fuse, fused_settings
-from tests.algorithms import algorithm_config
+from penstock.trainer.algorithms.objective import can_fuse
+from tests.algorithms import resolved
 
 FUSED = (
     {},
@@ -38,20 +38,20 @@ COMPOSED = (
 
 @pytest.mark.parametrize("keys", FUSED, ids=str)
 def test_these_have_a_kernel(keys) -> None:
-    assert fused_settings(algorithm_config(**keys)) is not None
+    assert resolved(**keys).fused is not None
 
 
 @pytest.mark.parametrize("keys", COMPOSED, ids=str)
 def test_these_are_composed(keys) -> None:
-    assert fused_settings(algorithm_config(**keys)) is None
+    assert resolved(**keys).fused is None
 
 
 def test_the_kernel_gets_the_settings_of_the_algorithm() -> None:
     clips = {"clip_low": 0.1, "clip_high": 0.3, "correction_cap": 4.0, "tis_cap": 3.0}
-    config = algorithm_config(**clips, kl_coefficient=0.05)
-    assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "decoupled", 4.0, "k2", 0.05)
-    truncated = algorithm_config(**clips, correction="tis_token")
-    assert fused_settings(truncated) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "tis_token", 3.0, "none", 0.0)
+    config = resolved(**clips, kl_coefficient=0.05)
+    assert config.fused == ClippedLoss(0.1, 0.3, 20.0, 10.0, "decoupled", 4.0, "k2", 0.05)
+    truncated = resolved(**clips, correction="tis_token")
+    assert truncated.fused == ClippedLoss(0.1, 0.3, 20.0, 10.0, "tis_token", 3.0, "none", 0.0)
 
 
 def test_a_cpu_composes_all_of_them() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.aggregation import Lengths, token_weights
-from penstock.trainer.algorithms.catalog import ALGORITHMS, find
-from penstock.trainer.algorithms.losses import online_dpo, pair_margins, preference_pairs
+from penstock.trainer.algorithms.catalog import entries, find
+from penstock.trainer.algorithms.losses.pairs import online_dpo, pair_margins, preference_pairs
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 from penstock.trainer.config import CriticConfig
 from tests.algorithms import loss_config
@@ -20,7 +20,7 @@ from tests.algorithms import loss_config
 from . import oracle
 from .micro_batches import LENGTHS, data, far_apart, tokens_of
 
-NAMES = [entry.name for entry in ALGORITHMS if entry.kind == "loss"]
+NAMES = [entry.name for entry in entries() if entry.kind == "loss"]
 SETTINGS = {
     "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.6, "cispo_low": 0.25, "dppo_delta": 0.05, "dppo_cap": 1.3,
     "pair_beta": 0.3, "value_clip": 0.15, "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.4, "ipo_length": "mean",
@@ -220,7 +220,7 @@ def test_the_preset_of_sapo_averages_the_gate_within_each_answer_first() -> None
     of_answer = [-(4 / tau * gate * a)[d.segments == one].mean() for one in range(4)]
     slopes = -4 * gate * (1 - gate) * ratio * a / counts[d.segments] / 4
     lengths = Lengths(counts, np.zeros(4, np.int64))
-    weights = token_weights(lengths, config.aggregation, max_new_tokens=99)[d.segments]
+    weights = token_weights(lengths, find("aggregation", config.aggregation).function, max_new_tokens=99)[d.segments]
     at_behavior = oracle.Data(d.c, d.b, d.b, d.r, d.advantage, d.segments, 4, extra=d.extra)
     value, gradient, _ = ours("sapo", at_behavior, weights, torch.float64, {})
     assert value == pytest.approx(np.mean(of_answer), rel=1e-9)

@@ -12,11 +12,13 @@ import torch
 
 from penstock.dataflow.errors import ConfigError, ShapeError
 from penstock.trainer.algorithms.aggregation import Lengths, token_weights
+from penstock.trainer.algorithms.algorithm import Algorithm
+from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
-from tests.algorithms import algorithm_config
+from tests.algorithms import algorithm_config, resolved
 
 from . import oracle
 from .micro_batches import LENGTHS, data
@@ -49,7 +51,7 @@ def micro_batch(d: oracle.Data, staleness: np.ndarray, nll_factors: np.ndarray |
 
 def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray, nll_factors=None):
     target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
-    found = Objective(config).terms(target, torch.tensor(entropies), micro_batch(d, staleness, nll_factors))
+    found = Objective(Algorithm(config)).terms(target, torch.tensor(entropies), micro_batch(d, staleness, nll_factors))
     found.terms.sum().backward()
     return found, target.grad.numpy()
 
@@ -202,7 +204,7 @@ def test_what_is_left_of_a_token_is_one_or_its_weight(renormalize: str, left: st
 def share_left(config: AlgorithmConfig, log_weights: list[list[float]], micro_batches: list[list[int]]) -> float:
     """By what the gradient is divided, of sequences with these p − b, in these micro-batches."""
     lengths = Lengths(np.array([len(one) for one in log_weights]), np.arange(len(log_weights)))
-    weights = token_weights(lengths, config.aggregation, max_new_tokens=16)
+    weights = token_weights(lengths, find("aggregation", config.aggregation).function, max_new_tokens=16)
     metrics = TokenMetrics(torch.device("cpu"))
     for chosen in micro_batches:
         d = data([len(log_weights[index]) for index in chosen], 3)
@@ -211,7 +213,7 @@ def share_left(config: AlgorithmConfig, log_weights: list[list[float]], micro_ba
         per_token = torch.tensor(np.repeat(weights[chosen], lengths.num_loss_tokens[chosen]))
         tokens = replace(micro_batch(d, np.zeros(len(d.c), np.int64)), token_weights=per_token)
         target = torch.tensor(d.c.astype(np.float64))
-        terms = Objective(config).terms(target, target, tokens)
+        terms = Objective(Algorithm(config)).terms(target, target, tokens)
         metrics.add(terms.terms.sum(), target, target, target, tokens, terms)
     return metrics.reduce(lambda values, _: values).kept_share
 
@@ -285,4 +287,4 @@ class TestOwnLoss:
     )
     def test_what_does_not_resolve_is_named(self, name: str, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            Objective(algorithm_config(loss=f"{self.OWN}:{name}"))
+            Objective(resolved(loss=f"{self.OWN}:{name}"))

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.trainer.algorithms.catalog import ALGORITHMS
-from penstock.trainer.algorithms.config import ClipCovConfig, KlCovConfig, M2poConfig
-from penstock.trainer.algorithms.selection import SELECTIONS, BatchTokens, clip_cov, kl_cov, m2po, select
+from penstock.trainer.algorithms.catalog import entries
+from penstock.trainer.algorithms.corrections import M2poConfig, tokens_beyond
+from penstock.trainer.algorithms.losses.covariance import ClipCovConfig, KlCovConfig, tokens_to_clip, tokens_to_hold
+from penstock.trainer.algorithms.tokens import BatchTokens
 from penstock.trainer.batches.packing import TrainingSequence
-from tests.algorithms import algorithm_config
+from tests.algorithms import resolved
 
+SELECTIONS = {entry.name: entry.select for entry in entries() if entry.select is not None}
 SETTINGS = {
     "m2po": M2poConfig(max_second_moment=0.1),
     "clip_cov": ClipCovConfig(share=0.05, min_covariance=0.1, max_covariance=2.0),
@@ -52,7 +54,7 @@ def test_m2po_removes_the_largest_until_the_second_moment_of_the_rest_is_low_eno
     left = sorted(away, key=away.get)
     while left and sum(away[t] for t in left) / len(left) > limit:
         left.pop()
-    found = m2po(tokens, M2poConfig(max_second_moment=limit))
+    found = tokens_beyond(tokens, M2poConfig(max_second_moment=limit))
     assert set(np.flatnonzero(found)) == set(away) - set(left)
     assert 0 < found.sum() < len(away)
 
@@ -60,15 +62,15 @@ def test_m2po_removes_the_largest_until_the_second_moment_of_the_rest_is_low_eno
 def test_m2po_leaves_a_batch_below_its_limit_alone_and_tokens_that_the_advantage_pulls_back() -> None:
     log_weights = np.array([0.1, -3.0, 3.0, 0.2])
     tokens = BatchTokens(log_weights, np.zeros(4), np.array([1.0, 1.0, -1.0, 1.0]), 0)
-    assert not m2po(tokens, M2poConfig()).any(), "(0.1² + 0.2²) / 2 = 0.025"
-    assert m2po(tokens, M2poConfig(max_second_moment=0.02)).tolist() == [False, False, False, True]
-    assert m2po(tokens, M2poConfig(max_second_moment=0.005)).tolist() == [True, False, False, True]
+    assert not tokens_beyond(tokens, M2poConfig()).any(), "(0.1² + 0.2²) / 2 = 0.025"
+    assert tokens_beyond(tokens, M2poConfig(max_second_moment=0.02)).tolist() == [False, False, False, True]
+    assert tokens_beyond(tokens, M2poConfig(max_second_moment=0.005)).tolist() == [True, False, False, True]
 
 
 def test_m2po_masks_equal_tokens_together() -> None:
     tokens = BatchTokens(np.array([0.1, 0.5, 0.5]), np.zeros(3), np.ones(3), 0)
     # With one of the two, (0.01 + 0.25) / 2 = 0.13 would be low enough.
-    assert m2po(tokens, M2poConfig(max_second_moment=0.15)).tolist() == [False, True, True]
+    assert tokens_beyond(tokens, M2poConfig(max_second_moment=0.15)).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,18 +82,18 @@ def test_clip_cov_draws_from_the_band_of_covariances_and_again_the_same(seed: in
         for t in range(400)
         if 0.1 < (tokens.advantages[t] - mean_advantage) * (tokens.proximal[t] - mean_logprob) < 2.0
     }
-    chosen = clip_cov(tokens, config)
+    chosen = tokens_to_clip(tokens, config)
     assert chosen.sum() == 20
     assert set(np.flatnonzero(chosen)) <= band
-    np.testing.assert_array_equal(clip_cov(tokens, config), chosen)
-    assert (clip_cov(tokens._replace(seed=4), config) != chosen).any(), "another version draws others"
-    assert set(np.flatnonzero(clip_cov(tokens, config.model_copy(update={"share": 1.0})))) == band
+    np.testing.assert_array_equal(tokens_to_clip(tokens, config), chosen)
+    assert (tokens_to_clip(tokens._replace(seed=4), config) != chosen).any(), "another version draws others"
+    assert set(np.flatnonzero(tokens_to_clip(tokens, config.model_copy(update={"share": 1.0})))) == band
 
 
 def test_clip_cov_draws_one_token_of_a_small_batch_and_none_without_candidates() -> None:
     tokens = batch_tokens(12)
-    assert clip_cov(tokens, ClipCovConfig(min_covariance=-9.0)).sum() == 1
-    assert not clip_cov(tokens, ClipCovConfig(min_covariance=90.0, max_covariance=91.0)).any()
+    assert tokens_to_clip(tokens, ClipCovConfig(min_covariance=-9.0)).sum() == 1
+    assert not tokens_to_clip(tokens, ClipCovConfig(min_covariance=90.0, max_covariance=91.0)).any()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -99,7 +101,7 @@ def test_kl_cov_takes_the_largest_covariances(seed: int) -> None:
     tokens = batch_tokens(seed=seed)
     covariance = (tokens.advantages - tokens.advantages.mean()) * (tokens.proximal - tokens.proximal.mean())
     largest = sorted(range(400), key=lambda t: -covariance[t])[:20]
-    assert set(np.flatnonzero(kl_cov(tokens, SETTINGS["kl_cov"]))) == set(largest)
+    assert set(np.flatnonzero(tokens_to_hold(tokens, SETTINGS["kl_cov"]))) == set(largest)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
@@ -108,10 +110,10 @@ def test_kl_cov_takes_its_share_and_at_least_one_token_where_covariances_are_equ
     advantages, proximal = np.array([1.0, 2.0, -1.0, -2.0]), np.array([-1.0, -1.5, -3.0, -2.5])
     tokens = BatchTokens(proximal, np.zeros(4), advantages, 0)
     assert tokens.covariances.tolist() == [1.0] * 4
-    found = kl_cov(tokens, KlCovConfig(share=share))
+    found = tokens_to_hold(tokens, KlCovConfig(share=share))
     assert sorted(advantages[found], reverse=True) == [2.0, 1.0, -1.0, -2.0][:expected]
     order = np.array([2, 0, 3, 1])
-    np.testing.assert_array_equal(kl_cov(reordered(tokens, order), KlCovConfig(share=share)), found[order])
+    np.testing.assert_array_equal(tokens_to_hold(reordered(tokens, order), KlCovConfig(share=share)), found[order])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 50])
@@ -121,7 +123,7 @@ def test_kl_cov_takes_at_least_one_of_equal_tokens(num_tokens: int) -> None:
     for others in (0, 3):  # tokens of a lower covariance
         advantages, proximal = np.append(equal, -equal[:1].repeat(others)), np.append(equal, np.arange(others) - 3.0)
         tokens = BatchTokens(proximal, proximal, advantages, 0)
-        assert kl_cov(tokens, KlCovConfig(share=0.001)).sum() == 1
+        assert tokens_to_hold(tokens, KlCovConfig(share=0.001)).sum() == 1
 
 
 def sequences(lengths: list[int]) -> list[TrainingSequence]:
@@ -141,17 +143,20 @@ def sequences(lengths: list[int]) -> list[TrainingSequence]:
 
 def test_every_sequence_gets_its_part_of_the_selection_of_the_batch() -> None:
     batch = sequences([5, 0, 1, 30])
-    config = algorithm_config(
+    config = resolved(
         loss="kl_cov", kl_cov_share=0.2, correction=["m2po"], proximal="recompute", teacher_coefficient=0.5
     )
-    found = select(batch, config, seed=3)
+    found = config.select(batch, seed=3)
     advantages = [
         one.advantages + 0.5 * (one.teacher_logprobs - one.proximal_logprobs) for one in batch if len(one.targets)
     ]
     columns = [np.concatenate([getattr(one, f"{name}_logprobs") for one in batch if len(one.targets)]).astype(float)
                for name in ("proximal", "behavior")]  # fmt: skip
     tokens = BatchTokens(*columns, np.concatenate(advantages), 3)
-    for name, expected in (("m2po", m2po(tokens, M2poConfig())), ("kl_cov", kl_cov(tokens, KlCovConfig(share=0.2)))):
+    for name, expected in (
+        ("m2po", tokens_beyond(tokens, M2poConfig())),
+        ("kl_cov", tokens_to_hold(tokens, KlCovConfig(share=0.2))),
+    ):
         assert [len(one.selected[name]) for one in found] == [5, 0, 1, 30]
         np.testing.assert_array_equal(np.concatenate([one.selected[name] for one in found]), expected)
         assert expected.any()
@@ -159,11 +164,11 @@ def test_every_sequence_gets_its_part_of_the_selection_of_the_batch() -> None:
 
 
 def test_a_batch_without_tokens_or_without_such_an_algorithm_is_left_as_it_is() -> None:
-    config = algorithm_config(loss="kl_cov", proximal="recompute")
-    assert all(not one.selected for one in select(sequences([0, 0]), config, seed=0))
-    assert all(not one.selected for one in select(sequences([4]), algorithm_config(), seed=0))
+    config = resolved(loss="kl_cov", proximal="recompute")
+    assert all(not one.selected for one in config.select(sequences([0, 0]), seed=0))
+    assert all(not one.selected for one in resolved().select(sequences([4]), seed=0))
 
 
 def test_every_loss_and_correction_of_a_batch_has_a_selection() -> None:
-    of_batch = {entry.name for entry in ALGORITHMS if entry.level == "batch" and entry.kind in ("loss", "correction")}
+    of_batch = {entry.name for entry in entries() if entry.level == "batch" and entry.kind in ("loss", "correction")}
     assert of_batch == SELECTIONS.keys()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.platform.checks.algorithm import check_without_effect
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config
-from penstock.platform.checks.without_effect import CONDITIONS, check_without_effect
 from penstock.platform.config.compose import compose_all
+from penstock.platform.config.field_errors import sections_of
 from penstock.platform.config.schema import RunConfig
+from penstock.trainer.algorithms.conditions import Condition
+from penstock.trainer.config import AlgorithmConfig, CriticConfig
 from tests.algorithms import algorithm_config
 from tests.unit.trainer.torch_trainer import scored, trainer_of
 
@@ -218,10 +223,23 @@ def test_a_loss_without_effect_has_the_gradient_of_reinforce_up_to_rounding(sett
     assert float((mine - theirs).norm()) < 1e-5 * float(theirs.norm())
 
 
+def conditional(section: type[BaseModel], path: str) -> Iterator[str]:
+    """Keys with conditions, of all variants."""
+    for name, field in section.model_fields.items():
+        if any(isinstance(one, Condition) for one in field.metadata):
+            yield f"{path}.{name}"
+        for inner in sections_of(field.annotation):
+            yield from conditional(inner, f"{path}.{name}")
+
+
+CONDITIONS = {*conditional(AlgorithmConfig, "algorithm"), *conditional(CriticConfig, "critic")}
+CONDITIONS |= {"algorithm.staleness_decay"}  # whose condition is a setting of another section
+
+
 def test_every_row_is_tried_where_it_holds_and_where_it_does_not() -> None:
-    assert {path_of(case.key) for case in CASES} == CONDITIONS.keys()
+    assert {path_of(case.key) for case in CASES} == CONDITIONS
     # Where the divergence goes cannot be changed alone: loss and reward have estimators of their own.
-    assert {path_of(key) for key in ACTING} == CONDITIONS.keys() - {"algorithm.kl.apply_to"}
+    assert {path_of(key) for key in ACTING} == CONDITIONS - {"algorithm.kl.apply_to"}
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -17,12 +17,11 @@ import torch
 from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.load import compose_config
-from penstock.trainer.algorithms.catalog import ALGORITHMS
-from penstock.trainer.algorithms.rules import entries_of_batch
+from penstock.trainer.algorithms.catalog import entries
 from penstock.trainer.batches.samples import batch_samples, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
-from tests.algorithms import algorithm_config
+from tests.algorithms import algorithm_config, resolved
 from tests.tiers import some_of
 from tests.unit.trainer.torch_trainer import logprobs_of, scored, trainer_of
 
@@ -135,7 +134,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
         splits[f"{world_size} ranks"] = sum_over_ranks(trainers, aged, references)
     algorithm = algorithm_of(name)
     needs_whole = algorithm.advantage.name.startswith(("reinforce_pp", "gae")) or algorithm.imitates_passing
-    if not needs_whole and not entries_of_batch(algorithm):
+    if not needs_whole and not algorithm.entries_of_batch:
         parts = [(aged[:1], references[:1]), (aged[1:], references[1:])]
         splits["in parts"] = gradient(trainer_of(policy, 60, **settings), parts)
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
@@ -158,7 +157,7 @@ def test_every_loss_advantage_and_correction_that_can_train_is_trained_here() ->
     trained = [algorithm_of(name) for name in (*PRESETS, *VARIANTS)]
     seen = {("loss", one.loss.name) for one in trained} | {("advantage", one.advantage.name) for one in trained}
     seen |= {("correction", name) for one in trained for name in one.correction.chain}
-    wanted = {(e.kind, e.name) for e in ALGORITHMS if e.kind in ("loss", "advantage", "correction")}
+    wanted = {(e.kind, e.name) for e in entries() if e.kind in ("loss", "advantage", "correction")}
     assert wanted - {("loss", "value")} <= seen, "value is the loss of gae's critic"
 
 
@@ -302,7 +301,7 @@ def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, age
 
 
 def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) -> None:
-    config = algorithm_config(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
+    config = resolved(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
     whole = policy_sequences(scored(aged, references), config, 30)
     trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), config, 30)
     pairs = [(a.advantages, b.advantages) for a, b in zip(whole, trimmed, strict=True) if len(b.targets) > 2]
@@ -313,7 +312,7 @@ def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) ->
 
 
 def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
-    config = algorithm_config(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
+    config = resolved(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
     members = batch_samples(aged, config)
     found = reward_batch(members, config, max_new_tokens=30)
     lengths = [one.trajectory.num_sampled_tokens for one in members]

@@ -1,0 +1,130 @@
+"""Losses with a clipped ratio of each token: PPO's, and with a bound where the advantage is negative."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+from pydantic import Field
+
+from penstock.trainer.algorithms.catalog import Entry, Named
+from penstock.trainer.algorithms.conditions import RATIO_MOVES, Deviation
+from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
+from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO, LossTokens, PolicyLoss, clamped_exp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.kernels.policy_loss import ClippedLoss
+    from penstock.trainer.config import AlgorithmConfig
+
+
+class ClipConfig(Named):
+    """What losses with a clipped ratio have."""
+
+    clip_low: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0, lt=1)
+    """ε_lo: the ratio is clipped below 1 − ε_lo (PPO's paper, section 6.1: 0.2)."""
+    clip_high: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0)
+    """ε_hi: the ratio is clipped above 1 + ε_hi (likewise)."""
+
+
+class ClippedConfig(ClipConfig):
+    """`max(−A ρ, −A clip(ρ, 1 − ε_lo, 1 + ε_hi))` of the ratio of a token."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+    """Always `ppo_clip`."""
+
+
+class DualClipConfig(ClipConfig):
+    """`ppo_clip` whose loss is bounded where the advantage is negative."""
+
+    type: Literal["dual_clip"] = "dual_clip"
+    """Always `dual_clip`."""
+    max_ratio: Annotated[float, RATIO_MOVES] = Field(default=3.0, gt=1)
+    """c_dual: largest ratio that counts where the advantage is negative."""
+
+
+def is_dapo(config: AlgorithmConfig) -> bool:
+    """Whether it is DAPO, which its clip-higher and its penalty tell: the name of a preset is not in the values."""
+    loss = config.loss
+    clips_higher = isinstance(loss, ClipConfig) and loss.clip_high > loss.clip_low
+    return clips_higher and config.overlong.mode == "penalty"
+
+
+_OF_DAPO = (
+    Deviation(
+        lambda config: is_dapo(config) and config.kl.coefficient > 0,
+        "kl.coefficient",
+        ("loss.clip_high", "overlong.mode"),
+        "DAPO has no divergence, since a policy that learns to reason moves far from where it began (arXiv 2503.14476, "
+        "section 2.3)",
+        "Use kl.coefficient=0",
+    ),
+    Deviation(
+        lambda config: is_dapo(config) and config.aggregation != "token_mean",
+        "aggregation",
+        ("loss.clip_high", "overlong.mode"),
+        "DAPO weighs all tokens of the batch equally, so that long answers are learned from (arXiv 2503.14476, "
+        "section 3.3)",
+        "Use aggregation=token_mean",
+    ),
+)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
+    """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))` of any ratio."""
+    free = -advantages * ratio
+    bound = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    is_clipped = (bound > free).detach()
+    return PolicyLoss(free.maximum(bound), is_clipped & (ratio < 1.0), is_clipped & (ratio > 1.0))
+
+
+def fused_ppo_clip(config: AlgorithmConfig) -> ClippedLoss | None:
+    """What the kernel is told; None if it does not have the algorithm.
+
+    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor or term. A
+    divergence at `proximal=behavior` has a factor of its own (u in `objective.py`).
+    """
+    from penstock.kernels.policy_loss import ClippedLoss
+
+    loss, settings = cast("ClippedConfig", config.loss), config.correction.decoupled or config.correction.tis_token
+    estimator = config.kl.estimator if config.kl_in_loss else "none"
+    has_more = (
+        str(config.correction) not in ("none", "decoupled", "tis_token")
+        or getattr(settings, "min_weight", 0.0) > 0
+        or config.correction.renormalize == "weights"
+        or (estimator != "none" and (estimator == "k1" or config.proximal == "behavior"))
+        or min(config.staleness_decay, config.entropy_top_share) < 1
+        or max(config.teacher_coefficient, config.nll_coefficient, config.entropy.coefficient) > 0
+    )
+    if has_more:
+        return None
+    return ClippedLoss(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        max_log_ratio=MAX_LOG_RATIO,
+        max_kl_log_ratio=MAX_K3_LOG_RATIO,
+        correction=cast("Literal['none', 'decoupled', 'tis_token']", str(config.correction)),
+        cap=1.0 if settings is None else settings.max_weight,
+        kl=cast("Literal['none', 'k2', 'k3']", estimator),
+        kl_coefficient=config.kl_in_loss,
+    )
+
+
+@Entry(
+    "loss", ClippedConfig, source="1707.06347", is_plain_at_one=True, fused=fused_ppo_clip, deviations=_OF_DAPO
+)  # fmt: skip
+def ppo_clip(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
+    """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))`. PPO; ε_hi > ε_lo: DAPO, arXiv 2503.14476."""
+    ratio = clamped_exp(tokens.target - tokens.proximal)
+    return clipped_surrogate(ratio, tokens.advantages, config.clip_low, config.clip_high)
+
+
+@Entry("loss", DualClipConfig, source="1912.09729", is_plain_at_one=True, deviations=_OF_DAPO)
+def dual_clip(tokens: LossTokens, config: DualClipConfig) -> PolicyLoss:
+    """`ppo_clip; for A < 0: min(that, −A c_dual)`, so that the loss of a huge ratio is bounded."""
+    ratio = clamped_exp(tokens.target - tokens.proximal)
+    loss = clipped_surrogate(ratio, tokens.advantages, config.clip_low, config.clip_high)
+    ceiling = -tokens.advantages * config.max_ratio
+    is_bounded = ((tokens.advantages < 0) & (loss.terms > ceiling)).detach()
+    terms = ceiling.where(is_bounded, loss.terms)
+    return PolicyLoss(terms, loss.is_clipped_low, loss.is_clipped_high | is_bounded)
