@@ -22,7 +22,8 @@ from tests.in_process import train_in_process
 from tests.small_run import small_run_overrides
 from tests.tiers import IS_FULL
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+# The first of them also makes the warm policy of the session.
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 LIMIT_S = 30.0
 
