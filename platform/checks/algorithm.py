@@ -91,6 +91,12 @@ def check_algorithm(config: RunConfig) -> Iterator[Finding]:
             continue
         if wrong := misfit(function, parameters):
             yield error(f"{key}={entry.name!r} {wrong}", key)
+        if entry.level == "pair" and not (entry.settings and issubclass(entry.settings, PairsConfig)):
+            yield error(
+                f"{key}={entry.name!r} compares pairs, but its settings do not say which. Let them be a subclass of "
+                "PairsConfig (trainer/algorithms/losses/pairs.py).",
+                key,
+            )
         if entry.settings is not None:
             yield from _of_args(entry.kind, getattr(config.algorithm, entry.kind), entry.settings)
 

@@ -28,7 +28,7 @@ class Algorithm:
     """An algorithm as plain values and functions, so that a step asks no configuration.
 
     Attributes:
-        selecting: Name, function and settings of each loss and correction that selects tokens of the batch.
+        selecting: Function's name, selection and settings of each loss and correction that selects tokens of the batch.
         fused: What the kernel is told that has the whole algorithm; None: none has it.
         always_learns: Whether sequences without an advantage have a gradient, too.
         learning_selection: Name of a selection whose tokens have a gradient without an advantage, too; else empty.
@@ -56,7 +56,7 @@ class Algorithm:
         mean = "seq_mean_token_mean" if self.compares_pairs else config.aggregation
         self.aggregation = find("aggregation", mean).function
         self.selecting = [
-            (entry.name, entry.select, self.loss_settings if entry.kind == "loss" else chain[entry.name])
+            (entry.function.__name__, entry.select, self.loss_settings if entry.kind == "loss" else chain[entry.name])
             for entry in config.entries_of_batch
             if entry.select is not None
         ]
@@ -64,7 +64,7 @@ class Algorithm:
         self.kl_in_loss, self.kl_in_reward = config.kl_in_loss, config.kl_in_reward
         learns = self.kl_in_loss or config.entropy.coefficient or config.teacher_coefficient
         self.always_learns = bool(learns) or loss.is_own or not loss.needs_advantages
-        self.learning_selection = loss.name if loss.selected_learn else ""
+        self.learning_selection = loss.function.__name__ if loss.selected_learn else ""
         self.weighs_divergence = config.weighs_divergence
         self.needs_reference, self.needs_teacher = config.needs_reference, config.needs_teacher
         self.metrics = tuple(loss.metrics)

@@ -53,9 +53,10 @@ class Variant(BaseModel):
 
 
 class Named(Variant):
-    """Settings of a loss or an advantage of the catalog. `type` is its name."""
+    """Settings of a loss or an advantage of the catalog."""
 
-    type: str
+    type: str = ""
+    """Its name; a user's own function has an import path instead."""
 
     @property
     def name(self) -> str:
@@ -116,7 +117,8 @@ class Entry:
         masks_sequences: Of a correction: whether it masks whole sequences.
         reads_advantages: Of a correction: whether it masks only answers of negative advantage.
         compares_proximal: Of a correction: whether it masks by p − b alone, which is 0 at proximal=behavior.
-        select: `(BatchTokens, settings) -> [T] bool`, of what compares all tokens of a batch: those that it acts on.
+        select: `(BatchTokens, settings) -> [T] bool`, of what compares all tokens of a batch (`level="batch"`): those
+            that it acts on, which it finds in `LossTokens.selection` under the name of its function.
         selected_learn: Whether selected tokens have a gradient without an advantage, too.
         fused: Settings of the kernel that has the whole algorithm; None: no kernel has it.
         refused: One sentence for each combination with its settings that cannot work.

@@ -38,7 +38,7 @@ class LossTokens:
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
         returns: `[T]` targets of V.
-        selected: Name of a loss or correction of the whole batch -> `[T] bool`, its tokens.
+        selected: Name of the function of a loss or correction of the whole batch -> `[T] bool`, its tokens.
         nll_factors: `[T]` of `negative_logprob`; None: 0.
     """
 

@@ -68,7 +68,7 @@ class TrainingSequence:
         alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
             were sampled from the whole vocabulary.
         selected: Name of a loss or correction of the whole batch -> `[len(targets)] bool`, which of the loss tokens it
-            selects (algorithms/selection.py).
+            selects (`Algorithm.select`).
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
             are not recorded.
     """

@@ -297,7 +297,7 @@ def batch_pairs(
     for one in samples:
         if one.trajectory.threads:
             raise TrainingError(
-                f"algorithm.loss={settings.name} prefers one answer to another, but "
+                f"algorithm.loss={algorithm.config.loss.name} prefers one answer to another, but "
                 f"{one.trajectory.trajectory_id} of task {one.trajectory.task_id} has threads "
                 f"({one.trajectory.threads[0].name!r}, ...), so it is no single answer. Use a loss of advantages, or "
                 "an environment of one thread."

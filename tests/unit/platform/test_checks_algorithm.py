@@ -81,6 +81,10 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
             ["algorithm/loss=custom", f"algorithm.loss.function={OWN}:squared", *SEQUENCE_PARALLEL],
             f"algorithm.loss={OWN}:squared with trainer",
         ),
+        (
+            ["algorithm=online_dpo", "algorithm/loss=custom", f"algorithm.loss.function={OWN}:pairs_of_nothing"],
+            "Let them be a subclass of PairsConfig",
+        ),
         (["algorithm/loss=reinforce", "algorithm.proximal=behavior", "algorithm/correction=none"], "has no ρ"),
         (
             ["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200", CONTEXT],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.trainer.algorithms.catalog import Custom
+from penstock.trainer.algorithms.catalog import Custom, Entry
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, unclipped
 
 
@@ -19,6 +19,12 @@ def one_number(rewards: np.ndarray, config: Custom) -> float:
 
 def squared(tokens: LossTokens, config: Custom) -> PolicyLoss:
     return unclipped(tokens.advantages * tokens.target.square())
+
+
+@Entry("loss", level="pair", takes_weight=False, has_ratio=False)
+def pairs_of_nothing(tokens: LossTokens, config: Custom) -> PolicyLoss:
+    """`−c`."""
+    return unclipped(-tokens.target)
 
 
 def a_tensor(tokens: LossTokens, config: Custom) -> torch.Tensor:
