@@ -76,7 +76,7 @@ def test_one_report_tells_what_passed_failed_hung_and_was_skipped(
     steps = [
         step("good", "that it works", ("-c", "print('figures', '{\"speed\": 2.5}')"), 60),
         step("bad", "that it works", ("-c", FAILS), 60),
-        step("slow", "that it ends", ("-c", HANGS), 2),
+        step("slow", "that it ends", ("-c", HANGS), 6),
         step("tests", "the pytest form", ("-c", "print('SKIPPED [1] tests/x.py:3: there is no GPU\\n1 skipped')"), 60),
         step("two", "two GPUs", ("-c", "raise SystemExit(9)"), 60, num_gpus=2),
         step("gone", "a file", ("-m", "pytest", "tests/gpu/test_none.py"), 60),
@@ -97,7 +97,7 @@ def test_one_report_tells_what_passed_failed_hung_and_was_skipped(
     }
     assert found["good"]["figures"] == {"speed": 2.5}
     assert found["bad"]["reason"] == "ValueError: 17 is not 18"
-    assert found["slow"]["reason"] == "over its time limit of 2 s\nwaiting"
+    assert found["slow"]["reason"] == "over its time limit of 6 s\nwaiting"
     assert found["tests"]["reason"] == "there is no GPU"
     assert found["two"]["reason"] == "needs 2 GPUs, there are 1"
     assert found["gone"]["reason"] == "tests/gpu/test_none.py is not in this version"

@@ -149,7 +149,7 @@ async def test_a_run_without_frozen_workers_ends_with_one_error_its_policy_and_a
     run = run_of(set(), tmp_path, notes)
     processes = iter([FrozenProcess(2 * GROUPS + 1)])
     client = ReferenceClient(role, [lambda: cast("Any", next(processes, FrozenProcess(0)))], 5.0)
-    run._flow.ports = replace(run._flow.ports, **{role: client})
+    run._flow.ports = replace(run._flow.ports, **{role: client.logprobs})
     error = await fails_to_the_end(run)
     client.close()
     assert f"{role}: no worker is left: 1 of 1 were given up (each is restarted at most 10 times" in str(error)
