@@ -1,7 +1,7 @@
 """Batched messages between the driver and an actor: two Ray calls carry all traffic.
 
     driver   Outgoing.send(item)                      items of one tick of the event loop ─▶ one call of `submit`
-    actor    Outbox.put(answer)                       answers that nobody has collected
+    actor    Outbox.put(answer)                       answers that were not collected yet
     driver   await collect(actor.collect.remote)      a long poll: all answers since the last one
 
 So the number of calls does not grow with the number of trajectories, and a slow answer delays no other. An outbox is

@@ -1,10 +1,9 @@
-"""How tokens are sampled: the parameters, and random numbers by counter.
+"""How tokens are sampled: the parameters, and counter-based random numbers.
 
-Each draw is a hash of (seed, group, trajectory index, position).
-
-With a stateful generator, a draw would depend on the other requests of the batch and on earlier draws. A counter-based
-generator is a pure function of its key. A trajectory is therefore sampled identically in any batch, at any time and on
-any engine, and a resumed one continues with the same draws.
+Each draw is a hash of (seed, group, trajectory index, position). With a stateful generator, a draw would depend on the
+other requests of the batch and on earlier draws. A counter-based generator is a pure function of its key. A trajectory
+is therefore sampled identically in any batch, at any time and on any engine, and a resumed one continues with the same
+draws.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), folded over the key.
 """

@@ -287,7 +287,7 @@ def _why_unreadable(folder: Path, cause: Exception) -> str:
         return f"no tokenizer can be loaded from it: {reason}."
     return (
         f"no tokenizer can be loaded from its {', '.join(names)}: {type(cause).__name__}: {reason}. Is one of them cut "
-        "off, or the file of something else? Is one missing? Copy them anew."
+        "off, or the file of something else? Is one missing? Download or copy them again."
     )
 
 

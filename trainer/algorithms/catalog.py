@@ -6,8 +6,8 @@ advantages are the same in corrections.py and advantages.py. A function of your 
 `algorithm/loss=custom algorithm.loss.function=pkg.module:function`.
 
 `penstock algorithms` prints the entries, docs/paper_index.md lists them, the checks of a configuration use them, and
-training calls their functions. The modules here are imported when the first entry is looked up. Without a run nobody
-needs torch, so they import it inside functions.
+training calls their functions. The modules here are imported when the first entry is looked up. Commands that
+start no run do not need torch, so these modules import it inside functions.
 
 Symbols: trajectory i of a group of G with reward R_i; sampled token t, n_i of them; N sequences of a batch;
 behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w = exp(p − b); sg = stop-gradient.
