@@ -33,16 +33,8 @@ from penstock.envs.adapters.chat_messages import (
     with_system,
 )
 from penstock.envs.import_path import load_object, nearest_hint
-from penstock.envs.row_files import (
-    EVALUATION_SPLITS,
-    FORMATS,
-    PACKED,
-    Row,
-    RowTable,
-    TableRows,
-    has_splits,
-    open_rows,
-)
+from penstock.envs.row_files import EVALUATION_SPLITS, FORMATS, has_splits, open_rows
+from penstock.envs.row_tables import PACKED, Row, RowTable, TableRows
 from penstock.envs.tasks.generated_tasks import HELD_OUT_SHARE, endless, is_held_out_key, row_key
 
 Location = str | Sequence[str] | Mapping[str, Any]

@@ -15,7 +15,8 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.import_path import nearest_hint
 from penstock.envs.rewards.answers import AnswerValue, checked_answer
-from penstock.envs.row_files import Row, open_rows
+from penstock.envs.row_files import open_rows
+from penstock.envs.row_tables import Row
 from penstock.envs.tasks.generated_tasks import endless
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
