@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from penstock.dataflow.consumption_gate import ConsumptionGate
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
+from penstock.dataflow.gates import ConsumptionGate, free_credits
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import LIVE, UNREADY, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
-from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits
+from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupRef
 
 Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]

@@ -95,7 +95,7 @@ class GroupRecord:
         requeues: Number of earlier groups of this task that were dropped as too old.
         trajectory_versions: For each trajectory a lower bound on the version of its oldest token: the engine's
             acknowledged version at dispatch, then the version of its first token; None before dispatch.
-        deadline: The last version at which the group may train (consumption_gate.py); None before the first dispatch.
+        deadline: The last version at which the group may train (gates.py); None before the first dispatch.
         ready: The group's metadata while it is ready and not in a batch.
     """
 

@@ -1,4 +1,4 @@
-"""The two gates that bound staleness, as pure functions of absolute counters.
+"""The bound on staleness: its definition, and the limits that set it.
 
 Symbols: B groups per batch, v published version, η maximum staleness of a trained token in versions.
 
@@ -15,8 +15,7 @@ For k = 0, every group that is due now is in the batch. For k > 0, the k batches
 groups that are due by then. If the condition holds at v, waiting for live groups makes it hold at v + 1, so no group
 ever expires (docs/concepts/staleness.md has the proof and an example).
 
-This file defines the bound and holds the admission gate. The consumption gate, which enforces the bound, is
-`ConsumptionGate` in dataflow/consumption_gate.py; dataflow/core.py checks every group once more when a batch takes it.
+Both gates are in dataflow/gates.py; dataflow/core.py checks every group once more when a batch takes it.
 """
 
 from __future__ import annotations
@@ -73,26 +72,3 @@ class FlowLimits:
         One batch for the next step and one more, so that the trainer seldom waits for long answers (ADR 0029).
         """
         return 2 * self.batch_groups + self.surplus
-
-
-def free_credits(
-    limits: FlowLimits, *, admitted: int, returned: int, trained: int, waiting: int = 0, surplus: int = 0
-) -> int:
-    """Number of groups that may start now.
-
-    Args:
-        limits: Limits of the flow.
-        admitted: Number of groups ever admitted.
-        returned: Number of groups that ended untrained and returned their credit.
-        trained: Number of trained groups.
-        waiting: Number of groups outside the batch that were not dispatched yet or are ready.
-        surplus: Number of redundant groups that may be live now.
-
-    Returns:
-        min(window − live, total_steps·B − net admissions, max(0, 2·B + surplus − waiting)). Never negative while I6
-        holds.
-    """
-    net = admitted - returned
-    window = (limits.max_staleness + 1) * limits.batch_groups + surplus
-    remaining = limits.total_steps * limits.batch_groups - net
-    return min(window - (net - trained), remaining, max(0, limits.max_waiting - waiting))

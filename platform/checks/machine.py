@@ -120,20 +120,14 @@ def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
             "cluster: the pools are GPU, but the installed torch is the CPU build and would not see them. Run "
             "`make setup FLAVOR=cuda` in a fresh environment."
         )
-    driver, least = hardware.nvidia_driver_version(), hardware.MIN_NVIDIA_DRIVER
-    if driver is not None and hardware.version_numbers(driver) < hardware.version_numbers(least):
+    if problem := hardware.driver_problem(hardware.nvidia_driver_version()):
         yield absent(
-            f"cluster: this machine has NVIDIA driver {driver}, and torch's CUDA 13.0 needs {least} or newer: it would "
-            "find no GPU. Install a newer driver, use another machine, or cluster=local_cpu."
+            f"cluster: the NVIDIA driver of this machine is {problem}. Install a newer driver, use another machine, or "
+            "cluster=local_cpu."
         )
-    needed, capabilities = hardware.MIN_COMPUTE_CAPABILITY, hardware.gpu_capabilities()
-    least_numbers = hardware.version_numbers(needed)
-    if capabilities and all(hardware.version_numbers(one) < least_numbers for one in capabilities.values()):
-        told = ", ".join(f"{name} has compute capability {one}" for name, one in capabilities.items())
-        yield absent(
-            f"cluster: {told}, and {needed} is needed: vLLM refuses bfloat16, and the kernels do not run. Use an "
-            "Ampere or newer GPU, e.g. A10, A100, L4 or H100."
-        )
+    problems = hardware.gpu_problems(capabilities := hardware.gpu_capabilities())
+    if problems and len(problems) == len(capabilities):
+        yield absent(f"cluster: {'; '.join(problems)}. Use an Ampere or newer GPU, e.g. A10, A100, L4 or H100.")
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
         yield absent(

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cluster import hardware
-from penstock.platform.cluster.hardware import MIN_COMPUTE_CAPABILITY, MIN_NVIDIA_DRIVER
+from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER
 from penstock.platform.cluster.memory import GIB
 
 Status = Literal["ok", "warn", "bad"]
@@ -137,8 +137,10 @@ def check_devices() -> Iterator[Diagnosis]:
     if not hardware.has_nvidia_driver():
         yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
         return
-    yield _compare_driver(hardware.nvidia_driver_version())
-    yield from _compare_gpus(hardware.gpu_capabilities())
+    yield _diagnose_driver(hardware.nvidia_driver_version())
+    for problem in hardware.gpu_problems(hardware.gpu_capabilities()):
+        advice = "Use an Ampere or newer GPU, e.g. A10, A100, L4 or H100, or `make setup FLAVOR=cpu`."
+        yield Diagnosis("gpu", "warn" if hardware.is_cpu_build() else "bad", problem, advice)
     if hardware.is_cpu_build():
         advice = "Run `make setup FLAVOR=cuda` in a fresh environment to use them."
         yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
@@ -189,26 +191,15 @@ def check_sandbox_support() -> Iterator[Diagnosis]:
         yield Diagnosis("sandboxes", "ok", "programs of a policy run in sandboxes, and user code with isolation=strict")
 
 
-def _compare_driver(version: str | None) -> Diagnosis:
+def _diagnose_driver(version: str | None) -> Diagnosis:
     """Compare the driver with the minimum of the CUDA build of torch. The CPU build does not need it."""
     if version is None:
         advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
         return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
-    if hardware.version_numbers(version) >= hardware.version_numbers(MIN_NVIDIA_DRIVER):
+    if (problem := hardware.driver_problem(version)) is None:
         return Diagnosis("nvidia driver", "ok", version)
-    found = f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer"
-    advice = "torch will find no GPU. Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
-    return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", found, advice)
-
-
-def _compare_gpus(capabilities: dict[str, str]) -> Iterator[Diagnosis]:
-    """Name GPUs that are too old for bfloat16 and for our kernels."""
-    least = hardware.version_numbers(MIN_COMPUTE_CAPABILITY)
-    for name, capability in capabilities.items():
-        if hardware.version_numbers(capability) < least:
-            found = f"{name} has compute capability {capability}, and {MIN_COMPUTE_CAPABILITY} is needed for bfloat16"
-            advice = "Use an Ampere or newer GPU, e.g. A10, A100, L4 or H100, or `make setup FLAVOR=cpu`."
-            yield Diagnosis("gpu", "warn" if hardware.is_cpu_build() else "bad", found, advice)
+    advice = "Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
+    return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", problem, advice)
 
 
 def _free_space(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,11 +42,28 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("."))
 
 
+def driver_problem(version: str | None) -> str | None:
+    """Why the CUDA build of torch finds no GPU with this driver; None if it does, or the version is not known."""
+    if version is None or version_numbers(version) >= version_numbers(MIN_NVIDIA_DRIVER):
+        return None
+    return f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer and finds no GPU otherwise"
+
+
 def gpu_capabilities() -> dict[str, str]:
     """Name of each kind of GPU -> its compute capability, e.g. `{"NVIDIA L4": "8.9"}`; empty if unknown."""
     said = _run_nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader") or ""
     found = (line.rpartition(",") for line in said.splitlines())
     return {name.strip(): text.strip() for name, _, text in found if re.fullmatch(r"\d+\.\d+", text.strip())}
+
+
+def gpu_problems(capabilities: Mapping[str, str]) -> list[str]:
+    """GPUs, as `gpu_capabilities` gives them, that are too old for bfloat16 in vLLM and for our kernels."""
+    least = version_numbers(MIN_COMPUTE_CAPABILITY)
+    return [
+        f"{name} has compute capability {capability}, and {MIN_COMPUTE_CAPABILITY} is needed for bfloat16"
+        for name, capability in capabilities.items()
+        if version_numbers(capability) < least
+    ]
 
 
 def num_nvidia_gpus() -> int | None:

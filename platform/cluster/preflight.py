@@ -17,7 +17,7 @@ from rich.table import Table
 from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
 from penstock.dataflow.errors import PlacementError
-from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER, version_numbers
+from penstock.platform.cluster.hardware import MIN_NVIDIA_DRIVER, driver_problem
 from penstock.platform.cluster.memory import shared_gib
 from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
@@ -176,11 +176,7 @@ def _devices(answered: Sequence[NodeReport], taking_part: Sequence[NodeReport], 
             )
     if not needs.bundles:
         return
-    old = {
-        node.name: str(node.nvidia_driver)
-        for node in taking_part
-        if node.nvidia_driver is not None and version_numbers(node.nvidia_driver) < version_numbers(MIN_NVIDIA_DRIVER)
-    }
+    old = {node.name: str(node.nvidia_driver) for node in taking_part if driver_problem(node.nvidia_driver)}
     if old:
         yield error(
             f"cluster: the NVIDIA driver is {_by_value(old)}, but the CUDA 13.0 build of torch needs "

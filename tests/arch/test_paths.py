@@ -67,7 +67,7 @@ READY = [
     ("platform/run/group_run.py", "start"),
     ("platform/run/flow.py", "group_finished"),
     ("dataflow/core.py", "ready"),
-    ("dataflow/consumption_gate.py", "mark_ready"),
+    ("dataflow/gates.py", "mark_ready"),
 ]
 PATHS = {
     "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_receive_in_place"), *IN_PLACE],

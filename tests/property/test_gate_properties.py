@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.dataflow.consumption_gate import ConsumptionGate
+from penstock.dataflow.gates import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupRecord
 from penstock.dataflow.staleness import FlowLimits

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from penstock.actors.engine.client import RemoteEngine
-from penstock.dataflow.consumption_gate import ConsumptionGate
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
+from penstock.dataflow.gates import ConsumptionGate
 from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
 from penstock.dataflow.ports import Engine, GenerateRequest, WeightAck, WeightManifest, WrittenFile

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.dataflow.gates import free_credits
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.staleness import FlowLimits, free_credits
+from penstock.dataflow.staleness import FlowLimits
 from tests.staleness_definition import Candidate, choose_batch, is_feasible
 
 B2_ETA1 = FlowLimits(batch_groups=2, max_staleness=1, total_steps=10)

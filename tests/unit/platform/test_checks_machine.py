@@ -169,7 +169,7 @@ ONE_GPU = ["cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_coloc
 def test_a_driver_that_is_too_old_is_named_with_both_versions_and_what_to_do(overrides, monkeypatch):
     on_a_gpu(monkeypatch, driver="575.57.08")
     found = absent([*overrides, *ONE_GPU])
-    assert "NVIDIA driver 575.57.08, and torch's CUDA 13.0 needs 580.65.06 or newer" in found
+    assert "575.57.08, but the CUDA 13.0 build of torch needs 580.65.06 or newer" in found
     assert "Install a newer driver" in found
 
 

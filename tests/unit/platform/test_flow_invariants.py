@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from penstock.dataflow.consumption_gate import ConsumptionGate
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import AccountingError, StalenessError
+from penstock.dataflow.gates import ConsumptionGate
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.ports import GenerateRequest, TokenDelta

@@ -1,7 +1,8 @@
-"""The consumption gate, maintained incrementally: decides which ready groups train next.
+"""The two gates: the admission gate gives credits, the consumption gate decides which ready groups train next.
 
-Symbols as in dataflow/staleness.py: B groups per batch, v published version, η max_staleness. A group's
-deadline is its oldest version + η. The gate counts live groups by deadline, so the feasibility rule
+Symbols as in dataflow/staleness.py: B groups per batch, v published version, η max_staleness. The admission gate is a
+function of absolute counters, `free_credits`. The consumption gate is maintained incrementally. A group's deadline is
+its oldest version + η. The gate counts live groups by deadline, so the feasibility rule
 
     for every k = 0..η:   need(k) = #{live outside with deadline ≤ v + k} − k·B  ≤  0
 
@@ -23,6 +24,29 @@ from itertools import accumulate
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupRecord
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
+
+
+def free_credits(
+    limits: FlowLimits, *, admitted: int, returned: int, trained: int, waiting: int = 0, surplus: int = 0
+) -> int:
+    """Number of groups that may start now.
+
+    Args:
+        limits: Limits of the flow.
+        admitted: Number of groups ever admitted.
+        returned: Number of groups that ended untrained and returned their credit.
+        trained: Number of trained groups.
+        waiting: Number of groups outside the batch that were not dispatched yet or are ready.
+        surplus: Number of redundant groups that may be live now.
+
+    Returns:
+        min(window − live, total_steps·B − net admissions, max(0, 2·B + surplus − waiting)). Never negative while I6
+        holds.
+    """
+    net = admitted - returned
+    window = (limits.max_staleness + 1) * limits.batch_groups + surplus
+    remaining = limits.total_steps * limits.batch_groups - net
+    return min(window - (net - trained), remaining, max(0, limits.max_waiting - waiting))
 
 
 def _order(record: GroupRecord) -> tuple[float, GroupId]:
