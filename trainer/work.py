@@ -18,7 +18,7 @@ from penstock.weights.model_config import DType, ModelShape
 
 FORWARD_AND_BACKWARD = 3
 """Cost of a training pass relative to a forward pass."""
-_BF16_FLOPS = {
+BF16_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -26,6 +26,7 @@ _BF16_FLOPS = {
     "H20": 148e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "A10G": 70e12,
     "A10": 125e12,
     "L4": 121e12,
 }
@@ -37,7 +38,7 @@ def peak_flops(device_name: str | None, dtype: DType) -> float | None:
     if device_name is None or dtype != "bfloat16":
         return None
     words = device_name.replace("-", " ").split()
-    return next((peak for name, peak in _BF16_FLOPS.items() if set(name.split()) <= set(words)), None)
+    return next((peak for name, peak in BF16_FLOPS.items() if set(name.split()) <= set(words)), None)
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:

@@ -26,10 +26,10 @@ from math import ceil
 from typing import Literal
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.cluster.hardware import ACCELERATORS, CPU_SLOT, NETWORK_BYTES_PER_S, Accelerator
 from penstock.platform.cluster.memory import GIB, adapter_parameters, kv_cache_gib
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.schema import RunConfig
+from penstock.trainer.work import BF16_FLOPS
 from penstock.weights.model_config import DTYPE_BYTES
 
 MODEL_FLOPS = 0.35
@@ -46,6 +46,37 @@ TRAINING_STEP_S = 0.3
 """Of a step whatever its size: the batch is collected, packed and sent to the ranks."""
 MAIN_MEMORY_BYTES_PER_S = 5e9
 """Of a version through shared memory or gloo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """What the data sheet of an accelerator promises; no program reaches all of it.
+
+    Attributes:
+        flops: Dense bfloat16 FLOP/s.
+        memory_bytes_per_s: Bandwidth of its memory.
+        link_bytes_per_s: To the other accelerators of its node, in one direction.
+    """
+
+    flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+ACCELERATORS = {
+    "B200": Accelerator(BF16_FLOPS["B200"], 8.0e12, 900e9),
+    "H200": Accelerator(BF16_FLOPS["H200"], 4.8e12, 450e9),
+    "H100": Accelerator(BF16_FLOPS["H100"], 3.35e12, 450e9),
+    "A100": Accelerator(BF16_FLOPS["A100"], 2.0e12, 300e9),
+    "L40S": Accelerator(BF16_FLOPS["L40S"], 0.86e12, 32e9),
+    "A10G": Accelerator(BF16_FLOPS["A10G"], 0.6e12, 32e9),
+    "L4": Accelerator(BF16_FLOPS["L4"], 0.3e12, 16e9),
+}
+"""By Ray's label (`cluster.pools.NAME.accelerator_type`); the SXM form where there are several, PCIe without NVLink."""
+CPU_SLOT = Accelerator(50e9, 10e9, 5e9)
+"""A core. Far off for small models, so a plan for CPUs means nothing without a calibration."""
+NETWORK_BYTES_PER_S = 25e9
+"""Of an accelerator to those of other nodes: a network card of 200 Gbit/s for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Fast probes of this machine without torch (accelerators, memory, disk), and data sheets of known accelerators."""
+"""Fast probes of this machine, without torch: accelerators, memory, disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -145,34 +144,3 @@ def _read_cgroup(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
-
-
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """What the data sheet of an accelerator promises; no program reaches all of it.
-
-    Attributes:
-        flops: Dense bfloat16 FLOP/s.
-        memory_bytes_per_s: Bandwidth of its memory.
-        link_bytes_per_s: To the other accelerators of its node, in one direction.
-    """
-
-    flops: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-
-
-ACCELERATORS = {
-    "B200": Accelerator(2250e12, 8.0e12, 900e9),
-    "H200": Accelerator(989e12, 4.8e12, 450e9),
-    "H100": Accelerator(989e12, 3.35e12, 450e9),
-    "A100": Accelerator(312e12, 2.0e12, 300e9),
-    "L40S": Accelerator(362e12, 0.86e12, 32e9),
-    "A10G": Accelerator(70e12, 0.6e12, 32e9),
-    "L4": Accelerator(121e12, 0.3e12, 16e9),
-}
-"""By Ray's label (`cluster.pools.NAME.accelerator_type`); the SXM form where there are several, PCIe without NVLink."""
-CPU_SLOT = Accelerator(50e9, 10e9, 5e9)
-"""A core. Far off for small models, so a plan for CPUs means nothing without a calibration."""
-NETWORK_BYTES_PER_S = 25e9
-"""Of an accelerator to those of other nodes: a network card of 200 Gbit/s for each."""

@@ -31,6 +31,7 @@ def test_model_flops_are_those_that_torch_counts_with_half_of_the_attention(poli
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
         ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA A10G", "bfloat16", 70e12),
         ("NVIDIA L4", "bfloat16", 121e12),
         ("NVIDIA L40S", "bfloat16", 362e12),
         ("NVIDIA GH200 480GB", "bfloat16", None),
