@@ -196,7 +196,7 @@ async def publish_while_it_generates(folder: Path) -> Figures:
     from penstock.dataflow.sampling import SamplingParams
     from penstock.rollout.engines.vllm.engine import VllmEngine
     from penstock.weights.layout.algebra import TensorSpec
-    from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+    from penstock.weights.layout.sides import EngineLayout, TrainingSharding
     from penstock.weights.transport.device_memory import OpenedVersionBuffers
     from penstock.weights.transport.shards import ShardTransfer, ShardWriter
 

@@ -47,7 +47,7 @@ from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerCon
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 

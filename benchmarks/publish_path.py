@@ -37,7 +37,7 @@ from weights_plan import config_of_shape
 from penstock.weights.checksum import strided_sum, tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.checkpoint import module_tensors
+from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.transport import shards
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter

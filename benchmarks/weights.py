@@ -47,7 +47,7 @@ from weights_plan import bytes_per_link, config_of_shape, egress, plain_layout, 
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
-from penstock.weights.layout.checkpoint import module_tensors
+from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES, ModelConfig
 from penstock.weights.planner.plan import make_plan

@@ -36,8 +36,8 @@ from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.backends.tensor_parallel import axis_of
 from penstock.weights.hf_folder import transformers_config
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, cut, subtract, volume, whole
-from penstock.weights.layout.checkpoint import module_tensors
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.checkpoint_names import module_tensors
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES, DType, ModelShape
 from penstock.weights.planner.plan import Plan

@@ -38,8 +38,8 @@ from penstock.trainer.spec import free_port
 from penstock.weights.checksum import strided_sum, tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
-from penstock.weights.layout.checkpoint import module_tensors
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.checkpoint_names import module_tensors
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter

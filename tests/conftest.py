@@ -19,7 +19,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.platform.config import compose
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle

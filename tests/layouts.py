@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.weights.layout.algebra import Layout, Shape, Shard, TensorSpec, View
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.layout.training import training_layout
 
 FOLDER = Path(__file__).parent / "data" / "layouts"

@@ -27,9 +27,9 @@ from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import policy_sequences
+from penstock.trainer.flops import FlopCounter
 from penstock.trainer.micro_batches import Passes
 from penstock.trainer.models.critic import Critic
-from penstock.trainer.work import Work
 
 
 class Forwarded(NamedTuple):
@@ -103,10 +103,10 @@ class EarlyResults:
 class BatchBuilder:
     """Builds the batches of one rank. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(self, passes: Passes, critic: Critic | None, work: Work, algorithm: Algorithm) -> None:
+    def __init__(self, passes: Passes, critic: Critic | None, flops: FlopCounter, algorithm: Algorithm) -> None:
         self._passes = passes
         self._critic = critic
-        self._work = work
+        self._flops = flops
         self._early_results = EarlyResults()
         self.use(algorithm)
 
@@ -124,7 +124,7 @@ class BatchBuilder:
             start = time.perf_counter()
             (forwarded,) = self._completed([payload])
             if self._recomputes:
-                (proximal,) = self._passes.per_sampled_token([payload], self._work)
+                (proximal,) = self._passes.per_sampled_token([payload], self._flops)
                 forwarded = replace(forwarded, proximal=proximal)
             self._early_results.keep(Forwarded(version, time.perf_counter() - start, forwarded))
 
@@ -171,7 +171,7 @@ class BatchBuilder:
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         # Only loss tokens are computed. Pairs refer to the whole batch, and a forward pass does not need them.
         if rest := [replace(sequences[index], preferred_to=(), unit=None) for index in missing]:
-            for index, logprobs in zip(missing, self._passes.per_target(rest, self._work), strict=True):
+            for index, logprobs in zip(missing, self._passes.per_target(rest, self._flops), strict=True):
                 sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
         return algorithm.select(sequences, seed=version)
 
@@ -185,7 +185,7 @@ class BatchBuilder:
         groups = list(payloads)
         if self._is_own_reference:
             with self._passes.backend.adapters.off():
-                groups = _filled(groups, "reference", partial(self._passes.per_sampled_token, work=self._work))
+                groups = _filled(groups, "reference", partial(self._passes.per_sampled_token, flops=self._flops))
         if self._critic is not None:
             groups = _filled(groups, "values", self._critic.values)
             settings = self._algorithm.advantage_settings

@@ -15,6 +15,7 @@ from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.backends.torch import Loader, build_torch_backend
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.flops import FlopCounter, peak_flops
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.models.lora import load_adapted_policy
 from penstock.trainer.models.policy_model import load_policy
@@ -22,7 +23,6 @@ from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.validation import trainer_violations
-from penstock.trainer.work import Work, peak_flops
 from penstock.weights.model_config import ModelConfig
 
 
@@ -73,14 +73,14 @@ def build_trainer(
         load = partial(load_adapted_policy, trainer.lora, spec.seed)
     backend = build_backend(load, spec.model_path, model, trainer, spec.device)
     device_name = torch.cuda.get_device_name(backend.device) if spec.device == "cuda" else None
-    work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
+    flops = FlopCounter(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     critic = None
     if spec.critic is not None and algorithm.needs_critic:
         critic_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})
         critic_path = spec.critic.path or spec.model_path
         critic_backend = build_backend(load_value_model, critic_path, model, critic_trainer, spec.device)
-        critic = Critic(critic_backend, spec, spec.critic, work)
-    return PolicyTrainer(backend, spec, work, critic)
+        critic = Critic(critic_backend, spec, spec.critic, flops)
+    return PolicyTrainer(backend, spec, flops, critic)
 
 
 def save_policy(

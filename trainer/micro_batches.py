@@ -19,9 +19,8 @@ from penstock.trainer.batches.packing import (
     plan_with_shared_prompts,
 )
 from penstock.trainer.batches.samples import all_sequences, sampled_tokens
+from penstock.trainer.flops import FlopCounter, attention_share
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.work import Work
-from penstock.weights.model_config import ModelShape
 
 
 class TeacherForced(NamedTuple):
@@ -70,24 +69,26 @@ class Passes:
                 yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
 
     def per_sampled_token(
-        self, payloads: Sequence[GroupPayload], work: Work | None = None
+        self, payloads: Sequence[GroupPayload], flops: FlopCounter | None = None
     ) -> list[NDArray[np.float32]]:
         """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
-        found = self.per_target(sampled_tokens(payloads), work)
+        found = self.per_target(sampled_tokens(payloads), flops)
         ends = np.cumsum([len(all_sequences([payload])) for payload in payloads])[:-1].tolist()
         borders = zip([0, *ends], [*ends, len(found)], strict=True)
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
 
-    def per_target(self, sequences: Sequence[TrainingSequence], work: Work | None = None) -> list[NDArray[np.float64]]:
+    def per_target(
+        self, sequences: Sequence[TrainingSequence], flops: FlopCounter | None = None
+    ) -> list[NDArray[np.float64]]:
         """Output of the model for every target token, without gradient: `[n_i]` each, the same on all ranks.
 
         Args:
             sequences: Of which the target tokens are computed.
-            work: Where the computation is counted; None: nowhere, as it is no part of a step.
+            flops: Where the computation is counted; None: nowhere, as it is no part of a step.
         """
         plan = self.plan(sequences)
-        if work is not None:
-            work.computed(sequences, plan.shared_lengths, num_forwards=1)
+        if flops is not None:
+            flops.computed(sequences, plan.shared_lengths, num_forwards=1)
         counts = [len(sequence.targets) for sequence in sequences]
         starts = np.cumsum([0, *counts])
         found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0
@@ -109,13 +110,3 @@ class Passes:
                 np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
         num_wrong, gold_logprobs = self.backend.all_reduce(np.stack([num_wrong, gold_logprobs]), "sum")
         return TeacherForced(float(np.mean(num_wrong == 0)), float(np.exp(gold_logprobs).mean()))
-
-
-def attention_share(shape: ModelShape) -> float:
-    """Attention products per token and token of context, relative to those with weights.
-
-    `a = 4 · layers · heads · head_dim / (2 · weights outside embeddings)`: QKᵀ and AV over one multiply-add per weight.
-    """
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    weights = shape.num_parameters - embeddings
-    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / weights

@@ -42,13 +42,13 @@ from penstock.trainer.batches.mini_batches import batch_normaliser, mini_batches
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.flops import FlopCounter
 from penstock.trainer.micro_batches import Passes, TeacherForced
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import OpenUpdate, TokenRecord, Update, batch_metrics, learning_rate, summary
-from penstock.trainer.work import Work
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
 
 HeldWeights = Mapping[str, Mapping[str, Tensor]]
@@ -64,14 +64,14 @@ class PolicyTrainer:
         stop: Ends the running step before it changes the weights.
     """
 
-    def __init__(self, backend: Backend, spec: TrainerSpec, work: Work, critic: Critic | None = None) -> None:
+    def __init__(self, backend: Backend, spec: TrainerSpec, flops: FlopCounter, critic: Critic | None = None) -> None:
         self.backend = backend
         self.critic = critic
         self._spec = spec
         self._algorithm = Algorithm(spec.algorithm)
         self._passes = Passes(backend, spec)
-        self._builder = BatchBuilder(self._passes, critic, work, self._algorithm)
-        self._work = work
+        self._builder = BatchBuilder(self._passes, critic, flops, self._algorithm)
+        self._flops = flops
         self._objective = Objective(self._algorithm)
         self._controllers = Controllers(spec.algorithm)
         self._num_steps = 0
@@ -146,7 +146,7 @@ class PolicyTrainer:
             metrics["checkpoint/copy_wait_s"], self._copy_wait_s = self._copy_wait_s, None
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         busy_s = step_s + ahead_s
-        metrics |= self._work.take(busy_s)
+        metrics |= self._flops.take(busy_s)
         told = trained_tokens if self.backend.rank == 0 else {}
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s, told)
 
@@ -202,7 +202,7 @@ class PolicyTrainer:
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
-        return kept | self._work.take(kept["trainer/step_s"])
+        return kept | self._flops.take(kept["trainer/step_s"])
 
     def preference_step(
         self, pairs: Sequence[Preference], reference_logprobs: Sequence[NDArray[np.float32]] | None = None
@@ -223,7 +223,7 @@ class PolicyTrainer:
         names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
         kept = {name: metrics[name] for name in names}
         step_s = time.perf_counter() - start
-        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._work.take(step_s)
+        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._flops.take(step_s)
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: margin of the chosen over the rejected answer: scores, or sums or means of logprobs as in the loss."""
@@ -378,9 +378,9 @@ class PolicyTrainer:
             plan = self._passes.plan(part)
             if learns:
                 opened.has_gradient = True
-                self._work.trained(part, plan.shared_lengths)
+                self._flops.trained(part, plan.shared_lengths)
             else:
-                self._work.computed(part, plan.shared_lengths, num_forwards=1)
+                self._flops.computed(part, plan.shared_lengths, num_forwards=1)
             counts.append(len(plan.ranks[self.backend.data_parallel_rank]))
             efficiencies.append(plan.efficiency)
             record = TokenRecord(part if opened.is_first_epoch else ())

@@ -34,7 +34,7 @@ from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, beside_t
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import (
     OpenedVersionBuffers,

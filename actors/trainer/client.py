@@ -20,7 +20,7 @@ from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.examples import Example, Preference
 from penstock.trainer.micro_batches import TeacherForced
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
 

@@ -30,7 +30,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.model_config import DType
 from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import (

@@ -20,7 +20,7 @@ from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSync
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.config import NUM_BUFFERS, WeightsConfig
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import adapter_manifest
 from penstock.weights.transport.shards import ShardTransfer

@@ -128,9 +128,9 @@ def main() -> None:
     question = Question(*json.load(sys.stdin))
     folder, problems = Path(question.folder), []
     if question.attention is not None:
-        from penstock.trainer import support as trainer_support
+        from penstock.trainer import model_support
 
-        problems += trainer_support.unsupported(folder, question.attention, question.role)
+        problems += model_support.unsupported(folder, question.attention, question.role)
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 

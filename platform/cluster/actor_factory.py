@@ -55,7 +55,7 @@ from penstock.trainer.batches.examples import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.layout.algebra import Layout, TensorSpec, side_by_side
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.cluster.memory import GIB, adapter_parameters, kv_cache_gib
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.schema import RunConfig
-from penstock.trainer.work import BF16_FLOPS
+from penstock.trainer.flops import BF16_FLOPS
 from penstock.weights.model_config import DTYPE_BYTES
 
 MODEL_FLOPS = 0.35

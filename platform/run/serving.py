@@ -52,10 +52,10 @@ from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.hf_folder import model_folder
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
+from penstock.weights.policy_folder import checkpoint_tensors
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 

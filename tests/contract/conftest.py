@@ -14,7 +14,7 @@ from penstock.rollout.config import EngineConfig
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TinyPublisher
 

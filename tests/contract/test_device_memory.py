@@ -23,7 +23,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBufferHandle
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import remove_directories_of

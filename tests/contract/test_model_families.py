@@ -26,7 +26,7 @@ from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from tests.command_line import read_summary, run_cli
@@ -170,7 +170,7 @@ def save(model: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_trainer_takes_every_family_and_masks_rows_of_several_sequences(model_type: str, tmp_path: Path) -> None:
-    from penstock.trainer.support import unsupported
+    from penstock.trainer.model_support import unsupported
 
     folder = make_model(model_type, tmp_path, 0)
     assert unsupported(folder, "sdpa") == []
@@ -190,7 +190,7 @@ def refused_by_the_trainer(kind: str, folder: Path) -> str:
     """Make a model of some kind; returns what the trainer says about it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from penstock.trainer.support import unsupported
+    from penstock.trainer.model_support import unsupported
 
     if kind == "classifier":
         config = AutoConfig.for_model("qwen3", **SIZES, num_labels=1)
@@ -237,7 +237,7 @@ def test_a_model_is_judged_by_the_role_that_a_run_gives_it(tmp_path: Path) -> No
     """A policy can begin a critic or a reward model; only a finished classifier of one label scores answers."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from penstock.trainer.support import unsupported
+    from penstock.trainer.model_support import unsupported
 
     def classifier(name: str, model_type: str = "qwen3", labels: int = 1) -> Path:
         config = AutoConfig.for_model(model_type, **SIZES, num_labels=labels)
@@ -267,7 +267,7 @@ def test_a_model_is_judged_by_the_role_that_a_run_gives_it(tmp_path: Path) -> No
 def test_a_model_without_a_sequence_classifier_cannot_begin_a_critic_or_a_reward_model(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from penstock.trainer.support import unsupported
+    from penstock.trainer.model_support import unsupported
 
     folder = save(AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5", **SIZES)), tmp_path)
     assert unsupported(folder, "sdpa") == []

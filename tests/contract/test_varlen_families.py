@@ -34,7 +34,7 @@ def check_gradients(family: str, found: dict[str, torch.Tensor], expected: dict[
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folder: Path) -> None:
-    from penstock.trainer.support import unsupported
+    from penstock.trainer.model_support import unsupported
 
     assert unsupported(folder / family, "varlen") == []
     expected, found = (scores_and_gradient(load(folder / family, one), packed_row(one)) for one in ("sdpa", "varlen"))

@@ -23,7 +23,7 @@ from penstock.platform.cluster.memory import GIB, staged_gib
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.hf_folder import transformers_config
-from penstock.weights.layout.checkpoint import module_tensors
+from penstock.weights.layout.checkpoint_names import module_tensors
 from tests.contract.vllm_on_a_gpu import Answer, Case
 from tests.tiny_policy import SPECIAL_TOKENS
 

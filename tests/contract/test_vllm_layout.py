@@ -23,7 +23,7 @@ from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec, volume, whole
-from penstock.weights.layout.checkpoint import (
+from penstock.weights.layout.checkpoint_names import (
     checkpoint_tensors,
     model_without_memory,
     module_tensors,

@@ -31,7 +31,7 @@ from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, O
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, on_cpu
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.model_config import Attention, ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
 from tests.algorithms import algorithm_config

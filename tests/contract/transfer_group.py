@@ -15,7 +15,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.transport.process_group.endpoints import ReceiverAddress, TransferGroupSpec, WeightSender
 from penstock.weights.transport.process_group.group import serve_store

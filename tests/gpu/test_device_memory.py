@@ -9,7 +9,7 @@ import torch
 
 from penstock.weights.checksum import check_received
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.device_memory import VersionBuffer
 from penstock.weights.transport.shards import ShardTransfer
 from tests.contract.test_device_memory import NUM_RANKS, written

@@ -10,7 +10,7 @@ import torch
 
 from penstock.weights.checksum import check_received
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.process_group.endpoints import (
     DeviceReceiver,
     ReceiverAddress,

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.models.lora import Adapter, Adapters
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 
 
 class OptimizerResult(NamedTuple):

@@ -57,7 +57,7 @@ from penstock.trainer.models.policy_model import (
     restore_rotary_buffers,
 )
 from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20

@@ -22,7 +22,7 @@ from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
 from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf_parameters
 from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec, whole_tensors
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 WrappedModel = PolicyModel | ValueModel

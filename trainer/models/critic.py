@@ -20,11 +20,11 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import after_cut
 from penstock.trainer.config import CriticConfig
+from penstock.trainer.flops import FORWARD_AND_BACKWARD, FlopCounter
 from penstock.trainer.micro_batches import Passes
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import learning_rate
-from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
 
 class Critic:
@@ -35,11 +35,11 @@ class Critic:
         warmup_steps: Batches at the start that train the critic only.
     """
 
-    def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, work: Work) -> None:
+    def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, flops: FlopCounter) -> None:
         self.backend = backend
         self._config = config
         self._passes = Passes(backend, spec)
-        self._work = work
+        self._flops = flops
         self.num_steps = 0
         self.warmup_steps = config.warmup_steps
         self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each
@@ -47,7 +47,7 @@ class Critic:
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
-        return self._passes.per_sampled_token(payloads, self._work)
+        return self._passes.per_sampled_token(payloads, self._flops)
 
     def cut_values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[S] float32`, S threads: V after the last token of those that were cut off, else 0.
@@ -56,7 +56,7 @@ class Critic:
         """
         of_groups = [after_cut(payload) for payload in payloads]
         cut = [one for sequences in of_groups for one in sequences if one is not None]
-        found = iter(self._passes.per_target(cut, self._work) if cut else ())
+        found = iter(self._passes.per_target(cut, self._flops) if cut else ())
         return [
             np.array([0.0 if one is None else next(found)[0] for one in sequences], np.float32)
             for sequences in of_groups
@@ -71,7 +71,7 @@ class Critic:
             is_last: Whether it is the last update of the batch.
         """
         plan = self._passes.plan(sequences)
-        self._work.computed(sequences, plan.shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
+        self._flops.computed(sequences, plan.shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):

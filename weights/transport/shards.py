@@ -28,7 +28,7 @@ from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import strided_box
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBuffer

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, Shard, TensorSpec
-from penstock.weights.layout.checkpoint import checkpoint_tensors
+from penstock.weights.layout.checkpoint_names import checkpoint_tensors
 from penstock.weights.layout.tracing import Trace
 from penstock.weights.model_config import DType
 

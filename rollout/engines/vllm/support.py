@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from penstock.dataflow.errors import WeightSyncError
 from penstock.rollout.engines.vllm.layout import expert_refusal, joined, plain_config, stand_in_groups, trace_rank
 from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
-from penstock.weights.layout.checkpoint import module_tensors
+from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.model_config import DType
 
 

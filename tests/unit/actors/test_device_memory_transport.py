@@ -17,7 +17,7 @@ from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.shards import IN_DEVICE_MEMORY
 from tests.layouts import torch_layout

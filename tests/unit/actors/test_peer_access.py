@@ -20,7 +20,7 @@ from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.device_memory import without_peer_access
 from tests.layouts import torch_layout
 

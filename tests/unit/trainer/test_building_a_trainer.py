@@ -10,7 +10,7 @@ from benchmarks.weights_plan import expected_splits
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.tensor_parallel import check_splittable, splits_of
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
-from penstock.trainer.micro_batches import attention_share
+from penstock.trainer.flops import attention_share
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.layout.algebra import TensorSpec

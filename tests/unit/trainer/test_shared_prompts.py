@@ -160,6 +160,6 @@ def test_shared_prompts_are_no_work(policy) -> None:
     sequences, flops = groups((12, [4, 4, 4])), []
     for share_prompts in (False, True):
         trainer = trainer_of(policy, 200, share_prompts=share_prompts)
-        trainer._work.trained(sequences, trainer._passes.plan(sequences).shared_lengths)
-        flops.append(trainer._work.flops)
+        trainer._flops.trained(sequences, trainer._passes.plan(sequences).shared_lengths)
+        flops.append(trainer._flops.flops)
     assert 0.4 < flops[1] / flops[0] < 0.6, "21 tokens instead of 45, and the head as before"

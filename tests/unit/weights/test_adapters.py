@@ -10,7 +10,7 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.checksum import tensor_checksum
-from penstock.weights.layout.engine import EngineLayout
+from penstock.weights.layout.sides import EngineLayout
 from penstock.weights.transport.adapters import BaseWeights, entries_of
 from tests.conftest import TINY_SHAPE
 from tests.layouts import read

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.allocator import expandable_segments
 from penstock.weights.transport.device_memory import (
     OpenedVersionBuffers,

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.weights_plan import bytes_per_link, egress, expected_splits, lower_bound_bytes, relay_depth, wire_bytes
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import relay_tree

@@ -15,7 +15,7 @@ from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.layout.algebra import side_by_side
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import (
     ShardFiles,

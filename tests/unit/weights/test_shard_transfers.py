@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.weights_plan import bytes_per_link, egress, lower_bound_bytes, wire_bytes
-from penstock.weights.layout.engine import EngineLayout, TrainingSharding
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.transport.shards import ShardTransfer
 from tests.unit.weights.models import engine_layout, tensors_of
 

@@ -16,7 +16,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.trainer.checkpoint import Counters, Fragment, TrainerSnapshot
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSharding
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport import device_memory
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBuffer

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.trainer.backends.rank_consistency import fingerprint
-from penstock.trainer.work import Work, forward_flops, peak_flops
+from penstock.trainer.flops import FlopCounter, forward_flops, peak_flops
 
 from .torch_trainer import MODEL, trainer_of
 
@@ -57,13 +57,13 @@ def test_a_step_reports_its_rates_and_no_utilisation_where_the_peak_is_unknown(p
 
 
 def test_utilisation_is_that_of_all_devices_since_the_last_step() -> None:
-    work = Work(MODEL.shape, num_devices=4, peak_flops=1e12, num_tokens=800, flops=2e12)
-    assert work.take(2.0) == {
+    counter = FlopCounter(MODEL.shape, num_devices=4, peak_flops=1e12, num_tokens=800, flops=2e12)
+    assert counter.take(2.0) == {
         "trainer/tokens_per_s_per_device": 100.0,
         "trainer/tflops_per_device": 0.25,
         "trainer/mfu": 0.25,
     }
-    assert work.take(2.0)["trainer/mfu"] == 0.0
+    assert counter.take(2.0)["trainer/mfu"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

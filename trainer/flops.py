@@ -48,6 +48,14 @@ def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float
     return 2.0 * (_layer_weights(shape) * num_tokens + head * num_targets + attention)
 
 
+def attention_share(shape: ModelShape) -> float:
+    """a = 2·L·A / W: attention products per token and token of context, relative to those with weights.
+
+    QKᵀ and AV over one multiply-add per weight; of all n × n, as an attention with a mask computes them.
+    """
+    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / _layer_weights(shape)
+
+
 @cache
 def _layer_weights(shape: ModelShape) -> int:
     """W."""
@@ -56,7 +64,7 @@ def _layer_weights(shape: ModelShape) -> int:
 
 
 @dataclass(slots=True)
-class Work:
+class FlopCounter:
     """Computation of all ranks since the last `take`.
 
     Attributes:
