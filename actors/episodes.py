@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock.actors.ray_errors import answer_of
 from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.child_process import MAX_LOADS

@@ -27,7 +27,7 @@ from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.models.frozen_policy import FrozenPolicy
-from penstock.trainer.spec import ReferenceSpec
+from penstock.trainer.spec import FrozenPolicySpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ PING_TIMEOUT_S = 60.0
 _Result = TypeVar("_Result")
 
 
-class ReferenceActor:
+class FrozenPolicyActor:
     """A process around a frozen policy."""
 
-    def __init__(self, spec: ReferenceSpec) -> None:
+    def __init__(self, spec: FrozenPolicySpec) -> None:
         keep_output("frozen-policies")
         torch.set_num_threads(spec.threads)
         self._policy = FrozenPolicy.load(spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature)
@@ -78,7 +78,7 @@ class _Worker:
         self.budget = RestartBudget(RESTARTS_PER_HOUR)
 
 
-class ReferenceClient:
+class FrozenPolicyClient:
     """A frozen policy: groups go to the first free worker. Arrays stay in the object store; the driver holds handles.
 
     Invariant: a worker is in the queue of free workers, has one group, is being restarted, or is given up. Once all are
@@ -226,19 +226,19 @@ class ReferenceClient:
             self._free.put_nowait(None)
 
 
-async def start_references(
+async def start_frozen_policies(
     role: str,
-    spec: ReferenceSpec,
+    spec: FrozenPolicySpec,
     resources: Sequence[Resources],
     environment: Mapping[str, str],
     start_timeout_s: float,
-) -> ReferenceClient:
+) -> FrozenPolicyClient:
     """Start the processes with a frozen policy."""
 
     def starting(need: Resources) -> Callable[[], ActorHandle]:
-        options = ray.remote(ReferenceActor).options(**need.options(environment))
+        options = ray.remote(FrozenPolicyActor).options(**need.options(environment))
         return lambda: options.remote(spec)
 
-    client = ReferenceClient(role, [starting(need) for need in resources], start_timeout_s)
+    client = FrozenPolicyClient(role, [starting(need) for need in resources], start_timeout_s)
     await client.start()
     return client

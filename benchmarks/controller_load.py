@@ -34,8 +34,9 @@ from penstock.dataflow.ports import (
 )
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts

@@ -36,7 +36,7 @@ from provenance import provenance
 from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Environment, Observation

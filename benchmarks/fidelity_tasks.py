@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reasoning_gym_reward
 from penstock.envs.contract import pure
 from penstock.envs.environment import Action, Done, Environment, Observation

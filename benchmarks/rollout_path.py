@@ -48,8 +48,9 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.loading import load_task_source
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_spec

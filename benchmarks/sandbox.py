@@ -29,7 +29,8 @@ import numpy as np
 from provenance import provenance
 
 from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig

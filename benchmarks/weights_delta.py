@@ -30,7 +30,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.dataflow.ids import GroupId, TrajectoryId
-from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.checks.load import compose_config

@@ -4,6 +4,8 @@ The core is sans-I/O: it never waits, sleeps or logs, and has no clock. A driver
 or the simulator in virtual time) reports events to it and queries what may happen next. The cost of an event does not
 grow with the number of live groups.
 
+A *batch* is the B groups that `close_batch` (or B times `take_one`) takes; `in_training` holds it until `advance`.
+
 Reports that are duplicated, late or about unknown groups are counted in `ignored` and have no other effect.
 """
 

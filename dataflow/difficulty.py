@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.dataflow.ids import TaskId
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import MIN_GROUP_SIZE
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Trajectory
 
 BY_SUCCESS = "by_success"
 """Value of `dataflow.group_sizing` and `dataflow.length_limiting` that selects the built-in hooks below."""

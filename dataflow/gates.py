@@ -11,7 +11,8 @@ for r more, the rule is need(k) ≤ r for every k: all groups that must still jo
 nested, so the largest need decides.
 
 Ready groups wait in a heap ordered by (deadline, admission number). A group that was not dispatched yet has no version.
-It counts as due at v + η, the earliest deadline that it can get.
+It counts as due at v + η, the earliest deadline that it can get. Under `on_expiry` other than `wait` (`ExpiryPolicy`)
+batches wait for no group; dataflow/core.py trims or drops those past their deadline.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import Spans
 
 

@@ -23,7 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import Ledger
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 
 MIN_GROUP_SIZE = 2
 MAX_SKIPPED_SHARE = 0.5

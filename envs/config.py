@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+from penstock.dataflow.timeouts import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 
 STRICT, PROCESS = "strict", "process"
 PeerStyle = Literal["trl", "verl"]

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.sandbox.config import SandboxConfig
 
 Device = Literal["cpu", "cuda"]

@@ -26,7 +26,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from penstock.dataflow.trajectory import MAIN_THREAD, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import MAIN_THREAD
 from penstock.envs.contract import TaskSource
 
 Message = dict[str, str]

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TypedDict
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import stream_factories

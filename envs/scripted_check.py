@@ -19,7 +19,8 @@ import numpy as np
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Task, Thread, Trajectory, Turn
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from penstock.dataflow.stages import Stage
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskStream
-from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, StreamConfig
 from penstock.envs.contract import TaskSource
 from penstock.envs.environment import EnvironmentSource

@@ -17,7 +17,7 @@ from typing import Any
 
 from countdown import evaluate
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Environment
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 from penstock.envs.tools.tool_environment import ToolEnvironment

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from hashlib import sha256
 from itertools import combinations_with_replacement
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 
 
 class MyTasks:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.limits import MAX_TIMEOUT_S
+from penstock.dataflow.timeouts import MAX_TIMEOUT_S
 from penstock.rollout.engine_pool.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25

@@ -14,7 +14,8 @@ import openai
 from penstock.dataflow.ids import EngineId, RequestId, TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint.scripted import ScriptedPolicy

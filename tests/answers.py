@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import FinishReason, Trajectory
 from penstock.dataflow.versions import Span
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, Score, TokenDelta
-from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 
 EOS = 1

@@ -12,8 +12,9 @@ from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
-from penstock.dataflow.trajectory import GroupRef, Task
+from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.rollout.engine_pool.pool import EnginePool

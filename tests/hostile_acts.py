@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 from penstock.envs.tools.tool_environment import ToolEnvironment
 from tests.hostile_reaches import REACHES

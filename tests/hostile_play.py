@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
 from penstock.envs.environment import Action
 from penstock.envs.sandbox.hostile import Trap, survives

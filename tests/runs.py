@@ -12,7 +12,7 @@ from typing import Any
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck, WrittenFile
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder

@@ -28,7 +28,7 @@ from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.flops import FlopCounter
-from penstock.trainer.micro_batches import Passes
+from penstock.trainer.micro_batches import MicroBatchPasses
 from penstock.trainer.models.critic import Critic
 
 
@@ -103,7 +103,9 @@ class EarlyResults:
 class BatchBuilder:
     """Builds the batches of one rank. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(self, passes: Passes, critic: Critic | None, flops: FlopCounter, algorithm: Algorithm) -> None:
+    def __init__(
+        self, passes: MicroBatchPasses, critic: Critic | None, flops: FlopCounter, algorithm: Algorithm
+    ) -> None:
         self._passes = passes
         self._critic = critic
         self._flops = flops

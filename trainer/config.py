@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from penstock.dataflow.limits import MAX_TIMEOUT_S
+from penstock.dataflow.timeouts import MAX_TIMEOUT_S
 from penstock.trainer.algorithms.advantages import GrpoConfig, OverlongConfig
 from penstock.trainer.algorithms.catalog import Custom, Entry, Named, find, known, sections
 from penstock.trainer.algorithms.conditions import ADVANTAGES, SEVERAL_UPDATES, Condition, ratio_moves

@@ -36,7 +36,7 @@ class TeacherForced(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class MicroBatchPasses:
     """The passes of this rank, by a plan that is the same on all ranks."""
 
     backend: Backend

@@ -43,7 +43,7 @@ from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.flops import FlopCounter
-from penstock.trainer.micro_batches import Passes, TeacherForced
+from penstock.trainer.micro_batches import MicroBatchPasses, TeacherForced
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
@@ -69,7 +69,7 @@ class PolicyTrainer:
         self.critic = critic
         self._spec = spec
         self._algorithm = Algorithm(spec.algorithm)
-        self._passes = Passes(backend, spec)
+        self._passes = MicroBatchPasses(backend, spec)
         self._builder = BatchBuilder(self._passes, critic, flops, self._algorithm)
         self._flops = flops
         self._objective = Objective(self._algorithm)

@@ -53,7 +53,7 @@ class TrainerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceSpec:
+class FrozenPolicySpec:
     """What a process with a frozen policy needs to start.
 
     Attributes:

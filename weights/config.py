@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.dataflow.limits import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+from penstock.dataflow.timeouts import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 
 NUM_BUFFERS = 2
 """Versions kept in shared memory: one is written while another may still be read. With staging=bucket: 1."""

@@ -24,7 +24,8 @@ from penstock.actors.restart_budget import MAX_LOSSES, RESTARTS_PER_HOUR, Restar
 from penstock.actors.reward.actor import Job, Result
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -1,31 +1,32 @@
-"""Publishing a version: send it once, update the engines, and accept only acknowledgements with the right checksum.
+"""Publishing a version: send it once, update the engines, and accept only engines that acknowledge its checksum.
 
 Consumes: a new version of the trainer. Waits for: the engines' acknowledgements, as the update mode requires. Unblocked
-by: those; or the time limit, after which a late engine gets the version once more and is then fenced, so that one slow
-engine never stops the run (DESIGN §12).
+by: those, or the time limit. One slow engine never stops the run: an engine that is late or refuses a version gets it
+once more, and if that fails too it is *fenced*, taken out of service until it has been restarted (`catch_up`).
 
 With `weights.overlap` a publish returns when the version has left the training ranks: its delivery continues during the
 next step. The bound on staleness still holds, because from then on no request starts below that version: new requests
 wait for the first engine that has it. The next publish waits for the delivery of the previous one.
 
-A version that an engine refuses may be damaged in the copy that all engines read. If the publish is waited for, the
-trainer still has the version and writes it once more before any engine is fenced; with overlap it has moved on.
-
 How engines are updated (`weights.update_mode`). Symbols: N engines in service, v the version they serve, v + 1 the
-published one. An engine is *frozen* from the start of its update to its acknowledgement; it is *paused* while it gets
-no new requests.
+published one. An engine that is updated fetches the version beside its decoding; then it is *frozen*, samples no token,
+while it swaps the weights and reads them back (with `staging=bucket`, while it fetches them, too). An engine is
+*paused* while it gets no new requests.
 
-- In flight (`keep_kv`, `recompute_kv`): all engines are frozen at once, with their running requests.
+- In flight (`keep_kv`, `recompute_kv`): all engines at once, with their running requests. These keep their KV cache, or
+  have it computed again by the new weights.
 - `drain`: all engines are paused, finish their requests at v, are updated, and resume.
 - `multi_version`: one engine after the other is paused, finishes its requests at v and is updated. At most one is
-  frozen or paused, so at least N − 1 serve. From the first acknowledgement on, new requests go to v + 1 only (the
+  frozen or paused, so at least N − 1 generate. From the first acknowledgement on, new requests go to v + 1 only (the
   pool's minimum version), so the other engines drain by themselves; the publish returns, and they are updated in the
   background. If the next publish starts before that has ended, the engines still at v go directly to its version.
 
-An engine that does not drain in time is frozen with its running requests, as with `keep_kv`: these requests may then
+An engine that does not drain in time is updated with its running requests, as with `keep_kv`: these requests may then
 contain two versions, but nothing is lost. No engine serves a version that it has not acknowledged (I8).
 
-Every engine gets two attempts.
+What is done again: every engine gets two attempts. A version that an engine *refuses* may be damaged in the copy that
+all engines read, so the trainer writes it once more before the second attempt (`write_again`; with overlap it has moved
+on, and does not). If no engine took the version, `publish` starts again once one has been restarted.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class ActorWeightPublisher:
             pool: The engines.
             config: Of the publishing.
             transport: Makes a version available to engines.
-            trainer: May still hold a version that no engine has any more; None: it never does.
+            trainer: Asked to write again a version that no engine has any more; None: it cannot.
             probe: Compares the engines with the trainer at every `probe_every`-th version, from version 0 on.
         """
         self._pool = pool
@@ -96,10 +97,9 @@ class ActorWeightPublisher:
         """Update an engine that joins to the served version, then put it into service. The next publish waits for this.
 
         The engine may refuse the version: a buffer on its own device is only written by a publish, and a file may be
-        damaged. If another engine serves this version, or the trainer has moved on, it gets the next version; until
-        then no request is routed to it, because it is below the minimum version. Otherwise no batch would ever become
-        complete, so the trainer writes the version once more. It still has it: `step_lock` makes a step wait until it
-        is written, and an overlapped delivery sends a snapshot.
+        damaged. If another engine serves this version or a step is running, it waits for the next one, and gets no
+        requests until then. Otherwise nothing would generate any more, so the trainer writes the version again, which
+        it still has: `step_lock` makes the next step wait for that.
 
         Raises:
             PlacementError: If the weight transport does not reach its node.
@@ -138,7 +138,7 @@ class ActorWeightPublisher:
             async with trainer.step_lock:
                 await self._updater.settle()
                 handle = await self._transport.send(version)
-                await self._deliver(version, handle, time.monotonic(), 0.0, may_repeat=False)
+                await self._deliver(version, handle, time.monotonic(), 0.0, may_rewrite=False)
         except Exception as error:
             self._pool.fence(engine.engine_id, str(error))
             raise
@@ -181,11 +181,11 @@ class ActorWeightPublisher:
         started = time.monotonic()
         handle = await self._transport.send(version)
         send_s = time.monotonic() - started
-        if not self._config.overlap or self.last is None:
-            self.last = await self._deliver(version, handle, started, send_s, may_repeat=True)
+        if not self._config.overlap or self.last is None:  # no engine can generate before the first version
+            self.last = await self._deliver(version, handle, started, send_s, may_rewrite=True)
         else:
             self._pool.set_min_version(version)
-            delivery = self._deliver(version, handle, started, send_s, may_repeat=False)
+            delivery = self._deliver(version, handle, started, send_s, may_rewrite=False)
             self._delivery = asyncio.create_task(self._in_background(delivery), name=f"deliver v{version}")
         return self.last
 
@@ -245,7 +245,7 @@ class ActorWeightPublisher:
             raise
 
     async def _deliver(
-        self, version: int, handle: PublishHandle, started: float, send_s: float, *, may_repeat: bool
+        self, version: int, handle: PublishHandle, started: float, send_s: float, *, may_rewrite: bool
     ) -> PublishReport:
         published, rewrites = await handle, 0
         self._published = published
@@ -257,7 +257,7 @@ class ActorWeightPublisher:
             self._published = repeated = await (await self._transport.send(version))
             return repeated
 
-        acks = await self._updater.update(published, write_again if may_repeat else None)
+        acks = await self._updater.update(published, write_again if may_rewrite else None)
         if not acks:
             raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.no_engine_left()}")
         return PublishReport(
@@ -286,7 +286,7 @@ class InFlight:
         self._config = config
 
     async def settle(self) -> None:
-        """Finish updates to the previous version, whose bytes are about to be removed: here none is ever running."""
+        """Wait until no engine reads the previous version, whose bytes are removed next. Here `update` has waited."""
 
     async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         """Update the engines to a version.
@@ -315,7 +315,7 @@ class InFlight:
 
 
 class Drain(InFlight):
-    """Updates all engines at once, after their requests have ended. Waits for: these, at most `drain_timeout_s`."""
+    """`drain`: updates all engines at once, after their requests. Waits for: these, at most `drain_timeout_s`."""
 
     async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         names = [engine.engine_id for engine in in_service(self._pool)]
@@ -334,8 +334,9 @@ class Drain(InFlight):
 
 
 class Rolling:
-    """Updates one engine after the other. Consumes: a version. Waits for: the running requests of the next engine, at
-    most `drain_timeout_s` since it last got a new one. Unblocked by: their end, the time limit, the next publish.
+    """`multi_version`: updates one engine after the other. Consumes: a version. Waits for: the running requests of the
+    next engine, at most `drain_timeout_s` after its last new request. Unblocked by: their end, that limit, the next
+    publish.
     """
 
     def __init__(self, pool: EnginePool, config: WeightsConfig) -> None:
@@ -403,7 +404,7 @@ class Rolling:
         left = [view for view in self._pool.views() if view.engine_id not in tried]
         behind = [view for view in left if view.version < version]
         if not behind and is_first:
-            # Lost in an earlier attempt to publish it, they were restarted with it, and acknowledge it again.
+            # Engines that were lost in an earlier attempt have been restarted with it: they acknowledge it again.
             behind = left
         if not behind:
             return None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.import_path import import_extra
 from penstock.envs.tasks.generated_tasks import GeneratedTasks

@@ -14,7 +14,8 @@ from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.import_path import import_extra, nearest_hint
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.adapters.chat_messages import (
     TOO_DEEP,
     Message,

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.import_path import import_extra
 from penstock.envs.tasks.agents import AgentProgram, open_client

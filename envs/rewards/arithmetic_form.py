@@ -11,7 +11,8 @@ import re
 from hashlib import blake2b
 from typing import Any
 
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself

@@ -19,7 +19,8 @@ from itertools import islice
 from typing import Literal
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.rewards.answers import AnswerValue, equals_answer, last_field
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 
 HELD_OUT_SHARE = 0.1
 _Item = TypeVar("_Item")

@@ -11,7 +11,8 @@ from functools import cached_property
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
 from penstock.envs.import_path import nearest_hint
 from penstock.envs.rewards.answers import AnswerValue, checked_answer

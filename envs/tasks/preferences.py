@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.contract import TaskSource
 
 MAX_CHANGES = 4

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 MAX_STEPS = 8

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Observation
 from penstock.envs.tools.functions import DescribedTool, Toolbox, ToolError, ToolServerError
 from penstock.envs.tools.tool_environment import ToolEnvironment

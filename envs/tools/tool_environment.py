@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tools.functions import Tool, Toolbox, parse_calls

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.streams import stream_factories

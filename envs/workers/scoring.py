@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.reward_result import Reply

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardFunction, TaskSource
 from penstock.envs.rewards.composition import calls_of

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import MAX_SKIPPED_SHARE
-from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.fingerprint import changes, fingerprints

@@ -14,7 +14,8 @@ from rich.table import Table
 from yaml import YAMLError, safe_load
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import MAIN_THREAD, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import MAIN_THREAD
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, PeerStyle, RewardConfig
 from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program

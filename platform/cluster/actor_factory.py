@@ -20,7 +20,7 @@ from penstock.actors.cluster import (
 )
 from penstock.actors.devices import ReservedDevices, reserve_devices
 from penstock.actors.engine.client import RemoteEngine
-from penstock.actors.frozen_policies import ReferenceClient, start_references
+from penstock.actors.frozen_policies import FrozenPolicyClient, start_frozen_policies
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.process_group import (
@@ -52,7 +52,7 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.trainer.batches.examples import ModelKind
-from penstock.trainer.spec import ReferenceSpec, TrainerSpec
+from penstock.trainer.spec import FrozenPolicySpec, TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.layout.algebra import Layout, TensorSpec, side_by_side
 from penstock.weights.layout.sides import EngineLayout
@@ -74,8 +74,8 @@ class RunActors:
     trainer: TrainerClient
     rewards: RewardClient
     store: ObjectStore
-    reference: ReferenceClient | None
-    teacher: ReferenceClient | None
+    reference: FrozenPolicyClient | None
+    teacher: FrozenPolicyClient | None
     partner: RunActors | None = None
     devices: ReservedDevices | None = None
     policy_id: PolicyId = POLICY
@@ -390,12 +390,12 @@ def trainer_spec(
 
 async def start_frozen_group(
     config: RunConfig, role: FrozenRole, devices: ReservedDevices | None = None
-) -> ReferenceClient | None:
+) -> FrozenPolicyClient | None:
     """Start the processes of the reference policy or the teacher; None if the algorithm needs none."""
     if not config.num_frozen(role):
         return None
     section = config.frozen(role)
-    spec = ReferenceSpec(
+    spec = FrozenPolicySpec(
         path=section.path or model_path(config),
         model=config.model,
         device=pool_device(config, config.frozen_pool(role)),
@@ -406,7 +406,7 @@ async def start_frozen_group(
     environment = torch_environment(config, spec.device)
     start_timeout_s = config.trainer.start_timeout_s
     needs = resources(config, role, "train", devices)
-    return await start_references(role, spec, needs, environment, start_timeout_s)
+    return await start_frozen_policies(role, spec, needs, environment, start_timeout_s)
 
 
 def torch_environment(config: RunConfig, device: str) -> dict[str, str]:

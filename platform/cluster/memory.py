@@ -46,7 +46,8 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
-from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.config.pools import PoolConfig
+from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.trainer.config import ZERO_BUCKET_ELEMENTS
 from penstock.weights.model_config import DTYPE_BYTES, DType

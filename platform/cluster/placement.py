@@ -1,6 +1,7 @@
-"""The placement plan: assigns every process to devices, as a pure function of the configuration.
+"""The placement plan: assigns every process to devices of a pool, as a pure function of the configuration.
 
-Actors and `--dry-run` use the same plan.
+A *pool* (platform/config/pools.py) is a set of equal accelerators or CPU slots. Actors and `--dry-run` use the same
+plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from penstock.platform.cluster.memory import (
 )
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
-from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.config.pools import PoolConfig
+from penstock.platform.config.schema import RunConfig
 
 Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
 Process = tuple[Role, PolicyId, int]

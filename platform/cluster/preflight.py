@@ -22,7 +22,8 @@ from penstock.platform.cluster.memory import shared_gib
 from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.import_paths import import_paths
-from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.config.pools import PoolConfig
+from penstock.platform.config.schema import RunConfig
 
 CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 60.0
 _TABLE_WIDTH = 160

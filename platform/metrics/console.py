@@ -198,7 +198,10 @@ class RunConsole:
         else:
             shares = f"{_share(summary.eval_before)} → {_share(summary.eval_after)}"
             self._fact("eval", f"accuracy {shares}, mean reward {rewards}{tasks}{on}", "bold")
-        self._fact("reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (first → last steps)")
+        self._fact(
+            "reward",
+            f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (sampled answers, first → last steps)",
+        )
         self._fact(
             "staleness",
             f"max {summary.max_staleness_seen} of {summary.max_staleness_configured} allowed"

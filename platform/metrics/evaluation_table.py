@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId, TrajectoryId
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.metrics.run_files import EVALUATIONS_DIR
 from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, StepFiles, TokenTexts, trajectory_row
 

@@ -20,7 +20,7 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import PARTNER
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors

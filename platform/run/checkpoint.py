@@ -28,7 +28,7 @@ from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, PenstockError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import PayloadStore, TrainerGroup, WrittenFile
-from penstock.dataflow.records import decode, encode
+from penstock.dataflow.saved_groups import decode, encode
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.run.durable_files import Files

@@ -14,7 +14,8 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import RewardWorker
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.summary import EvaluatedOn

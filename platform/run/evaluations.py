@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.progress import Progress

@@ -33,8 +33,8 @@ from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PayloadStore, RewardWorker
-from penstock.dataflow.records import OpenGroup
 from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.saved_groups import OpenGroup
 from penstock.dataflow.task_queue import QueuedTask, TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats

@@ -9,8 +9,8 @@ from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySucc
 from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overlong, pass_rate, user, zero_variance
 from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskQueue
-from penstock.dataflow.trajectory import Task
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.cluster.memory import max_live_trajectories

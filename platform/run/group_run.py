@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.records import Failure, MemberProgress, OpenGroup
+from penstock.dataflow.saved_groups import Failure, MemberProgress, OpenGroup
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.trajectory.rollout_context import RolloutContext

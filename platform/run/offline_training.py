@@ -21,7 +21,7 @@ import numpy as np
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import OnLongPrompt
 from penstock.envs.contract import GoldSource, TaskSource
 from penstock.envs.loading import load_task_source

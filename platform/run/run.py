@@ -14,7 +14,7 @@ from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
@@ -149,7 +149,7 @@ class Run:
             measured = {"bytes": report.sent_bytes, "stall_s": report.max_stall_s}
             self._timeline.add("publish", f"publish v{version}", self._step_ended_at, time.time(), **measured)
 
-    async def keep_bad_batch(self, report: StepReport) -> None:
+    async def dump_bad_batch(self, report: StepReport) -> None:
         """Dump the whole batch of a skipped step. Call it before `flow.skip`, which ends the groups of the batch."""
         batch = await self._flow.fetch_batch()
         path = self._instruments.bad_batches.write(self.version, batch, report.metrics)

@@ -19,7 +19,8 @@ from typing import Any
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory, rounding_error
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory, rounding_error
 from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.cluster.actor_factory import model_path
 from penstock.platform.config.schema import RunConfig, SampleConfig

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import GroupPayload, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.simulator.config import SimulationConfig

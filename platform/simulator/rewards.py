@@ -17,7 +17,8 @@ from ray.actor import ActorHandle
 from penstock.actors.reward.actor import RewardActor, Scoring
 from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.simulator.virtual_actor import VirtualHandle, VirtualProcess
 from penstock.platform.simulator.world import World, member_of, task_of, true_reward

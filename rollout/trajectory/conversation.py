@@ -23,12 +23,12 @@ import numpy as np
 from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import (
     MAIN_THREAD,
     Alternatives,
     Episode,
     FinishReason,
-    Task,
     Thread,
     Trajectory,
     Turn,

@@ -16,7 +16,8 @@ from itertools import chain
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.threads import take_turns
 from penstock.envs.workers.episode_host import PlayedEpisode

@@ -9,7 +9,7 @@ training tasks by the task queue, held-out tasks by their evaluation.
 from __future__ import annotations
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 

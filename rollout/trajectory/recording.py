@@ -17,7 +17,8 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
 from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.requests import ChatRequest, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId, TrajectoryId
 from penstock.dataflow.ports import TokenDelta
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.rollout.engine_pool.routing import EngineView
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 

@@ -19,7 +19,8 @@ from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryErr
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
 from penstock.dataflow.ports import Engine
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.engine_pool.pool import LATE_S, EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, build_trajectory

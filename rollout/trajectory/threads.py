@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.sampling import SamplingParams, derive_seed
-from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.threads import ThreadNames
 from penstock.envs.workers.episode_child import EpisodeReply

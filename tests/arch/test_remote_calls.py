@@ -28,7 +28,7 @@ WITHOUT_A_LIMIT_HERE = {
     "actors/episodes.py:_call": "`RemoteEpisodes.answer` limits it",
     "actors/episodes.py:_on_node": "starts a process",
     "actors/node_probe.py:start": "starts a process",
-    "actors/frozen_policies.py:start_references": "starts processes",
+    "actors/frozen_policies.py:start_frozen_policies": "starts processes",
     "actors/reward/client.py:_submit": "is not awaited; `_watch_process` limits the wait for results",
     "actors/reward/client.py:close": "the processes are killed after it",
     "actors/trainer/client.py:training_sharding": "`_answers` limits it",

@@ -35,7 +35,7 @@ def test_the_readme_quotes_the_newest_figures_of_the_comparison_with_trl() -> No
     num_steps, of_theirs, _ = cells("vs_trl.md", "steps measured, n")
     assert num_steps == of_theirs
     row = (
-        r"^\| step of the demo, median \(n = (\d+) each\) \| \[([\d.]+) s\]\(.*?\); "
+        r"^\| step of the demo, median \((\d+) steps each\) \| \[([\d.]+) s\]\(.*?\); "
         r"TRL 1\.16's `GRPOTrainer` ([\d.]+) s\."
     )
     quoted = re.search(row, read("README.md"), re.MULTILINE)

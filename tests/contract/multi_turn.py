@@ -14,7 +14,7 @@ import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply

@@ -14,7 +14,8 @@ import pytest
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer

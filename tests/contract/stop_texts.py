@@ -13,7 +13,8 @@ import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.trajectory.rollout_context import RolloutContext

@@ -16,7 +16,7 @@ from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import memory
 from penstock.platform.cluster.memory import GIB, trainer_memory
-from penstock.platform.config.schema import PoolConfig
+from penstock.platform.config.pools import PoolConfig
 from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.weights.model_config import DType
 from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes

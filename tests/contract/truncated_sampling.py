@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.ids import GroupId, RequestId, TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Alternatives, GroupPayload, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Alternatives, GroupPayload
 from penstock.dataflow.versions import versions_per_token
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext

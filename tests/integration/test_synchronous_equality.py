@@ -19,7 +19,8 @@ import yaml
 from penstock.dataflow.ids import EngineId, GroupId, RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams, derive_seed
-from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.local_engine import EngineSpec

@@ -23,7 +23,7 @@ import pandas as pd
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import RewardConfig
 from penstock.envs.loading import load_reward
 from penstock.envs.reward_result import to_failure, to_reply

@@ -26,7 +26,8 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyn
 from penstock.dataflow.ids import EngineId, PolicyId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, PublishReport, TokenDelta, WeightAck, WeightManifest
 from penstock.dataflow.versions import Spans
-from penstock.platform.config.schema import ClusterConfig, RunConfig
+from penstock.platform.config.pools import ClusterConfig
+from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.fleet import Fleet
 from penstock.platform.simulator.engine import EngineCost, Sequence, SimulatedEngine, TokenStream

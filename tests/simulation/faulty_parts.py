@@ -16,7 +16,8 @@ from ray.actor import ActorHandle
 from penstock.actors.reward.actor import Result
 from penstock.dataflow.errors import CheckpointError, TrajectoryError
 from penstock.dataflow.ports import Score, StepReport, WeightManifest, WrittenFile
-from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply

@@ -12,8 +12,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from penstock.dataflow.ledger import GroupRecord
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskQueue
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.group_run import GroupRun
 from penstock.platform.run.run import Run

@@ -26,10 +26,11 @@ from penstock.dataflow.gates import ConsumptionGate
 from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger
 from penstock.dataflow.ports import Engine, GenerateRequest, WeightAck, WeightManifest, WrittenFile
-from penstock.dataflow.records import encode
+from penstock.dataflow.saved_groups import encode
 from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
-from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
 from penstock.platform.run.checkpoint import SPOOL, UNFINISHED, Checkpoint, Checkpointer, CheckpointFolder

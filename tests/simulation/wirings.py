@@ -17,8 +17,9 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.stages import GatedStages, Stage
 from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import MIN_GROUP_SIZE, LengthLimits, TaskQueue, TaskStream
-from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.parts import TrainingTasks, number_of
 from penstock.platform.simulator.simulation import MAX_REFILLS, environment_of

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.answers import answered

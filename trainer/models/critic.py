@@ -21,7 +21,7 @@ from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.samples import after_cut
 from penstock.trainer.config import CriticConfig
 from penstock.trainer.flops import FORWARD_AND_BACKWARD, FlopCounter
-from penstock.trainer.micro_batches import Passes
+from penstock.trainer.micro_batches import MicroBatchPasses
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 from penstock.trainer.updates import learning_rate
@@ -38,7 +38,7 @@ class Critic:
     def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, flops: FlopCounter) -> None:
         self.backend = backend
         self._config = config
-        self._passes = Passes(backend, spec)
+        self._passes = MicroBatchPasses(backend, spec)
         self._flops = flops
         self.num_steps = 0
         self.warmup_steps = config.warmup_steps

@@ -16,7 +16,7 @@ from penstock.actors import episodes
 from penstock.actors.episodes import EpisodeActor, RemoteEpisodes, SpreadEpisodes
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
 
 ENV = EnvConfig(factory="arithmetic")

@@ -11,7 +11,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.filters import pass_rate
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.flow_builder import make_filters, make_task_queue
 from tests.answers import answered

@@ -16,8 +16,9 @@ import pytest
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import LengthLimits, QueuedTask, TaskQueue, TaskStream
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import Trajectory
 
 
 def endless(name: str) -> Iterator[Task]:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.adapters.gymnasium_env import GymnasiumTasks, checked_words
 from penstock.envs.adapters.reasoning_gym_tasks import (
     HELD_OUT_SEED,

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.loading import load_task_source

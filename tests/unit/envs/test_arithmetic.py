@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem, exact_match, worked_response
 from tests.answers import answered
 

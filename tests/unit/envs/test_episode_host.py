@@ -14,7 +14,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, StreamConfig
 from penstock.envs.environment import Action
 from penstock.envs.workers.episode_host import EpisodeHost

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.tools.functions import ToolServerError
@@ -182,7 +182,7 @@ async def test_an_environment_process_that_is_killed_leaves_no_server(
     (tmp_path / "mine_mcp.py").write_text(
         f"""
 import os, signal, sys
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 from penstock.envs.tools.mcp_tools import McpServer, McpToolEnvironment
 

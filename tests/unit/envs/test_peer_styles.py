@@ -11,7 +11,8 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Episode, Task, Trajectory, Turn
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Episode, Trajectory, Turn
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.loading import load_reward
 from penstock.envs.scripted_check import scripted_answer, scripted_trajectory

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tasks.arithmetic import MISTAKES, ArithmeticTasks, Problem, worked_response
 from penstock.envs.tasks.preferences import preferred_pair
 

@@ -14,7 +14,8 @@ from openai import AsyncOpenAI, BadRequestError
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import GroupPayload, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import EnvConfig, ReasoningConfig
 from penstock.envs.environment import Action
 from penstock.envs.reasoning import ReasoningReader, split_turn

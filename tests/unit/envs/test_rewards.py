@@ -12,7 +12,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.adapters.rows import RowTasks
 
 ROWS = [{"prompt": f'{n}+1=\nüber, "{n}"', "answer": str(n + 1)} for n in range(100)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, ToolResult, parse_calls, with_tools
 from penstock.envs.tools.tool_environment import ToolEnvironment

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.adapters.verifiers_env import VerifiersTasks
 from penstock.envs.config import EnvConfig, StreamConfig
 from penstock.envs.endpoint.message_history import NewContent

@@ -13,7 +13,7 @@ from calculator import CalculatorTasks
 from countdown import CountdownTasks, countdown_reward, evaluate, solves
 from guessing import GuessingGame
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
 from penstock.envs.workers.episode_child import call_environment

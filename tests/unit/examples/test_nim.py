@@ -10,7 +10,7 @@ import pytest
 from nim import NimEpisode, NimGame
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done, Observation
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import WrittenFile
-from penstock.dataflow.records import MemberProgress, OpenGroup
+from penstock.dataflow.saved_groups import MemberProgress, OpenGroup
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.checks.load import compose_config

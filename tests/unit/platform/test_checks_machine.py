@@ -12,7 +12,7 @@ from penstock.platform.cluster import hardware
 from tests.model_folder import write_model
 
 PLUGIN = """
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 
 not_callable = 3
 

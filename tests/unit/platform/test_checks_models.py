@@ -18,7 +18,7 @@ from tests.chat_tokenizers import chat_tokenizer
 from tests.model_folder import CONFIG, write_model
 
 PLUGIN = """
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 
 def reward(trajectory, **fields):
     return 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.loading import load_reward

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.platform.checks import model_files, tasks
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config, load_config
@@ -306,7 +306,7 @@ def test_what_needs_evaluations_is_refused_in_a_run_without_them(tmp_path, typed
 
 
 SOURCE = """
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 
 class Few:
     def __init__(self, seed, num_held_out=2):

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from penstock.actors import restart_budget
-from penstock.actors.frozen_policies import ReferenceClient
+from penstock.actors.frozen_policies import FrozenPolicyClient
 from penstock.dataflow.errors import AccountingError, PenstockError, TrainingError
 from penstock.platform.run import controller
 from penstock.platform.run.checkpoint import choose_checkpoint
@@ -148,7 +148,7 @@ async def test_a_run_without_frozen_workers_ends_with_one_error_its_policy_and_a
     notes: list[str] = []
     run = run_of(set(), tmp_path, notes)
     processes = iter([FrozenProcess(2 * GROUPS + 1)])
-    client = ReferenceClient(role, [lambda: cast("Any", next(processes, FrozenProcess(0)))], 5.0)
+    client = FrozenPolicyClient(role, [lambda: cast("Any", next(processes, FrozenProcess(0)))], 5.0)
     run._flow.ports = replace(run._flow.ports, **{role: client.logprobs})
     error = await fails_to_the_end(run)
     client.close()

@@ -21,7 +21,8 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import PARTNER, TaskId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.evaluation_table import MAX_ROWS_PER_SET, EvaluationTable
 from penstock.platform.metrics.hub import undeclared

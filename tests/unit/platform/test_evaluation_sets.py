@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.cli.main import app
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.hub import undeclared

@@ -23,7 +23,8 @@ from penstock.dataflow.ports import (
     WeightManifest,
 )
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run import fleet, scale

@@ -11,8 +11,8 @@ from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryE
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import LengthLimits
-from penstock.dataflow.trajectory import Task
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner

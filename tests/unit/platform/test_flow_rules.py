@@ -13,8 +13,9 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import LengthLimits, TaskStream
-from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.platform.config.schema import FilterConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.run import flow as shipping

@@ -16,8 +16,8 @@ from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryE
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskStream
-from penstock.dataflow.trajectory import Task
 from penstock.platform.run.flow import Flow
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec

@@ -11,7 +11,7 @@ from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, StepReport, WrittenFile
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation

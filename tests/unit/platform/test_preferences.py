@@ -8,7 +8,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tasks.arithmetic import ArithmeticTasks
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config

@@ -16,7 +16,7 @@ from penstock.actors.node_probe import NodeProbe, NodeReport
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.cluster.preflight import NodeNeeds, needs_of, node_findings, show_nodes
-from penstock.platform.config.schema import PoolConfig
+from penstock.platform.config.pools import PoolConfig
 
 PACKAGES = {"ray": "2.60.0", "torch": "2.13.0", "transformers": "5.19.0", "deepspeed": "0.19.8", "vllm": "0.32.0"}
 GOOD = NodeReport(

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ports import GenerateRequest, Score, TokenDelta
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.run.flow import Flow
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups

@@ -11,7 +11,8 @@ from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.dataflow.versions import Span
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups

@@ -14,7 +14,8 @@ import pytest
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.environment import Action
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.engine_pool.pool import EnginePool

@@ -12,7 +12,8 @@ import pytest
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer

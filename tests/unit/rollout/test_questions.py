@@ -12,7 +12,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, EngineLostError
 from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint import session
 from penstock.envs.endpoint.server import Endpoint

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, byte_tokenizer, load_codec

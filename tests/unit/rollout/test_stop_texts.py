@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Alternatives, Task
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Alternatives
 from penstock.dataflow.versions import Span
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec

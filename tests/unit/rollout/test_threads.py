@@ -18,7 +18,8 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Alternatives, Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Alternatives, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply

@@ -18,7 +18,8 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId, TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span, versions_per_token
 from penstock.envs.environment import Action
 from penstock.envs.workers.episode_child import EpisodeReply

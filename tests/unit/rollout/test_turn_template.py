@@ -11,7 +11,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.sampling import SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.task import Task
 from penstock.envs.tools.functions import Toolbox
 from penstock.envs.tools.tool_environment import ToolEnvironment
 from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply

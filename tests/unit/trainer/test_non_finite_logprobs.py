@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.micro_batches import Passes
+from penstock.trainer.micro_batches import MicroBatchPasses
 
 from .torch_trainer import scored, trainer_of
 
@@ -70,7 +70,7 @@ def test_a_teacher_logprob_skips_the_step(policy, batch, loss) -> None:
 def test_a_recomputed_proximal_logprob_skips_the_step(policy, batch, monkeypatch) -> None:
     """`reinforce` without a correction does not look at it."""
     trainer = trainer_of(policy, proximal="recompute", correction="none", loss="reinforce")
-    per_target = Passes.per_target
+    per_target = MicroBatchPasses.per_target
 
     def broken(passes, *of_batch):
         found = per_target(passes, *of_batch)
@@ -78,7 +78,7 @@ def test_a_recomputed_proximal_logprob_skips_the_step(policy, batch, monkeypatch
         return found
 
     assert not trainer.step(batch, 0).skipped
-    monkeypatch.setattr(Passes, "per_target", broken)
+    monkeypatch.setattr(MicroBatchPasses, "per_target", broken)
     assert trainer.step(batch, 1).skipped
 
 

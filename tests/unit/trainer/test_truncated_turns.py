@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.trajectory import Episode, GroupPayload, Task, Trajectory, Turn
+from penstock.dataflow.task import Task
+from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, Turn
 from penstock.envs.scripted_check import scripted_answer, scripted_trajectory
 from penstock.trainer.updates import batch_metrics
 

@@ -1,4 +1,9 @@
-"""Losses with a clipped ratio of each token: PPO's, and with a bound where the advantage is negative."""
+"""Losses that clip the ratio of each token: `ppo_clip` (PPO, DAPO), and `dual_clip`, also bounded where A < 0.
+
+ρ = exp(c − p), with c the logprob of the policy that is trained and p that of the proximal policy
+(`algorithm.proximal` says which one that is); A is the advantage of the token. A loss gives the terms of single tokens;
+correction and mean come later (objective.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ClipConfig(Named):
-    """What losses with a clipped ratio have."""
+    """What losses with a clipped ratio have. Without effect where ρ is 1 (`RATIO_MOVES`: one update per batch)."""
 
     clip_low: Annotated[float, RATIO_MOVES] = Field(default=0.2, gt=0, lt=1)
     """ε_lo: the ratio is clipped below 1 − ε_lo (PPO's paper, section 6.1: 0.2)."""
@@ -44,7 +49,7 @@ class DualClipConfig(ClipConfig):
 
 
 def is_dapo(config: AlgorithmConfig) -> bool:
-    """Whether it is DAPO, which its clip-higher and its penalty tell: the name of a preset is not in the values."""
+    """Whether these settings are DAPO's: clip-higher and a length penalty. The configuration keeps no preset's name."""
     loss = config.loss
     clips_higher = isinstance(loss, ClipConfig) and loss.clip_high > loss.clip_low
     return clips_higher and config.overlong.mode == "penalty"
@@ -52,20 +57,20 @@ def is_dapo(config: AlgorithmConfig) -> bool:
 
 _OF_DAPO = (
     Deviation(
-        lambda config: is_dapo(config) and config.kl.coefficient > 0,
-        "kl.coefficient",
-        ("loss.clip_high", "overlong.mode"),
-        "DAPO has no divergence, since a policy that learns to reason moves far from where it began (arXiv 2503.14476, "
-        "section 2.3)",
-        "Use kl.coefficient=0",
+        holds=lambda config: is_dapo(config) and config.kl.coefficient > 0,
+        key="kl.coefficient",
+        others=("loss.clip_high", "overlong.mode"),
+        why="DAPO has no divergence, since a policy that learns to reason moves far from where it began (arXiv "
+        "2503.14476, section 2.3)",
+        remedy="Use kl.coefficient=0",
     ),
     Deviation(
-        lambda config: is_dapo(config) and config.aggregation != "token_mean",
-        "aggregation",
-        ("loss.clip_high", "overlong.mode"),
-        "DAPO weighs all tokens of the batch equally, so that long answers are learned from (arXiv 2503.14476, "
+        holds=lambda config: is_dapo(config) and config.aggregation != "token_mean",
+        key="aggregation",
+        others=("loss.clip_high", "overlong.mode"),
+        why="DAPO weighs all tokens of the batch equally, so that long answers are learned from (arXiv 2503.14476, "
         "section 3.3)",
-        "Use aggregation=token_mean",
+        remedy="Use aggregation=token_mean",
     ),
 )
 
@@ -75,20 +80,24 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     free = -advantages * ratio
     bound = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     is_clipped = (bound > free).detach()
-    return PolicyLoss(free.maximum(bound), is_clipped & (ratio < 1.0), is_clipped & (ratio > 1.0))
+    return PolicyLoss(
+        terms=free.maximum(bound),
+        is_clipped_low=is_clipped & (ratio < 1.0),
+        is_clipped_high=is_clipped & (ratio > 1.0),
+    )
 
 
 def fused_ppo_clip(config: AlgorithmConfig) -> ClippedLoss | None:
-    """What the kernel is told; None if it does not have the algorithm.
+    """Settings of the fused kernel; None if it cannot compute the algorithm.
 
-    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor or term. A
+    It can: `ppo_clip` with one importance weight per token and a divergence k2 or k3 in the loss, and nothing else. A
     divergence at `proximal=behavior` has a factor of its own (u in `objective.py`).
     """
     from penstock.kernels.policy_loss import ClippedLoss
 
     loss, settings = cast("ClippedConfig", config.loss), config.correction.decoupled or config.correction.tis_token
     estimator = config.kl.estimator if config.kl_in_loss else "none"
-    has_more = (
+    is_beyond_kernel = (
         str(config.correction) not in ("none", "decoupled", "tis_token")
         or getattr(settings, "min_weight", 0.0) > 0
         or config.correction.renormalize == "weights"
@@ -96,7 +105,7 @@ def fused_ppo_clip(config: AlgorithmConfig) -> ClippedLoss | None:
         or min(config.staleness_decay, config.entropy_top_share) < 1
         or max(config.teacher_coefficient, config.nll_coefficient, config.entropy.coefficient) > 0
     )
-    if has_more:
+    if is_beyond_kernel:
         return None
     return ClippedLoss(
         clip_low=loss.clip_low,
@@ -121,7 +130,7 @@ def ppo_clip(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
 
 @Entry("loss", DualClipConfig, source="1912.09729", is_plain_at_one=True, deviations=_OF_DAPO)
 def dual_clip(tokens: LossTokens, config: DualClipConfig) -> PolicyLoss:
-    """`ppo_clip; for A < 0: min(that, −A c_dual)`, so that the loss of a huge ratio is bounded."""
+    """`ppo_clip; where A < 0: min(ppo_clip, −A c_dual)`, so that the loss of a huge ratio is bounded."""
     ratio = clamped_exp(tokens.target - tokens.proximal)
     loss = clipped_surrogate(ratio, tokens.advantages, config.clip_low, config.clip_high)
     ceiling = -tokens.advantages * config.max_ratio

@@ -14,7 +14,7 @@ import ray
 
 from penstock.actors import frozen_policies as reference
 from penstock.actors import restart_budget
-from penstock.actors.frozen_policies import ReferenceClient
+from penstock.actors.frozen_policies import FrozenPolicyClient
 from penstock.actors.restart_budget import RESTARTS_PER_HOUR
 from penstock.dataflow.errors import PenstockError, ShapeError, TrajectoryError
 from tests.virtual_time import run_virtual
@@ -106,7 +106,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @contextmanager
 def client_of(*starters: Starter, timeout_s: float = 5.0, start_timeout_s: float = 5.0) -> Iterator[Any]:
-    client = ReferenceClient("reference", starters, start_timeout_s, timeout_s)
+    client = FrozenPolicyClient("reference", starters, start_timeout_s, timeout_s)
     yield client
     client.close()
 

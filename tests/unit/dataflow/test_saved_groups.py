@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.dataflow import records
+from penstock.dataflow import saved_groups
 from penstock.dataflow.errors import CheckpointError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import TokenDelta
-from penstock.dataflow.records import Failure, MemberProgress, OpenGroup, PartialTokens, decode, encode
+from penstock.dataflow.saved_groups import Failure, MemberProgress, OpenGroup, PartialTokens, decode, encode
 from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 
@@ -133,7 +133,7 @@ def test_no_part_of_a_torn_or_damaged_record_is_used() -> None:
 def test_another_format_is_refused_with_both_numbers(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     payload = GroupPayload(GroupId(7), (played(0),))
     with monkeypatch.context() as changed:
-        changed.setattr(records, "FORMAT", other)
+        changed.setattr(saved_groups, "FORMAT", other)
         data = encode(payload)
     with pytest.raises(CheckpointError, match=rf"^spool/7: has format {other}, .* reads format 3\. Resume with"):
         decode(data, "spool/7")

@@ -1,4 +1,4 @@
-"""Limits that settings of several sections share."""
+"""Longest and shortest time-outs, which settings of several sections share."""
 
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 """Longest time-out, seconds. One of 30 days never ends a hang, and system calls refuse numbers of 10 digits."""
