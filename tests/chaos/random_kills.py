@@ -64,7 +64,6 @@ KINDS: dict[str, Callable[[psutil.Process], bool]] = {
 DRIVER, NODE = "driver", "node"
 NODE_CPUS = 2
 NODE_STORE_BYTES = 256 << 20
-LONGEST_PAUSE_S = 12.0
 STOPPED_SHARE = 0.15
 """Share of the kills that stop a process (SIGSTOP) instead of ending it; a driver goes on after `STOPPED_S`."""
 STOPPED_S = 8.0
@@ -87,7 +86,9 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def run_chaos(overrides: Sequence[str], num_kills: int, seed: int, num_nodes: int, console: Console) -> int:
+def run_chaos(
+    overrides: Sequence[str], num_kills: int, seed: int, num_nodes: int, longest_pause_s: float, console: Console
+) -> int:
     """Run it, print what happened and return the exit code: 1 if a promise was broken."""
     with _nodes(num_nodes) as nodes:
         if nodes is not None:
@@ -97,7 +98,7 @@ def run_chaos(overrides: Sequence[str], num_kills: int, seed: int, num_nodes: in
         log_path = Path(f"{config.run_dir}.chaos.log")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
-            _drive(config, overrides, num_kills, random.Random(seed), outcome, log, console, nodes)
+            _drive(config, overrides, num_kills, random.Random(seed), longest_pause_s, outcome, log, console, nodes)
     if not outcome.problems:
         outcome.problems += broken_promises(Path(config.run_dir), config)
     told = ", ".join(f"{count} x {what}" for what, count in sorted(outcome.kills.items()))
@@ -118,6 +119,7 @@ def _drive(
     overrides: Sequence[str],
     num_kills: int,
     rng: random.Random,
+    longest_pause_s: float,
     outcome: Outcome,
     log: IO[bytes],
     console: Console,
@@ -129,7 +131,7 @@ def _drive(
     driver, started = _start(["train", *overrides, *OVERRIDES], log), time.time()
     try:
         while True:
-            pause_s = rng.uniform(0.0, LONGEST_PAUSE_S)
+            pause_s = rng.uniform(0.0, longest_pause_s)
             kind, stops = rng.choice(kinds), rng.random() < STOPPED_SHARE
             # Not while it starts: what fails then ends a run, and is started again by who started it.
             has_ended = _wait(driver, lambda: _has_stepped(run_dir, started), deadline) or (  # noqa: B023 - called at once
@@ -289,10 +291,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=5, help="Number of processes to kill.")
     parser.add_argument("--seed", type=int, default=0, help="Decides which kinds of process are killed, and when.")
     parser.add_argument("--nodes", type=int, default=1, help="Ray nodes here; all but the first are killed, too.")
+    parser.add_argument("--longest-pause-s", type=float, default=12.0, help="Between two kills.")
     arguments = parser.parse_intermixed_args()
     try:
         with unwinding():
-            return run_chaos(arguments.overrides, arguments.kills, arguments.seed, arguments.nodes, plain_console())
+            return run_chaos(
+                arguments.overrides,
+                arguments.kills,
+                arguments.seed,
+                arguments.nodes,
+                arguments.longest_pause_s,
+                plain_console(),
+            )
     except PenstockError as error:
         print_error(error)
         return 1

@@ -132,9 +132,10 @@ STREAMED_PAIRS = [
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        (
+        pytest.param(
             "zero3_two_ranks_overlapped_by_a_publish_all_trackers_with_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "the_same_into_two_engines",

@@ -115,6 +115,7 @@ def test_asynchrony_pays_against_the_best_synchronous_arrangement() -> None:
     assert speed[4] >= 2.8
 
 
+@pytest.mark.full
 def test_updates_in_flight_pay_against_draining() -> None:
     flight = split(with_train_share({**LONGTAIL, **MODELS["constant step"]}), 24, eta=1)
     drain = flight.model_copy(update={"update_mode": "drain"})

@@ -23,6 +23,7 @@ from penstock.platform.config.compose import compose_all
 from penstock.platform.config.field_errors import _alternatives as kinds_of
 from penstock.platform.config.schema import RunConfig
 from tests.command_line import ENVIRONMENT, run_cli
+from tests.tiers import by_tier, some_of
 
 LONG = "n" * 300
 MODULES = {
@@ -175,8 +176,9 @@ REFUSED = [
 
 
 @pytest.mark.usefixtures("user", "few_tasks")
-@pytest.mark.parametrize(("overrides", "named"), REFUSED, ids=[words[:60] for words, _ in REFUSED])
-def test_what_cannot_work_is_refused_by_name(overrides, named):
+@pytest.mark.parametrize("refused", some_of(REFUSED, 30), ids=[words[:60] for words, _ in REFUSED])
+def test_what_cannot_work_is_refused_by_name(refused):
+    overrides, named = refused
     found = violations(*overrides.split(" "))
     assert any(violation.startswith(named) or f" {named}" in violation for violation in found), found
 
@@ -233,8 +235,9 @@ def try_value(path: str, value: str) -> None:
 
 @pytest.mark.usefixtures("user", "few_tasks")
 def test_an_odd_value_of_each_key_ends_in_no_traceback():
-    for index, (path, (_, values)) in enumerate(MUTATIONS.items()):
-        try_value(path, values[index % len(values)])
+    each = [(path, values[index % len(values)]) for index, (path, (_, values)) in enumerate(MUTATIONS.items())]
+    for path, value in each[:: by_tier(4, full=1)]:
+        try_value(path, value)
 
 
 @pytest.mark.full
