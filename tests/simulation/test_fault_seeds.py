@@ -16,7 +16,7 @@ from tests.simulation.sweep import Sweep, replay_command, run_seeds
 from tests.tiers import by_tier, each_of
 
 ROOT = Path(__file__).parents[2]
-NUM_SEEDS = by_tier(102, full=1000)
+NUM_SEEDS = by_tier(68, full=1000)
 """`make soak` runs 10,000."""
 FAULTS = {
     "engine crash",
@@ -64,6 +64,7 @@ def test_the_fault_seeds_are_shared_out_over_the_configurations() -> None:
     assert sum(len(seeds_of(name, 1000)) for name in CONFIGURATIONS) == 1000
 
 
+@pytest.mark.full
 def test_every_kind_of_fault_is_planted() -> None:
     """A fault that never happens proves nothing."""
     sweep = run_seeds(parse_faulty([*EPISODES, "eval_every=2"]), range(1000, 1024))
@@ -96,6 +97,7 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
     assert other.trace_hash != first.trace_hash
 
 
+@pytest.mark.full
 def test_the_trace_does_not_depend_on_how_python_hashes_strings() -> None:
     script = (
         "from tests.simulation.config import parse_faulty\n"
