@@ -27,7 +27,7 @@ from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossFunction, Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 
 GIB = float(1 << 30)
 WARMUP, ROUNDS = 2, 10
@@ -150,7 +150,7 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
         num_tokens=num_tokens,
         proximal_logprobs=proximal,
     )
-    update = OpenUpdate(TokenMetrics(device), is_first=False)
+    update = OpenOptimizerStep(TokenMetrics(device), is_first=False)
 
     def loss_of(function: LossFunction) -> Callable[[], None]:
         def run() -> None:

@@ -22,7 +22,7 @@ from penstock.kernels.gpu.dispatch import runs_on_triton
 WORD_DTYPES = (torch.int16, torch.int32)
 
 
-class Changes(Protocol):
+class ChangedElements(Protocol):
     """The changed elements of a buffer. Bitmap, positions and values are computed on request."""
 
     @property
@@ -43,7 +43,7 @@ class Changes(Protocol):
         """`[k]` words, in the order of the positions."""
 
 
-def find_changes(current: Tensor, previous: Tensor) -> Changes:
+def find_changes(current: Tensor, previous: Tensor) -> ChangedElements:
     """Compare two buffers word by word.
 
     Args:
@@ -67,7 +67,7 @@ def find_changes(current: Tensor, previous: Tensor) -> Changes:
 
 @dataclass(frozen=True)
 class FlaggedChanges:
-    """`Changes` in torch, based on one flag per element.
+    """`ChangedElements` in torch, based on one flag per element.
 
     Attributes:
         current: `[n]` words.

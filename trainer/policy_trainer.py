@@ -45,9 +45,16 @@ from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.flops import FlopCounter
 from penstock.trainer.micro_batches import MicroBatchPasses, TeacherForced
 from penstock.trainer.models.critic import Critic
+from penstock.trainer.optimizer_steps import (
+    OpenOptimizerStep,
+    OptimizerStep,
+    TokenRecord,
+    batch_metrics,
+    learning_rate,
+    summary,
+)
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
-from penstock.trainer.updates import OpenUpdate, TokenRecord, Update, batch_metrics, learning_rate, summary
 from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
 
@@ -75,7 +82,7 @@ class PolicyTrainer:
         self._objective = Objective(self._algorithm)
         self._controllers = Controllers(spec.algorithm)
         self._num_steps = 0
-        self._streamed: OpenUpdate | None = None
+        self._streamed: OpenOptimizerStep | None = None
         self._snapshot: TrainerSnapshot | None = None
         self._copy_wait_s: float | None = None
         self._version = 0
@@ -344,24 +351,29 @@ class PolicyTrainer:
 
     def _open(
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
-    ) -> OpenUpdate:
+    ) -> OpenOptimizerStep:
         """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
         has_reference = self._algorithm.needs_reference or self._algorithm.needs_teacher
         metrics = TokenMetrics(self.backend.device, self._algorithm.metrics, has_reference=has_reference)
-        return OpenUpdate(metrics, share, is_first, is_first_epoch)
+        return OpenOptimizerStep(metrics, share, is_first, is_first_epoch)
 
     def _share(self) -> RankShare | None:
         """What this rank compares with the others after the batch; None if there are no others."""
         has_others = self.backend.data_parallel_size * self.backend.sequence_parallel_size > 1
         return RankShare.at_start(self.backend) if has_others else None
 
-    def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
+    def _add(self, opened: OpenOptimizerStep, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
         """Add a part of a batch whose normaliser is known only at its end."""
         opened.normaliser += batch_normaliser(sequences, self._algorithm)
         self._backward(opened, sequences, self._objective, is_last=is_last)
 
     def _backward(
-        self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
+        self,
+        opened: OpenOptimizerStep,
+        sequences: Sequence[TrainingSequence],
+        loss_function: LossFunction,
+        *,
+        is_last: bool,
     ) -> None:
         """Run forward and backward over these sequences by micro-batch; only forward over those whose gradient is 0."""
         heard: Sequence[TrainingSequence] = sequences
@@ -417,7 +429,7 @@ class PolicyTrainer:
                 return sequences, []
         return heard, silent
 
-    def _update(self, opened: OpenUpdate, *, is_last: bool = True) -> Update:
+    def _update(self, opened: OpenOptimizerStep, *, is_last: bool = True) -> OptimizerStep:
         """The optimizer step, if there is a gradient, unless the run ends; `is_last`: of its batch."""
         self._prepare_update(is_last=is_last)
         self.stop.decide(self.backend.all_reduce, is_last=is_last)
@@ -431,13 +443,13 @@ class PolicyTrainer:
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))
-            return Update(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
+            return OptimizerStep(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         if self.backend.device.type == "cuda":
             torch.cuda.synchronize()  # saving reads the weights from another stream
         self._num_steps += not result.is_skipped
-        return Update(sums, loss, lr, result, counts, efficiencies)
+        return OptimizerStep(sums, loss, lr, result, counts, efficiencies)
 
     def _prepare_update(self, *, is_last: bool) -> None:
         """Call it before each update of a step, and before `stop.decide`, from where on the step must end soon.

@@ -58,7 +58,7 @@ def gather_kernel(current, bitmap, offsets, positions, values, num_elements, BLO
 
 @dataclass(frozen=True)
 class CountedChanges:
-    """Implements `Changes`.
+    """Implements `ChangedElements`.
 
     Attributes:
         current: `[n]` words.

@@ -63,7 +63,7 @@ class Model:
 
 def receive_in_place(order: Order) -> str:
     """Receive a version while the last step of decoding may still read the parameters; returns the worker's error."""
-    from penstock.rollout.engines.vllm.worker import Update, WorkerExtension
+    from penstock.rollout.engines.vllm.worker import PendingUpdate, WorkerExtension
 
     store, model = serve_store("127.0.0.1"), Model()
     group_spec = group_spec_at(store.port, is_in_place=True)
@@ -99,7 +99,7 @@ def receive_in_place(order: Order) -> str:
         for _, parameter in model.named_parameters():
             parameter.sum()  # decoding
         manifest = SimpleNamespace(version=1, bucket_sums=sums, location=IN_PLACE)
-        worker.penstock_state.update = Update(manifest)  # type: ignore[arg-type]
+        worker.penstock_state.update = PendingUpdate(manifest)  # type: ignore[arg-type]
         sent = thread.submit(send)
         worker.penstock_receive_in_place()
         if error := ended():

@@ -16,7 +16,7 @@ from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 from tests.algorithms import algorithm_config
 from tests.unit.kernels.interpreted_policy_loss import in_float64, micro_batch, policy
 from tests.unit.kernels.problems import HeadProblem, expected_scores, head_problem
@@ -79,7 +79,7 @@ def loss_and_gradient(
     config: AlgorithmConfig, batch: MicroBatch, target: Tensor, entropies: Tensor
 ) -> tuple[Tensor, Tensor]:
     leaf = target.clone().requires_grad_()
-    loss = Objective(Algorithm(config))(leaf, entropies, batch, OpenUpdate(TokenMetrics(target.device)))
+    loss = Objective(Algorithm(config))(leaf, entropies, batch, OpenOptimizerStep(TokenMetrics(target.device)))
     loss.backward()
     assert leaf.grad is not None
     return loss.detach().double().cpu(), leaf.grad.double().cpu()

@@ -43,9 +43,9 @@ from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.tokens import LossTerms, LossTokens, PolicyLoss, clamped_exp, nowhere
 from penstock.trainer.batches.collate import MicroBatch
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 
-LossFunction = Callable[[Tensor, Tensor, MicroBatch, OpenUpdate], Tensor]
+LossFunction = Callable[[Tensor, Tensor, MicroBatch, OpenOptimizerStep], Tensor]
 """`[T]` logprobs with gradient, `[T]` entropies in nats, everything else -> Σ weight · term."""
 
 
@@ -55,7 +55,7 @@ class Objective:
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
 
-    def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
+    def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep) -> Tensor:
         """Σ weight · term of one micro-batch; what is measured of its tokens is added to the update.
 
         Args:
@@ -82,7 +82,7 @@ class Objective:
         )
         return loss + 0.0 * torch.cat([target, *(one for one in recorded if one is not None)]).sum()
 
-    def composed(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
+    def composed(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep) -> Tensor:
         """Any algorithm, on any device."""
         terms = self.terms(target, entropies, micro_batch, is_first_update=update.is_first)
         return _weighted(terms, target, entropies, micro_batch, update)
@@ -180,7 +180,7 @@ class Objective:
         return self._algorithm.proximal(inputs)
 
 
-def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
+def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep) -> Tensor:
     """−logprob of given answers."""
     none, ones = nowhere(target), torch.ones_like(target).detach()
     terms = LossTerms(-target, none, none, none, ones, ones, ones)
@@ -188,7 +188,7 @@ def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, 
 
 
 def _weighted(
-    terms: LossTerms, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate
+    terms: LossTerms, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep
 ) -> Tensor:
     loss = (terms.terms * micro_batch.token_weights).sum()
     if micro_batch.num_tokens:
@@ -197,7 +197,7 @@ def _weighted(
     return loss
 
 
-def _start(target: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor | None:
+def _start(target: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep) -> Tensor | None:
     """`[T]` logprobs at the start of the batch; None: not known any more, or measured before."""
     if update.is_first:
         return target

@@ -22,9 +22,9 @@ from penstock.trainer.batches.samples import after_cut
 from penstock.trainer.config import CriticConfig
 from penstock.trainer.flops import FORWARD_AND_BACKWARD, FlopCounter
 from penstock.trainer.micro_batches import MicroBatchPasses
+from penstock.trainer.optimizer_steps import learning_rate
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
-from penstock.trainer.updates import learning_rate
 
 
 class Critic:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.changed_elements import Changes, bits_of, find_changes
+from penstock.kernels.changed_elements import ChangedElements, bits_of, find_changes
 from penstock.weights.codec.codec import (
     DTYPE_NAMES,
     Encoded,
@@ -96,7 +96,7 @@ def _check_positions(encoded: Encoded, positions: Tensor, values: Tensor) -> Non
         )
 
 
-def pack_positions(changes: Changes) -> tuple[PositionForm, Tensor]:
+def pack_positions(changes: ChangedElements) -> tuple[PositionForm, Tensor]:
     """Name of the smaller encoding, and a flat tensor of bytes."""
     size = -(-changes.num_elements // 8)
     if changes.num_changed < size:  # gaps have a byte per position, or more

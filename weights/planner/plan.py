@@ -20,7 +20,7 @@ from penstock.weights.planner.pieces import missing_pieces
 BUCKET_BYTES = 64 << 20
 
 
-class Copy(NamedTuple):
+class PlannedCopy(NamedTuple):
     """One strided box from a source buffer into a destination buffer; sizes, offsets and strides in elements."""
 
     tensor: str
@@ -49,14 +49,14 @@ class Plan:
     item_bytes: int
     bucket_bytes: int
     resident: Mapping[int, int]
-    buckets: tuple[tuple[Copy, ...], ...]
+    buckets: tuple[tuple[PlannedCopy, ...], ...]
 
     @property
-    def copies(self) -> Iterable[Copy]:
+    def copies(self) -> Iterable[PlannedCopy]:
         """The copies of all buckets."""
         return (copy for bucket in self.buckets for copy in bucket)
 
-    def is_local(self, copy: Copy) -> bool:
+    def is_local(self, copy: PlannedCopy) -> bool:
         """Whether a copy stays on one device."""
         return self.resident.get(copy.dst_rank) == copy.src_rank
 
@@ -96,7 +96,9 @@ def make_plan(
     chosen.sort(key=lambda one: (order[one.piece.tensor], one.piece.dst_rank, one.piece.destination.offset))
     largest = max(bucket_bytes // item_bytes, 1)
     copies = [
-        Copy(piece.tensor, extents(piece.box), src_rank, piece.sources[src_rank], piece.dst_rank, piece.destination)
+        PlannedCopy(
+            piece.tensor, extents(piece.box), src_rank, piece.sources[src_rank], piece.dst_rank, piece.destination
+        )
         for one in chosen
         for piece, src_rank in _at_most(one, largest)
     ]
@@ -116,9 +118,9 @@ def _at_most(one: Assignment, largest: int) -> Iterable[Assignment]:
         yield from _at_most(Assignment(part_of(one.piece, box), one.src_rank), largest)
 
 
-def _buckets(copies: list[Copy], largest: int) -> Iterable[tuple[Copy, ...]]:
+def _buckets(copies: list[PlannedCopy], largest: int) -> Iterable[tuple[PlannedCopy, ...]]:
     """Fill buckets in order; a bucket is closed before any rank would send or receive more than its size."""
-    bucket: list[Copy] = []
+    bucket: list[PlannedCopy] = []
     filled: dict[tuple[str, int], int] = defaultdict(int)
     for copy in copies:
         ranks = (("from", copy.src_rank), ("to", copy.dst_rank))

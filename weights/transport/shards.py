@@ -30,7 +30,7 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import strided_box
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.plan import Copy, Plan, make_plan
+from penstock.weights.planner.plan import Plan, PlannedCopy, make_plan
 from penstock.weights.transport.device_memory import OpenedVersionBuffers, VersionBuffer
 from penstock.weights.transport.shared_memory import reserve, split_version_buffer, version_buffer_size
 
@@ -207,13 +207,15 @@ class ShardWriter:
         return shard_sums(self._copies, self._dtype, tensors)
 
 
-def copies_of(transfer: ShardTransfer, rank: int) -> list[Copy]:
+def copies_of(transfer: ShardTransfer, rank: int) -> list[PlannedCopy]:
     """The copies that one training rank sends."""
     return [copy for copy in transfer.plan.copies if copy.src_rank == rank]
 
 
 @torch.no_grad()
-def shard_sums(copies: Iterable[Copy], dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
+def shard_sums(
+    copies: Iterable[PlannedCopy], dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
+) -> list[PartialSum]:
     """Contributions of these copies to the checksums of the engines' parameters, in the wire dtype."""
     parts = []
     for copy in copies:

@@ -44,7 +44,7 @@ BACKEND = "penstock_shared_memory"
 
 
 @dataclass(eq=False)
-class Update:
+class PendingUpdate:
     """A version that this worker is about to apply.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModelState:
     transfer: BackgroundJob = field(default_factory=BackgroundJob)
     has_joined: bool = False
     version_buffer: VersionBuffer | None = None
-    update: Update | None = None
+    update: PendingUpdate | None = None
     refusal: str = ""
 
 
@@ -263,7 +263,7 @@ class WorkerExtension:
         """
         state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
         announced: WeightManifest = pickle.loads(manifest)  # noqa: S301 - from the engine of this worker
-        update = state.update = Update(announced)
+        update = state.update = PendingUpdate(announced)
         if wrong := state.refusal or update_refusal(model, announced, rank):
             return wrong
         if announced.location == IN_PLACE:

@@ -28,7 +28,7 @@ from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from penstock.trainer.updates import batch_metrics
+from penstock.trainer.optimizer_steps import batch_metrics
 from tests.agents import ReplyingEngine, chat, check_tokens, run_agent, user
 from tests.chat_tokenizers import chat_tokenizer
 

@@ -20,7 +20,7 @@ from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics,
 from penstock.trainer.algorithms.objective import Objective, can_fuse
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 from tests.algorithms import algorithm_config, resolved
 from tests.tiers import by_tier, each_of
 
@@ -85,7 +85,7 @@ def run(
 ) -> tuple[Tensor, Tensor, TokenSums]:
     """Loss, gradient and what was measured."""
     leaf = target.clone().requires_grad_()
-    update = OpenUpdate(TokenMetrics(CPU), None, is_first, is_first_epoch)
+    update = OpenOptimizerStep(TokenMetrics(CPU), None, is_first, is_first_epoch)
     loss = Objective(Algorithm(config))(leaf, entropies, batch, update)
     (loss * upstream).backward()
     assert leaf.grad is not None

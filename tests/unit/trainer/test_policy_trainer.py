@@ -14,8 +14,8 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backends.base import poison_if_not_finite
 from penstock.trainer.config import OptimizerConfig
+from penstock.trainer.optimizer_steps import learning_rate
 from penstock.trainer.policy_trainer import PolicyTrainer
-from penstock.trainer.updates import learning_rate
 
 from .torch_trainer import logprobs_of, scored, trainer_of, trajectory
 

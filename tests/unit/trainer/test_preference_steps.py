@@ -12,7 +12,7 @@ from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.examples import Preference, preference_sequences
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.build import save_policy
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 from tests.algorithms import resolved
 
 from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory
@@ -107,7 +107,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     policy = [(one + rng.normal(0, 0.01, len(one))).astype(np.float32) for one in references]
     target = torch.tensor(np.concatenate(policy))
     drifts = [(mine.astype(np.float64) - theirs).sum() for mine, theirs in zip(policy, references, strict=True)]
-    update = OpenUpdate(TokenMetrics(target.device))
+    update = OpenOptimizerStep(TokenMetrics(target.device))
     loss = Objective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
     margin = drifts[0] - drifts[1]
     assert abs(margin) > 0.1

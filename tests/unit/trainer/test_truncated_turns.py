@@ -8,7 +8,7 @@ from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, Turn
 from penstock.envs.scripted_check import scripted_answer, scripted_trajectory
-from penstock.trainer.updates import batch_metrics
+from penstock.trainer.optimizer_steps import batch_metrics
 
 TASK = Task(TaskId("t"), "1+1=", {}, "")
 

@@ -10,7 +10,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import BucketSum, TensorEntry
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import View
-from penstock.weights.planner.plan import Copy
+from penstock.weights.planner.plan import PlannedCopy
 from penstock.weights.transport.in_place import ShardChunks
 from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Message, sums_of
 
@@ -77,7 +77,9 @@ def test_an_overwritten_version_buffer_is_detected_before_the_chunk_is_applied()
 def test_a_bucket_is_compared_with_the_checksum_over_all_its_senders() -> None:
     incoming = torch.arange(12, dtype=torch.float32)
     messages = [
-        Message(peer, start, start + 6, (Copy("t", (2, 3), peer, View("t", 0, (3, 1)), 1, View(name, 4, (3, 1))),))
+        Message(
+            peer, start, start + 6, (PlannedCopy("t", (2, 3), peer, View("t", 0, (3, 1)), 1, View(name, 4, (3, 1))),)
+        )
         for peer, start, name in ((0, 0, "x"), (1, 6, "x"))
     ]
     sums = [BucketSum(2, *part) for message in messages for part in sums_of(message, incoming)]

@@ -35,7 +35,7 @@ from penstock.weights.checksum import PartialSum, strided_sum
 from penstock.weights.codec.codec import Codec, ReceiverState, SenderState
 from penstock.weights.codec.wire import HEADER_WORDS, from_wire, payload_bytes, to_wire
 from penstock.weights.layout.algebra import strided_box
-from penstock.weights.planner.plan import Copy, Plan
+from penstock.weights.planner.plan import Plan, PlannedCopy
 from penstock.weights.transport.in_place import PARTLY_WRITTEN
 from penstock.weights.transport.process_group.group import Exchange, Links, LostPeerError, Part, Pending, TransferGroup
 from penstock.weights.transport.process_group.members import Route
@@ -57,7 +57,7 @@ class Message(NamedTuple):
     peer: int
     start: int
     stop: int
-    copies: tuple[Copy, ...]
+    copies: tuple[PlannedCopy, ...]
 
 
 class Step(NamedTuple):
@@ -94,8 +94,8 @@ def steps_of(plan: Plan, route: Route, group_rank: int) -> list[Step]:
     return [_step(route, group_rank, place, bucket) for bucket in plan.buckets]
 
 
-def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Copy, ...]) -> Step:
-    outgoing: dict[int, list[Copy]] = defaultdict(list)
+def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[PlannedCopy, ...]) -> Step:
+    outgoing: dict[int, list[PlannedCopy]] = defaultdict(list)
     for copy in bucket:
         if route.sources[copy.src_rank] == me:
             outgoing[route.replicas[0][copy.dst_rank]].append(copy)
@@ -103,7 +103,7 @@ def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Co
     if place is None:
         return Step(sends, (), ())
     replica, rank = place
-    incoming: dict[int, list[Copy]] = defaultdict(list)
+    incoming: dict[int, list[PlannedCopy]] = defaultdict(list)
     for copy in sorted((copy for copy in bucket if copy.dst_rank == rank), key=lambda copy: copy.src_rank):
         incoming[route.sources[copy.src_rank]].append(copy)
     received = list(incoming.items())
@@ -114,7 +114,7 @@ def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Co
     return Step(sends, tuple(_in_a_row(received)), children if received else ())
 
 
-def _in_a_row(parts: Iterable[tuple[int, list[Copy]]]) -> Iterator[Message]:
+def _in_a_row(parts: Iterable[tuple[int, list[PlannedCopy]]]) -> Iterator[Message]:
     start = 0
     for peer, copies in parts:
         stop = start + sum(copy.num_elements for copy in copies)
@@ -154,7 +154,7 @@ def by_peer(messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
         yield peer, part[0].start, part[-1].stop
 
 
-def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[Copy, torch.Tensor]]:
+def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[PlannedCopy, torch.Tensor]]:
     start = message.start
     for copy in message.copies:
         yield copy, buffer[start : start + copy.num_elements].view(copy.shape)

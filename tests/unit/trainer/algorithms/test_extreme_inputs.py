@@ -30,7 +30,7 @@ from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.samples import policy_sequences
 from penstock.trainer.config import AlgorithmConfig, CriticConfig
-from penstock.trainer.updates import OpenUpdate
+from penstock.trainer.optimizer_steps import OpenOptimizerStep
 from tests.algorithms import algorithm_config
 from tests.tiers import by_tier
 from tests.unit.trainer.torch_trainer import scored, trajectory
@@ -175,7 +175,7 @@ def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
     micro_batch, target = micro_batch_of(config, inputs(seed % NUM_INPUTS))
     target = target.clone().requires_grad_()
     entropies = torch.linspace(0.0, 12.0, len(target), requires_grad=True)
-    update = OpenUpdate(TokenMetrics(CPU), is_first=seed % 4 < 2)
+    update = OpenOptimizerStep(TokenMetrics(CPU), is_first=seed % 4 < 2)
     loss = Objective(Algorithm(config))(target, entropies, micro_batch, update)
     loss.backward()
     sums = update.metrics.reduce(lambda values, _: values)

@@ -39,7 +39,7 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:
 
 
 @dataclass(slots=True)
-class OpenUpdate:
+class OpenOptimizerStep:
     """Accumulated state of one update.
 
     Attributes:
@@ -110,7 +110,7 @@ class TokenRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class OptimizerStep:
     """One optimizer step, equal on all ranks.
 
     Attributes:
@@ -134,7 +134,7 @@ class Update:
         return self.is_silent or self.result.is_skipped
 
 
-def summary(updates: Sequence[Update]) -> dict[str, float]:
+def summary(updates: Sequence[OptimizerStep]) -> dict[str, float]:
     """Metrics of a batch: token means over all its updates, means of loss and norm. Skipped updates are left out.
 
     If all updates were skipped, they are included.
