@@ -28,6 +28,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
+from penstock.platform.metrics.instruments import Instruments
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.checkpoint import (
     Checkpoint,
@@ -44,7 +45,7 @@ from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
-from penstock.platform.run.run import Instruments, PolicyRuntime, Run
+from penstock.platform.run.run import PolicyRuntime, Run
 from penstock.platform.run.scale import served_control
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from penstock.dataflow.core import WaitReason
-from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
+from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.ports import StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.task import Task
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.hub import MetricsHub
-from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.instruments import Instruments
 from penstock.platform.metrics.progress import Progress
-from penstock.platform.metrics.run_files import CONFIG_FILE, POLICY_FOLDER
+from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.summary import SkippedPrompts
 from penstock.platform.metrics.timeline import Timeline
-from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
-from penstock.platform.run.mismatch_trend import MismatchTrend
+from penstock.platform.run.step_log import Publish, StepLog
 from penstock.rollout.trajectory.runner import RolloutRunner
 
 ABANDON_S = 2.0
@@ -44,18 +40,6 @@ class PolicyRuntime:
     publisher: WeightPublisher
     evaluator: Evaluator | TwoPolicyEvaluator
     monitor: EngineMonitor
-
-
-@dataclass(frozen=True, slots=True)
-class Instruments:
-    """Outputs of a run: metrics, trajectories, dumped batches and console notes."""
-
-    hub: MetricsHub
-    memory: MemorySampler
-    trajectories: TrajectoryTable
-    bad_batches: BadBatches
-    run_dir: Path
-    note: Callable[[str], None]
 
 
 class Run:
@@ -98,29 +82,18 @@ class Run:
         self.policy_version: int | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._published = 0  # or being published
-        self._monitor = runtime.monitor
+        self._publishes: list[Publish] = []  # since the last step was logged
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
-        self._timeline = timeline
-        self._step_ended_at = 0.0
-        self._mismatch = MismatchTrend()
-        self._last_publish: PublishReport | None = None
-        self._last_step_at = 0.0
-        self._trainer_waited_for: Mapping[WaitReason, float] = {}
-        self._tokens_generated = 0
-        self._consecutive_bad_steps = 0
-        self._skipped_steps = 0
-        self._is_silent = False
-        self._has_directory = (instruments.run_dir / CONFIG_FILE).exists()  # a simulated run has none
-        self._bad_batch: Path | str | None = None
+        self._log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
 
     def flow(self) -> Flow:
         """The dataflow of this run. `async with` starts and ends it."""
         self.has_begun = True
-        self._last_step_at = asyncio.get_running_loop().time()
+        self._log.begin()
         return self._flow
 
     def counts(self) -> LedgerCounts:
@@ -141,77 +114,23 @@ class Run:
 
     async def publish(self, version: int) -> None:
         """Publish `version` to the engines while they generate."""
-        self._step_ended_at = time.time()
-        self._published = version
-        self._last_publish = report = await self.publisher.publish(version)
+        began_at, self._published = time.time(), version
+        report = await self.publisher.publish(version)
         self.version = version
-        if self._timeline is not None:
-            measured = {"bytes": report.sent_bytes, "stall_s": report.max_stall_s}
-            self._timeline.add("publish", f"publish v{version}", self._step_ended_at, time.time(), **measured)
+        self._publishes.append(Publish(version, began_at, time.time(), report))
 
     async def dump_bad_batch(self, report: StepReport) -> None:
-        """Dump the whole batch of a skipped step. Call it before `flow.skip`, which ends the groups of the batch."""
-        batch = await self._flow.fetch_batch()
-        path = self._instruments.bad_batches.write(self.version, batch, report.metrics)
-        self._bad_batch = path or "no file, since it could not be written"
-        self._instruments.note(
-            f"step at v{self.version} skipped: non-finite loss or gradient; its batch is in {self._bad_batch}"
-        )
+        """Write the batch of a skipped step to a file. Call it before `flow.skip`, which ends its groups."""
+        await self._log.dump_bad_batch(self.version, report)
 
     def observe(self, report: StepReport) -> None:
-        """Log the metrics of a step and write its sampled trajectories.
+        """Log a step and its publish.
 
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
-        if self._has_directory and not (self._instruments.run_dir / CONFIG_FILE).exists():
-            raise TrainingError(
-                f"run_dir={self._instruments.run_dir}: {CONFIG_FILE} is gone at v{self.version}, so the directory was "
-                "deleted or moved while the run was using it, and the run could not be resumed. Start "
-                "it again, and delete or move a run only after its end."
-            )
-        if self._timeline is not None:
-            ended_at = time.time() if report.skipped else self._step_ended_at
-            name = f"skipped step at v{self.version}" if report.skipped else f"step v{self.version}"
-            self._timeline.add("trainer", name, ended_at - report.busy_s, ended_at)
-        now = asyncio.get_running_loop().time()
-        wall_s = max(now - self._last_step_at, 1e-9)
-        self._last_step_at = now
-        self._consecutive_bad_steps = self._consecutive_bad_steps + 1 if report.skipped else 0
-        self._skipped_steps += report.skipped
-        trend, warning = self._mismatch.observe(self.version, report.metrics, self.stats.last.max_versions)
-        if warning:
-            self._instruments.note(warning)
-        metrics = {
-            **report.metrics,
-            **trend,
-            **self._flow_metrics(report, wall_s),
-            **self._publish_metrics(),
-            **self._checkpointer.take_metrics(),
-            "trainer/version": float(self.version),
-            "trainer/skipped_steps": float(self._skipped_steps),
-            "memory/pss_gib": self._instruments.memory.latest_gib,
-        }
-        self._instruments.hub.log(self.version, metrics)
-        self.stats.anomalies.step_trained(metrics)
-        # A skipped step keeps the version, so its file would overwrite that of the last trained batch.
-        if not report.skipped:
-            self._instruments.trajectories.write_step(
-                self.version, self.stats.samples, version=self.stats.last_version, trained=report.trained_tokens
-            )
-        silent = report.metrics.get("trainer/silent_updates", 0.0)
-        was_silent, self._is_silent = self._is_silent, bool(silent and silent == report.metrics["trainer/updates"])
-        if self._is_silent and not was_silent:
-            self._instruments.note(
-                f"v{self.version} has the weights of the version before: no token of its batch has a gradient. Further "
-                "such steps are only counted (trainer/silent_updates). See docs/debugging.md, “The reward is flat”."
-            )
-        if self._consecutive_bad_steps >= self.config.trainer.max_bad_steps:
-            raise TrainingError(
-                f"trainer: {self._consecutive_bad_steps} steps in a row had a non-finite loss or gradient at "
-                f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch "
-                f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or check its rewards and logprobs."
-            )
+        self._log.step(self.version, report, self._publishes, self._checkpointer.take_metrics())
+        self._publishes.clear()
 
     async def evaluate_first(self) -> None:
         """Evaluate before training. A resumed run repeats the evaluation that was cut off."""
@@ -254,9 +173,8 @@ class Run:
         """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
         return {
             "evaluations": self.evaluations.state(),
-            "mismatch": self._mismatch.state_dict(),
             "rewards": list(self._instruments.hub.rewards),
-            "skipped_steps": self._skipped_steps,
+            **self._log.state_dict(),
             "failed_evaluations": self.evaluations.num_failed,
             "wall_s": self.wall_s,
         }
@@ -265,11 +183,8 @@ class Run:
         """Continue where `state_dict` was taken, at a policy version."""
         self.version = version
         self.evaluations.restore(state["evaluations"], state["failed_evaluations"])
-        self._mismatch.load_state_dict(state["mismatch"])
+        self._log.load_state_dict(state)
         self._instruments.hub.rewards[:] = state["rewards"]
-        self._skipped_steps = state["skipped_steps"]
-        self._tokens_generated = self.stats.tokens_generated
-        self._trainer_waited_for = dict(self.stats.trainer_wait_for)
         self._wall_s_before = state["wall_s"]
 
     @property
@@ -418,66 +333,3 @@ class Run:
         """Cancel a running evaluation, and wait for the checkpoint that is being written."""
         await self._checkpointer.written()
         await self.evaluations.close()
-
-    def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:
-        flow, last, counts = self._flow, self.stats.last, self.counts()
-        waited_for = dict(self.stats.trainer_wait_for)
-        waited_s = {
-            wait_reason: total - self._trainer_waited_for.get(wait_reason, 0.0)
-            for wait_reason, total in waited_for.items()
-        }
-        generated = self.stats.tokens_generated - self._tokens_generated
-        self._trainer_waited_for = waited_for
-        self._tokens_generated = self.stats.tokens_generated
-        return {
-            "staleness/mean_versions": last.mean_versions,
-            "staleness/max_versions": last.max_versions,
-            "staleness/stale_token_share": last.stale_share,
-            "staleness/multi_version_trajectories": last.multi_version_trajectories,
-            "staleness/trimmed_token_share": last.trimmed_share,
-            "length/trained_share": self.stats.length_bias,
-            "flow/admitted": counts.admitted,
-            "flow/trained": counts.trained,
-            "flow/dropped": counts.dropped,
-            "flow/filtered": counts.filtered,
-            "flow/failed": counts.failed,
-            "flow/live": counts.live,
-            "flow/ready": flow.core.num_ready,
-            "flow/credits_free": flow.core.free_credits,
-            "flow/skipped_prompts": flow.skipped_tasks()[1],
-            "flow/abstained": self.stats.num_abstained,
-            "flow/retries": flow.core.retries.total(),
-            **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},
-            "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
-            "flow/resumed_tokens": flow.ports.runner.stats.tokens,
-            "flow/preemptions": self._monitor.num_preemptions,
-            "flow/engines": self._monitor.num_engines,
-            "flow/engine_restarts": self._monitor.num_restarts,
-            "flow/ignored_reports": flow.core.ignored.total(),
-            "throughput/generated_tokens_per_s": generated / wall_s,
-            "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
-            "throughput/step_s": wall_s,
-            "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
-            "idle/trainer_wait_s": sum(waited_s.values()),
-            **{f"idle/trainer_wait_for/{wait_reason}": seconds for wait_reason, seconds in waited_s.items()},
-            "idle/engine_share": self._monitor.idle_share,
-            **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
-        }
-
-    def _publish_metrics(self) -> dict[str, float]:
-        last = self._last_publish
-        if last is None:
-            return {}
-        measured = {"weights/max_logprob_diff": last.max_logprob_diff, "weights/changed_share": last.changed_share}
-        return {
-            "weights/bytes": last.num_bytes,
-            "weights/sent_bytes": last.sent_bytes,
-            "weights/acks": len(last.acks),
-            "weights/publish_s": last.total_s,
-            "weights/send_s": last.send_s,
-            "weights/stage_s": max(ack.stage_s for ack in last.acks),
-            "weights/stall_s": last.max_stall_s,
-            "weights/drain_timeouts": last.drain_timeouts,
-            **{name: value for name, value in measured.items() if value is not None},
-            "weights/rewrites": last.rewrites,
-        }

@@ -34,6 +34,7 @@ from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import EventTail
 from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.instruments import Instruments
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.progress import Progress
 from penstock.platform.metrics.report import write_report
@@ -58,7 +59,7 @@ from penstock.platform.run.checkpoint import (
 from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.flow import StopRequestedError
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
-from penstock.platform.run.run import Instruments, Run
+from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir
 
 MAX_ROLLBACKS_PER_HOUR = 5

@@ -29,6 +29,7 @@ from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.instruments import Instruments
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, BadBatches, StepFiles, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
@@ -37,7 +38,7 @@ from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.lifecycle import Stop
-from penstock.platform.run.run import Instruments, PolicyRuntime, Run
+from penstock.platform.run.run import PolicyRuntime, Run
 from penstock.platform.run.training import train_to_end
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
