@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -255,7 +256,12 @@ def _escaped(tree: Any) -> Any:
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each changed key that changes what the run learns."""
+    """Yield a sentence for each changed key that changes what the run learns.
+
+    A key that is newer than the run had its default.
+    """
+    with suppress(ConfigError):  # of a key that this version does not have any more
+        saved = changed_config(saved, (), Path(config.run_dir)).model_dump(mode="json")
     before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         is_free = key in ("run_dir", "overwrite", "resume") or any(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.rollout.engine_pool.dispatch import Dispatcher
@@ -231,3 +232,48 @@ def test_slot_requests_that_wait_for_a_version_end_in_virtual_time_too(seed: int
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         outcomes = runner.run(wait_at_odd_times())
     assert all("waited 600 s for an engine at v0 or newer" in str(outcome) for outcome in outcomes)
+
+
+async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_behind_does_not() -> None:
+    pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
+    pool.set_min_version(3)
+    async with pool.lease():
+        waiting = asyncio.create_task(name_of_a_lease(pool))
+        behind = FakeEngine(EngineId("b"), version=-1)
+        pool.add(behind)
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 1, "it has missed versions"
+        behind.version = 3
+        pool.refresh()
+        assert await waiting == "b"
+
+
+async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
+    pool = EnginePool([FakeEngine(EngineId("a"))], 1)
+    async with pool.lease():
+        waiting = asyncio.create_task(name_of_a_lease(pool))
+        await asyncio.sleep(0)
+        pool.fence(EngineId("a"), "planted")
+        with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+            await waiting
+        pool.add(FakeEngine(EngineId("a")))
+        assert await name_of_a_lease(pool) == "a"
+    assert pool.fenced == {}
+
+
+async def test_ten_thousand_who_wait_are_served_in_order() -> None:
+    pool = EnginePool([FakeEngine(EngineId(f"e{index}")) for index in range(4)], 2)
+    order: list[int] = []
+
+    async def one(index: int) -> None:
+        async with pool.lease(tokens=8):
+            order.append(index)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(one(index) for index in range(10_000)))
+    assert order == list(range(10_000))
+
+
+async def name_of_a_lease(pool: EnginePool) -> str:
+    async with pool.lease() as lease:
+        return lease.engine.engine_id
