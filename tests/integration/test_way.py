@@ -11,7 +11,7 @@ from tools.way import traced_run, way, windows_of_publishes, windows_of_trajecto
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
-MAX_FILES_OF_TRAJECTORY, MAX_FILES_OF_PUBLISH = 65, 27
+MAX_FILES_OF_TRAJECTORY, MAX_FILES_OF_PUBLISH = 64, 25
 MAX_LINES = 700
 """Of a file: a short way of long files is no gain."""
 
