@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.chaos.processes import start_train, wait_for_line
-from tests.command_line import read_summary, run_cli
+from tests.command_line import ENVIRONMENT, read_summary, run_cli
 from tests.in_process import train_in_process
 from tests.small_run import small_run_overrides
 from tests.tiers import IS_FULL
@@ -150,7 +150,10 @@ def test_a_signal_in_a_step_of_40_s_saves_the_published_policy_and_nothing_is_lo
 
 
 @pytest.mark.full
-def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_overrides: list[str]) -> None:
+def test_an_error_in_the_middle_is_one_readable_message(
+    workspace: Path, train_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "MARK_OF_THIS_RUN", str(workspace))  # what it starts has it, too
     (workspace / "broken_tasks.py").write_text(
         "from itertools import islice\n"
         "from penstock.envs.tasks.arithmetic import ArithmeticTasks\n"
@@ -159,7 +162,6 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
         "        yield from islice(super().train(), 5000)\n"
         "        raise ConnectionError('the task server went away')\n"
     )
-    before = {process.pid for process in psutil.process_iter()}
     done = run_cli(
         "train",
         *train_overrides,
@@ -183,8 +185,8 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
     assert "the task server went away" in told
     assert "newest events of the ledger" in told
     assert re.search(r"group \d+ (generating|scoring)", told), told
-    left = [p for p in psutil.process_iter(["name"]) if p.pid not in before and "ray" in (p.info["name"] or "")]
-    assert not left
+    left = [p for p in psutil.process_iter(["environ"]) if "MARK_OF_THIS_RUN" in (p.info["environ"] or {})]
+    assert not alive(left)
 
 
 @pytest.mark.full
