@@ -39,7 +39,7 @@ def test_a_limit_of_memory_is_one_of_live_trajectories() -> None:
 
 
 def test_a_curriculum_of_the_users_changes_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lessons.py").write_text(
+    (tmp_path / "my_stages.py").write_text(
         "class Harder:\n"
         "    def weights(self, version, rewards):\n"
         "        return {'easy': 1.0, 'hard': float(version)}\n"
@@ -47,7 +47,7 @@ def test_a_curriculum_of_the_users_changes_the_weights(tmp_path: Path, monkeypat
         "harder = Harder()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["experiment=arithmetic", "env=arithmetic_mixed", "env.curriculum=lessons:harder"]
+    words = ["experiment=arithmetic", "env=arithmetic_mixed", "env.curriculum=my_stages:harder"]
     queue = make_task_queue(compose_config(words))
     queue.follow_curriculum(3, Ledger())
     assert queue.weights == {"easy": 1.0, "hard": 3.0}
