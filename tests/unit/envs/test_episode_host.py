@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Play(Environment):
         if text == "leave": raise SystemExit(2)
         if text == "end": return Done({"won": 1, "tidy": 0.5}, {"moves": 2})
         if text == "huge": return Observation("x" * (2 << 20))
+        if text == "process": return Observation(str(os.getpid()))
         bad = {"none": None, "word": "text", "nan": Done(float("nan")), "count": Observation("", counts={"a": "b"}),
                "role": Observation("", "assistant"), "content": Observation([{"role": "user"}])}
         return bad[text] if text in bad else Observation(f"{action.turn}:{text}", "tool", 0.25, {"moves": 1})
@@ -86,10 +88,10 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     @asynccontextmanager
     async def opened(
-        timeout_s: float = 20.0, factory: str = "planted_envs:Tasks", **args: object
+        timeout_s: float = 20.0, factory: str = "planted_envs:Tasks", num_workers: int = 1, **args: object
     ) -> AsyncIterator[EpisodeHost]:
         streams = {"other": StreamConfig(factory="planted_envs:Others")}
-        limits = EpisodeConfig(timeout_s=timeout_s)
+        limits = EpisodeConfig(timeout_s=timeout_s, num_workers=num_workers)
         host = EpisodeHost(EnvConfig(factory=factory, args=args, streams=streams, episode=limits), 0)
         try:
             yield host
@@ -115,6 +117,19 @@ async def test_an_episode_is_played_and_every_stream_has_its_own_environment(mak
         async with host.open(task("other")) as played:
             assert (await played.reset())["content"] == [{"role": "user", "content": "world"}]
             assert (await played.step(Action("")))["reward"] == 1.0
+
+
+@pytest.mark.parametrize(("num_workers", "shares"), [(1, [5]), (2, [2, 3])])
+async def test_episodes_are_spread_over_the_processes(
+    make_host: Callable[..., Any], num_workers: int, shares: list[int]
+) -> None:
+    async with make_host(num_workers=num_workers) as host, AsyncExitStack() as open_episodes:
+        processes: Counter[str] = Counter()
+        for _ in range(5):
+            played = await open_episodes.enter_async_context(host.open(task()))
+            await played.reset()
+            processes[(await played.step(Action("process")))["content"]] += 1
+        assert sorted(processes.values()) == shares
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,28 @@ async def test_the_environment_holds_nothing_of_ours(sandbox: Sandbox, monkeypat
     assert (result.stdout, result.stderr) == (names, "")
 
 
+@needs_isolation
+async def test_programs_can_read_the_paths_of_the_configuration_and_no_others_and_write_to_none(tmp_path: Path) -> None:
+    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
+    for folder in (shown, hidden):
+        folder.mkdir()
+        (folder / "words.txt").write_text(folder.name)
+    code = f"""
+    print(open("{shown}/words.txt").read())
+    for name, mode in (("{hidden}/words.txt", "r"), ("{shown}/words.txt", "w"), ("{shown}/more.txt", "w")):
+        try:
+            open(name, mode)
+        except OSError as error:
+            print(type(error).__name__)
+    """
+    sandbox = LocalSandbox(SandboxConfig(max_concurrency=1, read_only_paths=(str(shown),)), isolate=True)
+    try:
+        result = await run(sandbox, dedent(code))
+    finally:
+        await sandbox.close()
+    assert (result.stdout.split(), result.stderr) == (["shown", "FileNotFoundError", "OSError", "OSError"], "")
+
+
 async def test_memory_that_no_process_shows_is_refused_and_open_files_are_few(sandbox: Sandbox) -> None:
     code = """
     import ctypes, errno, os, resource

@@ -80,6 +80,20 @@ def test_references_run_on_their_configured_pool_and_only_if_the_loss_needs_them
     assert slots(compose_config(["experiment=math_qwen_8gpu"]), "reference") == []
 
 
+def test_teachers_come_after_references_and_need_memory_for_the_parameters_that_they_are_said_to_have():
+    # By hand: 2 bytes for each parameter, in each of two processes.
+    held = ["experiment=math_qwen_8gpu", "algorithm=distill", "teacher.path=somewhere", "cluster.pools.train.count=7"]
+    held += ["algorithm.kl.coefficient=0.01", "teacher.num_workers=2"]
+    small, large = (compose_config([*held, f"teacher.num_parameters={number}"]) for number in (10**9, 4 * 10**9))
+    assert slots(small, "reference") == [("train", 4, 1.0)]
+    assert slots(small, "teacher") == [("train", 5, 1.0), ("train", 6, 1.0)]
+    weights = [
+        [one.memory.device["weights"] for one in plan_placement(config) if one.role == "teacher"]
+        for config in (small, large)
+    ]
+    assert weights == [[pytest.approx(2 * 1e9 / GIB)] * 2, [pytest.approx(2 * 4e9 / GIB)] * 2]
+
+
 def test_reward_workers_have_no_device_unless_they_are_given_a_pool():
     own = ["experiment=math_qwen_8gpu", "reward.num_workers=2"]
     assert slots(compose_config(own), "reward") == [(None, 0, 0.0)] * 2

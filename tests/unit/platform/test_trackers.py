@@ -222,7 +222,8 @@ def test_all_three_sinks_really_write(tmp_path: Path, monkeypatch, caplog) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    config = TrackerConfig(wandb=WandbTrackerConfig(project="penstock"), tensorboard=TensorboardTrackerConfig())
+    wandb = WandbTrackerConfig(project="penstock", entity="the-rivers")
+    config = TrackerConfig(wandb=wandb, tensorboard=TensorboardTrackerConfig())
     run_dir = tmp_path / "run"
     trackers = build_trackers(config, run_dir, "test", {"seed": 0, "model": {"path": None}})
     for tracker in trackers:
@@ -236,5 +237,5 @@ def test_all_three_sinks_really_write(tmp_path: Path, monkeypatch, caplog) -> No
     (events,) = (run_dir / "tensorboard").glob("events.out.tfevents.*")
     assert b"reward/mean" in events.read_bytes()
     (transaction_log,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"reward/mean" in transaction_log.read_bytes()
+    assert all(word in transaction_log.read_bytes() for word in (b"reward/mean", b"penstock", b"the-rivers"))
     assert caplog.messages == []
