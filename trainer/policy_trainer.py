@@ -145,7 +145,7 @@ class PolicyTrainer:
         if learns and not is_skipped:  # else the policy stays as it is, so nothing follows the coefficients
             self._controllers.observe(metrics)
             self._use(self._controllers.algorithm)
-        if not self._spec.has_partner:
+        if is_skipped or not self._spec.has_partner:
             self._before_update = None
         early_logprobs, ahead_s = self._builder.forget()
         metrics |= early_logprobs if share is None else agreement(share, self.backend) | early_logprobs
@@ -294,7 +294,7 @@ class PolicyTrainer:
         Raises:
             CheckpointError: If a part of the updates of a batch was made.
         """
-        if self._before_update is not None and self._before_update[0] == version:
+        if self._before_update is not None and self._before_update[0] == version and self.stop.has_updated:
             raise CheckpointError(
                 f"trainer: v{version} cannot be kept as a checkpoint: its next step was ended between two of its "
                 "updates (algorithm.mini_batches x epochs). Its policy is saved; a resume uses an earlier checkpoint."
@@ -432,7 +432,7 @@ class PolicyTrainer:
     def _update(self, opened: OpenOptimizerStep, *, is_last: bool = True) -> OptimizerStep:
         """The optimizer step, if there is a gradient, unless the run ends; `is_last`: of its batch."""
         self._prepare_update(is_last=is_last)
-        self.stop.decide(self.backend.all_reduce, is_last=is_last)
+        self.stop.decide(self.backend.all_reduce, is_last=is_last, changes=opened.has_gradient)
         if opened.share is not None:
             opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)

@@ -27,9 +27,14 @@ AllReduce = Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.fl
 
 
 class StepStop:
-    """Whether the running step is to end, and whether it still can."""
+    """Whether the running step is to end, and whether it still can.
+
+    Attributes:
+        has_updated: Whether an update of the running or last batch was made, or may be about to be made.
+    """
 
     def __init__(self) -> None:
+        self.has_updated = False
         self._lock = threading.Lock()
         self._is_requested = False
         self._is_decided = False
@@ -46,7 +51,7 @@ class StepStop:
 
     def begin(self) -> None:
         """Call it where a batch begins."""
-        self._is_decided = False
+        self._is_decided = self.has_updated = False
         self.check()
 
     def check(self) -> None:
@@ -58,16 +63,22 @@ class StepStop:
         if self._is_requested and not self._is_decided:
             raise StepEndedError("the step was ended before it changed the weights, since the run ends")
 
-    def decide(self, all_reduce: AllReduce, *, is_last: bool) -> None:
+    def decide(self, all_reduce: AllReduce, *, is_last: bool, changes: bool = True) -> None:
         """Agree with all ranks whether the update is made. Collective; call it directly before each update.
+
+        Args:
+            all_reduce: Of those ranks.
+            is_last: Whether it is the last update of the batch.
+            changes: Whether it has a gradient.
 
         Raises:
             StepEndedError: If the step is to end on any rank.
         """
         with self._lock:
-            mine = self._is_requested
+            mine, had_updated = self._is_requested, self.has_updated
             self._is_decided = is_last and not mine
+            self.has_updated = had_updated or changes  # a snapshot that is asked for now must not miss it
         if all_reduce(np.array([float(mine)]), "max")[0]:
-            self._is_decided = False
+            self._is_decided, self.has_updated = False, had_updated
             self._is_requested = True
             self.check()

@@ -356,6 +356,8 @@ async def start_trainer_group(
     Rank i is started on node `near[i]` if that is possible.
     """
     spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
+    if command != "train":  # which trains one policy
+        spec = replace(spec, has_partner=False)
     needs = resources(config, "trainer", command, devices, policy_id)
     if near:
         needs = [replace(need, near=node) for need, node in zip(needs, near, strict=True)]

@@ -25,7 +25,8 @@ divided by t.
                          (64 MiB with weights.staging=bucket, none with weights.transport=gather);
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
     engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
-    several updates      P·b of main memory, / R if Z = 3: the policy before the first update of a batch
+    before an update     P·b of main memory, / R if Z = 3: the policy before the first of several updates of a batch;
+                         policy and critic before those of each batch; each of two policies before its update
     critic               as a second policy; only one of them has activations at a time
     published            P·b in shared memory, twice unless weights.transport=gather, for each layout of engines; or
                          P·b / tp on each device of an engine, also while it sleeps (weights.transport=cuda_ipc)
@@ -100,8 +101,8 @@ class Memory:
         return sum(self.host.values())
 
 
-def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
-    """Memory of one trainer rank.
+def trainer_memory(config: RunConfig, pool: PoolConfig, *, has_partner: bool = False) -> Memory:
+    """Memory of one trainer rank; `has_partner`: of one of two policies.
 
     `gradients` are what a step begins with or DeepSpeed never frees; `activations` what is most at one moment of a step
     beside weights, optimizer and those: of the backward pass, of an all-reduce, or of AdamW.
@@ -124,7 +125,8 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     optimizer = sum(one.optimizer for one in models) / GIB
     # A rank's copy of its share of the trained state, while a checkpoint is written.
     takes_any = config.checkpoint.every_steps or config.checkpoint.every_minutes
-    before_updates = weights if config.algorithm.updates_per_batch > 1 else 0.0
+    is_kept = config.algorithm.updates_per_batch > 1 or config.algorithm.needs_critic or has_partner
+    before_updates = weights if is_kept else 0.0
     copied: dict[Part, float] = {
         "checkpoint": before_updates + (trained_state_gib(config) / config.trainer.num_ranks if takes_any else 0.0)
     }

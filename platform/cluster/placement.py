@@ -66,8 +66,9 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     pools; they start at slot 0 when colocated or in their own pool. The next slots are for references, then teachers,
     then reward workers with a pool, and finally the ranks and engines of a partner.
     """
-    own = _plan(config, command)
-    if config.partner is None or command != "train":
+    has_partner = config.partner is not None and command == "train"
+    own = _plan(config, command, has_partner=has_partner)
+    if not has_partner:
         return own
     taken = Counter[str]()
     for placement in own:
@@ -75,13 +76,13 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
             taken[placement.pool] += placement.num_slots
     partner = [
         replace(placement, policy_id=PARTNER, slot=(placement.slot + taken[pool]) % config.cluster.pools[pool].count)
-        for placement in _plan(config.partner_view, command)
+        for placement in _plan(config.partner_view, command, has_partner=True)
         if placement.role in ("trainer", "engine") and (pool := placement.pool) is not None
     ]
     return [*own, *partner]
 
 
-def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
+def _plan(config: RunConfig, command: Command, *, has_partner: bool) -> list[RolePlacement]:
     """Place the processes of one policy. Each role takes the slots after those of the previous roles."""
     cluster, taken = config.cluster, Counter[str]()
 
@@ -106,7 +107,7 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     driver = Memory({}, {"base": BASE_HOST_GIB["driver"], **in_shared_memory})
     placements = [RolePlacement("driver", 0, None, "cpu", 0, 0.0, driver)]
     num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
-    placements += place("trainer", cluster.trainer_pool, num_ranks, trainer_memory)
+    placements += place("trainer", cluster.trainer_pool, num_ranks, partial(trainer_memory, has_partner=has_partner))
     engines: list[RolePlacement] = []
     for view in () if command in WITHOUT_ENGINES else config.rollout_views:
         width = view.rollout.engine.tensor_parallel_size

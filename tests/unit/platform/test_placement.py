@@ -28,6 +28,9 @@ ENGINES_ON_CPU = [
 ]
 
 
+NEVER = {"every_steps": 0, "every_minutes": 0.0}
+
+
 def slots(config, role, command="train"):
     return [(p.pool, p.slot, p.num_gpus) for p in plan_placement(config, command) if p.role == role]
 
@@ -167,6 +170,25 @@ def test_a_float32_trainer_without_sharding_keeps_no_master_copy():
     parameters = config.model.shape.num_parameters
     assert parts["optimizer"] == pytest.approx(8 * parameters / GIB)
     assert parts["gradients"] == pytest.approx(4 * parameters / GIB)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        ([], [0]),
+        (["algorithm.mini_batches=2", "algorithm.proximal=recompute"], [1]),
+        (["algorithm=ppo"], [2]),  # of the policy and its critic
+        (["experiment=arithmetic_two_policies"], [1, 1]),
+    ],
+)
+def test_weights_are_copied_before_what_may_not_be_completed(overrides, copies):
+    config = compose_config([*([] if "experiment" in str(overrides) else ["experiment=arithmetic"]), *overrides])
+    without = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=NEVER)})
+    ranks = [one for one in plan_placement(without) if one.role == "trainer"]
+    views = [config] if config.partner is None else [config, config.partner_view]
+    policies = [4 * view.model.shape.num_parameters / GIB for view in views]
+    found = [rank.memory.host["checkpoint"] / policy for rank, policy in zip(ranks, policies, strict=True)]
+    assert found == pytest.approx(copies, rel=0.01)
 
 
 def test_offloading_moves_the_optimizer_to_main_memory():

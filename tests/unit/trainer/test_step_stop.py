@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.build import save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.step_stop import StepStop
@@ -119,19 +121,28 @@ def test_a_step_that_is_ended_between_two_updates_saves_the_version_before_it(
         trainer.snapshot(0)
 
 
+@pytest.mark.parametrize("max_tokens", [40, 1000], ids=["before a micro-batch", "in the last micro-batch"])
 def test_a_step_that_is_ended_before_its_first_update_may_be_kept_as_a_checkpoint(
-    policy: str, batch: list[GroupPayload], tmp_path: Path
+    policy: str, batch: list[GroupPayload], max_tokens: int
 ) -> None:
-    trainer = trainer_of(policy, 40, mini_batches=2, proximal="recompute")
-    forward = trainer.backend.forward
+    trainer = trainer_of(policy, max_tokens, mini_batches=2, proximal="recompute")
+    backward = trainer.backend.backward
 
-    def ends_in_the_first(*arguments: object) -> object:
+    def ends_in_the_first(*arguments: object, **named: object) -> None:
         trainer.stop.request()
-        return forward(*arguments)  # type: ignore[arg-type]
+        backward(*arguments, **named)  # type: ignore[arg-type]
 
-    trainer.backend.forward = ends_in_the_first  # type: ignore[method-assign,assignment]
+    trainer.backend.backward = ends_in_the_first  # type: ignore[method-assign,assignment]
     with pytest.raises(TrainingError, match="the run ends"):
         trainer.step(batch, 0)
+    trainer.snapshot(0).wait()
+
+
+def test_what_both_of_two_policies_skip_may_be_kept_as_a_checkpoint(policy: str, batch: list[GroupPayload]) -> None:
+    trainer = trainer_of(policy, 1000)
+    trainer._spec = replace(trainer._spec, has_partner=True)
+    trainer.backend.optimizer_step = lambda *_: OptimizerResult(math.nan, is_skipped=True)  # type: ignore[method-assign]
+    assert trainer.step(batch, 0).skipped
     trainer.snapshot(0).wait()
 
 
@@ -153,6 +164,9 @@ def test_a_trainer_with_a_partner_keeps_the_version_before_its_step(policy: str,
     assert trainer.step(batch, 0).version == 1
     held = trainer.held_weights(0)["model"]
     now = trainer.held_weights(1)["model"]
+    with pytest.raises(CheckpointError, match="v0 cannot be kept"):
+        trainer.snapshot(0)
+    trainer.snapshot(1).wait()
     assert all(torch.equal(held[name].flatten(), tensor.flatten()) for name, tensor in before.items())
     assert any(not torch.equal(held[name].flatten(), now[name].flatten()) for name in before)
 
