@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from penstock.dataflow.errors import ConfigError, PlacementError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.launchers import (
+    GRACE_S,
+    KILL_RESERVE_S,
     KubeRaySettings,
     LaunchSettings,
     RaySettings,
@@ -114,7 +116,8 @@ def prepare_launch(launcher: Launcher, words: Sequence[str], config_dir: Path | 
         raise ConfigError(list(dict.fromkeys(problems)))
     run_dir = Path(settings.shared_dir) / config.run_dir  # as it is, if it is absolute
     folder = config_dir.resolve() if config_dir is not None and launcher != "kuberay" else config_dir
-    command = train_command([*overrides, f"run_dir={run_dir}", *own], folder)
+    grace = [] if "stop_grace_s" in keys.values() else [f"stop_grace_s={GRACE_S - KILL_RESERVE_S}"]
+    command = train_command([*overrides, f"run_dir={run_dir}", *own, *grace], folder)
     if isinstance(settings, SlurmSettings):
         script = slurm_script(config, command, settings, Path(sys.executable).parent)
         return Launch(script, ["sbatch"], script)

@@ -31,14 +31,14 @@ NODE_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_JOB_STOP_WAIT_TIME_S": "600",  # `ray job stop` kills after 3 s by default, in the middle of a checkpoint
+    "RAY_JOB_STOP_WAIT_TIME_S": "600",  # GRACE_S. `ray job stop` kills after 3 s by default, in a checkpoint
 }
 """What a raylet passes on to processes. A driver sets it for a Ray of its own, but cannot for one that it joins."""
 START_TIMEOUT_S = 600
 GRACE_S = 600
 """Time from the signal to the end of a job, for the policy and the last checkpoint."""
 KILL_RESERVE_S = 30
-"""Part of it that is left when the driver has ended."""
+"""Part of it that is left when the driver has ended: it gets `stop_grace_s`, the rest."""
 MEMORY_FACTOR, MEMORY_RESERVE_GIB = 1.3, 16
 """Of a node, over the estimate of its processes: what the estimate misses, and Ray's object store."""
 
@@ -237,8 +237,6 @@ def slurm_script(config: RunConfig, command: Sequence[str], settings: SlurmSetti
         autoescape=False,  # noqa: S701  a script, in which everything of the user's is quoted
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    is_given = any(word.lstrip("+").startswith("stop_grace_s=") for word in command)
-    own_grace = () if is_given else (f"stop_grace_s={GRACE_S - KILL_RESERVE_S}",)
     groups = node_groups(config, settings.gpus_per_node)
     kinds = [group.accelerator_type for group in groups]
     names = {name: "" if name is None else settings.gpu_names.get(name, name.lower()) + ":" for name in kinds}
@@ -249,7 +247,7 @@ def slurm_script(config: RunConfig, command: Sequence[str], settings: SlurmSetti
         settings=settings,
         bin_dir=bin_dir,
         environment=NODE_ENVIRONMENT,
-        command=shlex.join([*command, *own_grace]),
+        command=shlex.join(command),
         num_nodes=sum(group.num_nodes for group in groups),
         start_timeout_s=START_TIMEOUT_S,
         grace_s=GRACE_S,

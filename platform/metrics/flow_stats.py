@@ -208,7 +208,7 @@ class FlowStats:
 
     def batch_returned(self, batch: Sequence[GroupRef]) -> None:
         """Take back the newest batch, which was not trained."""
-        self.total.tokens_by_staleness.subtract(self.last.tokens_by_staleness)
+        self.total.tokens_by_staleness -= self.last.tokens_by_staleness  # which keeps no version of 0 tokens
         self.total.multi_version_trajectories -= self.last.multi_version_trajectories
         self.total.trimmed_tokens -= self.last.trimmed_tokens
         self.trained.num_trajectories -= sum(len(group.spans) for group in batch)

@@ -169,12 +169,12 @@ class Evaluations:
             began_at = time.time()
             evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
-            self.running, self._is_evaluating = None, False
             self.num_failed += 1
             self._log({"eval/failed": float(self.num_failed)})
             self._note(f"evaluation at v{version} failed; the run continues: {error}")
             return
-        self.running, self._is_evaluating = None, False
+        finally:
+            self.running, self._is_evaluating = None, False
         if self._timeline is not None:
             self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
         self.done.append(evaluation)

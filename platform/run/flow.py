@@ -147,6 +147,7 @@ class Flow:
         self._cancelled_jobs: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
         self._is_step_ended: asyncio.Future[bool] | None = None
+        self._is_sending_parts = False
         self._consecutive_failures = 0
         self._last_snapshot: FlowSnapshot | None = None
         self.is_running = False
@@ -173,7 +174,8 @@ class Flow:
         )
         are_books_right = not isinstance(error, AccountingError | StalenessError)
         try:
-            was_step_ended = isinstance(error, StepEndedError)
+            # The last part of a batch is not sent yet, and without it the weights do not change.
+            was_step_ended = isinstance(error, StepEndedError) or (is_resumable and self._is_sending_parts)
             if self._is_step_ended is not None and not was_step_ended:
                 was_step_ended = await asyncio.shield(self._is_step_ended)
             if was_step_ended and are_books_right:
@@ -210,6 +212,7 @@ class Flow:
         """Send each part of the next batch to the trainer as soon as its groups may join; returns the last part."""
         batch: list[GroupRef] = []
         part: list[GroupRef] = []
+        self._is_sending_parts = True
         try:
             async with asyncio.TaskGroup() as sent:  # a failing rank ends the wait for further groups
                 while not self.core.is_batch_complete:
@@ -221,6 +224,7 @@ class Flow:
                     batch.append(group)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        self._is_sending_parts = False
         self._batch_closed(batch)
         return part
 

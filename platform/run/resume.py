@@ -128,7 +128,8 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             "sampled with that. A batch cannot mix truncated and whole distributions. Resume with "
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
-    if checkpoint.version >= config.total_steps and not was_interrupted(run_dir):
+    has_all = checkpoint.version == config.total_steps and was_interrupted(run_dir)  # but perhaps not its evaluation
+    if checkpoint.version >= config.total_steps and not has_all:
         problems.append(
             f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
             f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"

@@ -152,6 +152,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
             while status == "failed":
                 try:
                     async with build_run(config, parts, instruments, events, resumed) as run:
+                        pending.clear()
                         await train_to_end(run, parts.actors, stop, saved)
                     status = "completed"
                 except PenstockError as error:  # of any kind: a node takes ranks, engines and workers with it
@@ -160,6 +161,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     lost = await ranks_lost(parts.actors, error)
                     resumed = await newest_checkpoint(run_dir, lost)
                     reached = 0 if run is None else run.version
+                    pending.add("the trainer again")
                     await roll_back(config, parts, instruments, lost, resumed, rollbacks, reached)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))
     except asyncio.CancelledError:

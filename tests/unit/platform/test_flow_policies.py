@@ -14,7 +14,7 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
-from penstock.platform.run.flow import Flow
+from penstock.platform.run.flow import Flow, StopRequestedError
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups, tasks, train_all
 
@@ -133,6 +133,38 @@ async def test_a_batch_in_parts_that_never_closes_fails_as_a_whole_one() -> None
     with pytest.raises(PenstockError, match="batch_timeout_s"):
         async with flow:
             await flow.next_batch()
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["by a signal", "by max_hours"])
+@pytest.mark.parametrize("tokens_per_part", [1, 1000], ids=["after a part", "before a part"])
+async def test_the_groups_of_a_batch_in_parts_that_is_not_complete_are_ready_again(
+    is_told: bool, tokens_per_part: int
+) -> None:
+    engine = FakeEngine(length=lambda serial: 3 if serial < 3 else 10**9)
+    sizes = {"batch": 4, "group_size": 1, "tokens_per_part": tokens_per_part}
+    flow = make_flow([engine], FakeRewards(), eta=0, streamed=True, **sizes)
+
+    async def train_until_stopped() -> None:
+        async with flow:
+            waiting = asyncio.create_task(flow.next_batch())
+            for _ in range(1000):  # turns of the event loop, until nothing but the long answer is left
+                await asyncio.sleep(0)
+            assert len(flow.core.in_training) == 3
+            assert len(flow.ports.accumulate.sent) == (2 if tokens_per_part == 1 else 0)
+            if is_told:
+                answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                answer.set_result(False)  # of a trainer that computes nothing at this moment
+                flow.stop(answer)
+            else:
+                flow.fail(StopRequestedError("the run was stopped at v0"))
+            await waiting
+
+    with pytest.raises(StopRequestedError):
+        await train_until_stopped()
+    saved = flow.last_snapshot
+    assert saved is not None
+    assert (len(saved.ready), len(saved.open_groups)) == (3, 1)
+    assert flow.stats.total.tokens_by_staleness == {}
 
 
 class FakeReference:

@@ -190,6 +190,9 @@ def test_the_driver_joins_continues_and_writes_where_all_nodes_see_it(tmp_path: 
     own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto", "stop_grace_s=570"]
     assert typed == [*EIGHT, "env.args={a: '$x y'}", *own]
     assert f"export PATH={Path(sys.executable).parent}:" in script
+    patient = printed("slurm", *EIGHT, "stop_grace_s=100")
+    assert "stop_grace_s=100" in patient
+    assert "stop_grace_s=570" not in patient
     elsewhere = printed("slurm", *EIGHT, "run_dir=/big/runs/a")
     assert "run_dir=/big/runs/a" in elsewhere.partition("  start penstock train")[2]
 
@@ -206,6 +209,7 @@ def test_a_manifest_has_only_fields_of_the_api(overrides: list[str]) -> None:
     assert job.metadata.namespace == "rl"
     assert job.spec.entrypoint.startswith("cd /shared && exec penstock train experiment=")
     assert "run_dir=/shared/runs/" in job.spec.entrypoint
+    assert job.spec.entrypoint.endswith(" stop_grace_s=570")
     found = pods(job)
     nodes = [group for group in groups(*overrides) if group.gpus]
     assert len(found) == 1 + len(nodes)
@@ -258,7 +262,7 @@ def test_plain_ray_is_told_line_by_line_and_its_job_keeps_every_word(tmp_path: P
     # What Ray makes of them, and what the shell on the head makes of that.
     entrypoint = subprocess.list2cmdline(words[separator + 1 :]).replace("exec penstock", "printf '%s\\n'")
     received = subprocess.run(entrypoint, shell=True, text=True, capture_output=True, timeout=20, check=True)
-    own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto"]
+    own = [f"run_dir={tmp_path}/runs/math_qwen_8gpu", "cluster.address=auto", "resume=auto", "stop_grace_s=570"]
     assert received.stdout.splitlines() == ["train", *EIGHT, value, *own]
 
 

@@ -12,7 +12,7 @@ from penstock.dataflow.ledger import GroupState
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig
-from penstock.platform.metrics.run_files import CONFIG_FILE
+from penstock.platform.metrics.run_files import CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.run import controller, resume
 from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.evaluation import Evaluation
@@ -123,6 +123,15 @@ def test_resume_refuses_a_run_that_has_ended_and_names_the_key_and_auto_has_noth
     with pytest.raises(ConfigError, match=r"evaluation\.patience=1: the run ended at step 3") as refused:
         resume.resume(tmp_path, [])
     assert f"penstock resume {tmp_path} evaluation.patience=null" in str(refused.value)
+
+
+def test_resume_refuses_fewer_steps_than_an_interrupted_run_has_made(tmp_path: Path) -> None:
+    asyncio.run(controller.train(run_with(None, tmp_path, Graded(*FALLING))))
+    config = compose_config(["experiment=arithmetic", f"run_dir={tmp_path}", f"total_steps={STEPS}"])
+    (tmp_path / CONFIG_FILE).write_text(to_yaml(config))
+    (tmp_path / SUMMARY_FILE).write_text('{"status": "interrupted"}')
+    with pytest.raises(ConfigError, match=rf"total_steps={STEPS - 1}: the checkpoint is of step {STEPS}, so nothing"):
+        resume.resume(tmp_path, [f"total_steps={STEPS - 1}"])
 
 
 def test_the_last_step_of_the_rlhf_chain_evaluates_the_true_reward() -> None:
