@@ -13,12 +13,14 @@ from penstock.dataflow.ports import PublishReport, StepReport, WrittenFile
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.two_policies import TwoPolicyEvaluator, TwoPolicyPublisher, TwoPolicyTrainer
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import SharedGroups, TrajectoryRunner
+from penstock.trainer.spec import TrainerSpec
 from tests.fakes import FakeEngine
 from tests.flows import CODEC
 
@@ -195,3 +197,19 @@ def test_what_two_policies_cannot_share_is_refused(overrides: list[str], words: 
 @pytest.mark.parametrize("algorithm", ["dppo", "topr", "cispo", "gspo"])
 def test_losses_that_use_the_behavior_policy_need_no_correction(algorithm: str) -> None:
     compose_config([EXPERIMENT, f"algorithm={algorithm}", "algorithm/correction=none"])
+
+
+async def test_only_the_training_of_two_policies_keeps_weights_before_updates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else `penstock sft` with a partner in its configuration would write the weights before its first step."""
+    started: list[TrainerSpec] = []
+
+    async def start_trainer(spec: TrainerSpec, *_others: object) -> None:
+        started.append(spec)
+
+    monkeypatch.setattr(actor_factory, "start_trainer", start_trainer)
+    for experiment in ("arithmetic_two_policies", "arithmetic"):
+        for command in ("train", "sft"):
+            await actor_factory.start_trainer_group(compose_config([f"experiment={experiment}"]), "x", command=command)
+    assert [spec.has_partner for spec in started] == [True, False, False, False]
