@@ -143,7 +143,7 @@ class Dispatcher:
         """Grant requests only to engines at `version` or newer. The bound never decreases."""
         self.min_version = max(self.min_version, version)
         for view in self.serving():
-            if not self._serves(view):
+            if not self.serves(view):
                 self._requeue_waiters(view)
         return self.refresh()
 
@@ -173,7 +173,7 @@ class Dispatcher:
 
     def _fill(self, view: EngineView, granted: Granted) -> None:
         """Grant free slots of an engine to waiting requests."""
-        if self._serves(view):
+        if self.serves(view):
             while view.in_use < view.limit and (request := self._next(view)) is not None:
                 self.withdraw(request)
                 self._grant(request, view)
@@ -200,7 +200,7 @@ class Dispatcher:
     def _may_avoid(self, request: SlotRequest) -> bool:
         """Whether an engine other than the one to avoid can serve the request, now or once a slot is free."""
         return any(
-            self._serves(view) and view.version >= request.min_version
+            self.serves(view) and view.version >= request.min_version
             for view in self.views.values()
             if view.engine_id != request.avoid
         )
@@ -220,7 +220,7 @@ class Dispatcher:
         leaving: list[tuple[SlotRequest, EngineView]] = []
         for request in self._queue:
             home = self.policy.home(request)
-            is_elsewhere = home is not None and home is not view and self._serves(home)
+            is_elsewhere = home is not None and home is not view and self.serves(home)
             if home is not None and is_elsewhere and len(home.queue) + len(leaving) < home.limit:
                 leaving.append((request, home))
             else:
@@ -241,12 +241,13 @@ class Dispatcher:
             self._enqueue(request, self._queue)
             self._queue.move_to_end(request, last=False)
 
-    def _serves(self, view: EngineView) -> bool:
+    def serves(self, view: EngineView) -> bool:
+        """Whether an engine may get new requests."""
         return view.fenced is None and not view.is_paused and view.version >= self.min_version
 
     def _sync(self, view: EngineView) -> None:
         """Update the list of engines with free slots, in O(1): the last entry moves into a gap."""
-        is_open = view.in_use < view.limit and self._serves(view)
+        is_open = view.in_use < view.limit and self.serves(view)
         if is_open and view.open_index < 0:
             view.open_index = len(self._open)
             self._open.append(view)

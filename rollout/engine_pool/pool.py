@@ -86,15 +86,20 @@ class Lease(SlotRequest):
 
     async def acquire(self) -> None:
         """Wait for a slot. After an exception or a cancellation there is nothing to release."""
-        self.last_token_at = _now()
-        self._pool.submit(self)
-        if self.granted is not None:
+        while True:
+            self.last_token_at = _now()
+            if (granted := self._pool.submit(self)) is None:
+                return
             try:
-                await self.granted
+                await granted
             except BaseException:
                 self._pool.cancel_lease(self)
                 raise
-            self.last_token_at = _now()
+            if self._pool.still_serves(self):
+                self.last_token_at = _now()
+                return
+            # Since the grant, a version was published that this engine does not have, or it has left.
+            self._pool.release_lease(self)
 
     def release(self) -> None:
         """Return the slot. The request can no longer be interrupted."""
@@ -394,18 +399,24 @@ class EnginePool:
 
     # Called by leases.
 
-    def submit(self, lease: Lease) -> None:
-        """Grant the lease, or queue it and let it wait for `lease.granted`."""
+    def submit(self, lease: Lease) -> asyncio.Future[None] | None:
+        """Grant the lease, or queue it and return what it waits for, `lease.granted`."""
         dispatcher = self._dispatcher
         if not dispatcher.num_serving and not self._returning:
             raise EngineLostError(self.no_engine_left())
         if dispatcher.submit(lease):
             self._num_leases += 1
             self._idle.clear()
-            return
+            return None
         lease.granted = asyncio.get_running_loop().create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.min_version:
             self._watch_stall(lease.last_token_at + self.version_timeout_s)
+        return lease.granted
+
+    def still_serves(self, lease: Lease) -> bool:
+        """Whether the engine of a lease that waited may get its request now."""
+        assert lease.view is not None, "it was granted"
+        return self._dispatcher.serves(lease.view)
 
     def release_lease(self, lease: Lease) -> None:
         view = lease.view

@@ -248,6 +248,33 @@ async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_be
         assert await waiting == "b"
 
 
+@pytest.mark.parametrize("change", ["a version is published", "the engine is fenced"])
+async def test_a_slot_that_came_free_just_before_a_change_of_its_engine_is_not_used(change: str) -> None:
+    engines = [FakeEngine(EngineId(name), version=1) for name in ("a", "b")]
+    pool = EnginePool(engines, 1)
+    async with asyncio.timeout(5):
+        held = [pool.lease(), pool.lease()]
+        for lease in held:
+            await lease.acquire()
+        waits = pool.lease()
+        waiting = asyncio.create_task(waits.acquire())
+        await asyncio.sleep(0)
+        old, new = (lease.engine for lease in held)
+        held[0].release()  # grants the lease that waits, whose task has not run since
+        assert waits.engine is old
+        if change == "a version is published":
+            new.version = 2  # type: ignore[attr-defined]
+            pool.set_min_version(2)
+        else:
+            pool.fence(old.engine_id, "planted")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        held[1].release()
+        await waiting
+    assert waits.engine is new
+    waits.release()
+
+
 async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
     pool = EnginePool([FakeEngine(EngineId("a"))], 1)
     async with pool.lease():
