@@ -79,7 +79,7 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the everyday tests (11 to 21 minutes on two cores)
+test: setup  ## Run the everyday tests (12 to 21 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full

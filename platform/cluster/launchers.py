@@ -27,18 +27,20 @@ from penstock.platform.cluster.memory import shared_gib
 from penstock.platform.cluster.placement import Process, RolePlacement, device_bundles, host_load_gib, plan_placement
 from penstock.platform.config.schema import RunConfig
 
+GRACE_S = 600
+"""Time from the signal to the end of a job, for the policy and the last checkpoint."""
+KILL_RESERVE_S = 30
+"""Part of it that is left when the driver has ended, which gets the rest (`stop_grace_s`)."""
 NODE_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_JOB_STOP_WAIT_TIME_S": "600",  # GRACE_S. `ray job stop` kills after 3 s by default, in a checkpoint
+    "RAY_JOB_STOP_WAIT_TIME_S": str(
+        GRACE_S
+    ),  # `ray job stop` kills after 3 s by default, in the middle of a checkpoint
 }
 """What a raylet passes on to processes. A driver sets it for a Ray of its own, but cannot for one that it joins."""
 START_TIMEOUT_S = 600
-GRACE_S = 600
-"""Time from the signal to the end of a job, for the policy and the last checkpoint."""
-KILL_RESERVE_S = 30
-"""Part of it that is left when the driver has ended: it gets `stop_grace_s`, the rest."""
 MEMORY_FACTOR, MEMORY_RESERVE_GIB = 1.3, 16
 """Of a node, over the estimate of its processes: what the estimate misses, and Ray's object store."""
 

@@ -24,7 +24,7 @@ from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
-from penstock.platform.run.step_log import StepLog
+from penstock.platform.run.step_log import Publish, StepLog
 from penstock.rollout.trajectory.runner import RolloutRunner
 
 ABANDON_S = 2.0
@@ -82,6 +82,7 @@ class Run:
         self.policy_version: int | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None
         self._published = 0  # or being published
+        self._publishes: list[Publish] = []  # since the last step was logged
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
@@ -116,19 +117,20 @@ class Run:
         began_at, self._published = time.time(), version
         report = await self.publisher.publish(version)
         self.version = version
-        self._log.published(version, report, began_at)
+        self._publishes.append(Publish(version, began_at, time.time(), report))
 
     async def dump_bad_batch(self, report: StepReport) -> None:
         """Write the batch of a skipped step to a file. Call it before `flow.skip`, which ends its groups."""
         await self._log.dump_bad_batch(self.version, report)
 
     def observe(self, report: StepReport) -> None:
-        """Log a step.
+        """Log a step and its publish.
 
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
-        self._log.step(self.version, report, self._checkpointer.take_metrics())
+        self._log.step(self.version, report, self._publishes, self._checkpointer.take_metrics())
+        self._publishes.clear()
 
     async def evaluate_first(self) -> None:
         """Evaluate before training. A resumed run repeats the evaluation that was cut off."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import FailureKind, TrainingError
@@ -17,6 +17,15 @@ from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
+
+
+class Publish(NamedTuple):
+    """A complete publish; begin and end in Unix time, seconds."""
+
+    version: int
+    began_at: float
+    ended_at: float
+    report: PublishReport
 
 
 class StepLog:
@@ -51,7 +60,6 @@ class StepLog:
         self._max_bad_steps = max_bad_steps
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
-        self._publish_began_at = 0.0
         self._last_step_at = 0.0
         self._trainer_waited_for: Mapping[WaitReason, float] = {}
         self._tokens_generated = 0
@@ -73,19 +81,13 @@ class StepLog:
             f"step at v{version} skipped: non-finite loss or gradient; its batch is in {self._bad_batch}"
         )
 
-    def published(self, version: int, report: PublishReport, began_at: float) -> None:
-        """Note a complete publish, which began at a Unix time; it is logged with the next step."""
-        self._last_publish, self._publish_began_at = report, began_at
-        if self._timeline is not None:
-            measured = {"bytes": report.sent_bytes, "stall_s": report.max_stall_s}
-            self._timeline.add("publish", f"publish v{version}", began_at, time.time(), **measured)
-
-    def step(self, version: int, report: StepReport, more: Mapping[str, float]) -> None:
+    def step(self, version: int, report: StepReport, publishes: Sequence[Publish], more: Mapping[str, float]) -> None:
         """Log the metrics of a step and write its sampled trajectories.
 
         Args:
             version: That the engines serve after it.
             report: Of the trainer.
+            publishes: Those since the last step, this one's included.
             more: Metrics of others.
 
         Raises:
@@ -98,9 +100,14 @@ class StepLog:
                 "it again, and delete or move a run only after its end."
             )
         if self._timeline is not None:
-            ended_at = time.time() if report.skipped else self._publish_began_at
+            ended_at = time.time() if report.skipped else publishes[-1].began_at
             name = f"skipped step at v{version}" if report.skipped else f"step v{version}"
             self._timeline.add("trainer", name, ended_at - report.busy_s, ended_at)
+            for one in publishes:
+                measured = {"bytes": one.report.sent_bytes, "stall_s": one.report.max_stall_s}
+                self._timeline.add("publish", f"publish v{one.version}", one.began_at, one.ended_at, **measured)
+        if publishes:
+            self._last_publish = publishes[-1].report
         now = asyncio.get_running_loop().time()
         wall_s = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
