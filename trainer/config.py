@@ -106,7 +106,7 @@ class TrainerConfig(BaseModel):
     """Keep master weights and moments in host memory; needs zero_stage >= 1."""
     max_tokens_per_micro_batch: int = Field(gt=0)
     """Token budget of one forward-backward on one rank."""
-    share_prompts: bool = False
+    share_prompts: bool = True
     """Compute a prompt once for the sequences of a row that begin with it."""
     compile: bool = False
     """Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism."""

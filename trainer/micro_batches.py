@@ -14,6 +14,7 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
 from penstock.trainer.batches.packing import (
     BatchPlan,
+    RowLayout,
     TrainingSequence,
     plan_batch,
     plan_with_shared_prompts,
@@ -47,15 +48,16 @@ class MicroBatchPasses:
         trainer, num_ranks = self.spec.trainer, self.backend.data_parallel_size
         max_tokens = trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size
         share = attention_share(self.spec.model.shape)
+        layout: RowLayout = "rows" if self.spec.model.attention == "sdpa" else "single_row"
         if trainer.share_prompts:
-            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share)
+            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share, layout=layout)
         return plan_batch(
             [sequence.num_inputs for sequence in sequences],
             num_ranks,
             max_tokens,
             units=[sequence.unit for sequence in sequences],
             attention_share=share,
-            layout="rows" if self.spec.model.attention == "sdpa" else "single_row",
+            layout=layout,
         )
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:

@@ -42,7 +42,7 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
 
 
 def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Check what adapters, shared prompts and compiled layers cannot be combined with."""
+    """Check what adapters, sequence parallelism and compiled layers cannot be combined with."""
     if trainer.lora is not None and trainer.tensor_parallel_size > 1:
         yield (
             f"trainer.lora with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP splits linear "
@@ -50,18 +50,7 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
             "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state."
         )
     sharing = trainer.sequence_parallel_size
-    if trainer.share_prompts and sharing > 1:
-        yield (
-            f"trainer.share_prompts=true with trainer.sequence_parallel_size={sharing}: Ulysses drops attention masks, "
-            "so answers after one prompt would see each other. Use sequence_parallel_size=1 or share_prompts=false."
-        )
-    elif trainer.share_prompts and model.attention != "sdpa":
-        yield (
-            f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask and knows only where "
-            "sequences begin and end, so answers after one prompt would see each other. Use model.attention=sdpa or "
-            "share_prompts=false."
-        )
-    elif sharing > 1 and model.attention != "varlen":
+    if sharing > 1 and model.attention != "varlen":
         yield (
             f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: Ulysses drops attention "
             "masks, so the sequences of a row would see each other. Use model.attention=varlen."

@@ -24,22 +24,25 @@ from penstock.weights.model_config import Attention, ModelConfig
 from tests.contract.test_model_families import CONTEXT, FAMILIES, VOCAB_SIZE, model_config
 
 LENGTHS = (40, 90, 25, 12, 60)
+SHARING = (0, 1)
+"""They begin with the same 30 tokens, which the row has once."""
 TEMPERATURE = 0.7
 
 
 def packed_row(attention: Attention) -> MicroBatch:
-    """Five sequences in one row, with a weight for every loss token as its advantage."""
+    """Five sequences in one row, two of which share a prompt, with a weight for every loss token as its advantage."""
     rng = np.random.default_rng(0)
-    sequences = [
-        TrainingSequence(
-            rng.integers(2, VOCAB_SIZE, n + 1),
-            np.arange(3, n + 1),
-            np.zeros(n - 2, np.float32),
-            advantages=rng.normal(size=n - 2),
-        )
-        for n in LENGTHS
-    ]
-    plan = MicroBatchPlan((tuple(range(len(LENGTHS))),), sum(LENGTHS))
+    prompt = rng.integers(2, VOCAB_SIZE, 30)
+    sequences = []
+    for index, n in enumerate(LENGTHS):
+        token_ids = rng.integers(2, VOCAB_SIZE, n + 1)
+        if index in SHARING:
+            token_ids[:30] = prompt
+        targets = np.arange(30 if index in SHARING else 3, n + 1)
+        behavior, advantages = np.zeros(len(targets), np.float32), rng.normal(size=len(targets))
+        sequences.append(TrainingSequence(token_ids, targets, behavior, advantages=advantages))
+    shared = tuple(30 if index == SHARING[1] else 0 for index in range(len(LENGTHS)))
+    plan = MicroBatchPlan((tuple(range(len(LENGTHS))),), sum(LENGTHS) - sum(shared), (shared,))
     return collate(plan, sequences, device=torch.device("cpu"), needs_mask=attention == "sdpa")
 
 

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.batches.packing import balance_ranks, plan_batch, sequence_cost
+from penstock.trainer.batches.packing import (
+    TrainingSequence,
+    balance_ranks,
+    plan_batch,
+    plan_with_shared_prompts,
+    sequence_cost,
+)
 from tests.tiers import examples
 
 BUDGET = 64
@@ -125,3 +131,36 @@ def test_costly_attention_prefers_short_rows() -> None:
     costly = plan_batch(lengths, 1, 1024, attention_share=1.0)
     assert max(one.row_length for one in costly.ranks[0]) == 30
     assert cheap.efficiency >= costly.efficiency
+
+
+ANSWERS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=30)
+
+
+@given(ANSWERS, st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 5), LAYOUTS, st.floats(0.0, 0.1))
+@settings(max_examples=examples(100), deadline=None)
+def test_shared_prompts_are_in_their_row_before_all_that_begin_with_them(
+    answers, prompts, num_ranks, layout, attention_share
+) -> None:
+    """Answers `(prompt, tokens)` to four prompts of other tokens."""
+    sequences = []
+    for prompt, num_tokens in answers:
+        ids, length = np.full(prompts[prompt] + num_tokens + 1, prompt), prompts[prompt] + 1
+        targets = np.arange(length, length + num_tokens)
+        sequences.append(TrainingSequence(ids, targets, np.zeros(num_tokens, np.float32), prompt_length=length))
+    plan = plan_with_shared_prompts(sequences, num_ranks, BUDGET, attention_share=attention_share, layout=layout)
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    placed = []
+    for one in (one for rank in plan.ranks for one in rank):
+        assert one.num_padded_tokens <= BUDGET
+        for row, lengths in zip(one.rows, one.shared or [()] * len(one.rows), strict=True):
+            num_tokens, contained = 0, None
+            for index, shared in zip(row, lengths, strict=True):
+                if shared:
+                    assert answers[contained][0] == answers[index][0]
+                    assert shared == sequences[index].prompt_length
+                else:
+                    contained = index
+                num_tokens += sequences[index].num_inputs - shared
+            assert num_tokens <= one.row_length
+            placed += row
+    assert sorted(placed) == list(range(len(answers)))

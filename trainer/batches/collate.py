@@ -114,11 +114,10 @@ def collate(
         sequences: All sequences of the batch.
         device: Where the tensors go.
         needs_mask: Whether the attention separates the sequences of a row by a mask (sdpa) or by their boundaries
-            (varlen). What is shared in a row needs a mask.
+            (varlen).
     """
     if not plan.rows:
         return empty_micro_batch(device, needs_mask=needs_mask)
-    assert needs_mask or not plan.shared, "answers after one prompt would see each other"
     shape, has_mask = (len(plan.rows), plan.row_length), needs_mask and any(len(row) > 1 for row in plan.rows)
     input_ids = np.zeros(shape, dtype=np.int64)
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
@@ -222,13 +221,20 @@ def joined_alternatives(sequences: Sequence[TrainingSequence]) -> NDArray[np.int
 def boundaries_of(
     plan: MicroBatchPlan, sequences: Sequence[TrainingSequence], device: torch.device
 ) -> SequenceBoundaries:
-    """Where the planned sequences lie in the micro-batch; padding belongs to the sequence before it."""
+    """Where the planned sequences and the prompts that they share lie; padding belongs to the sequence before it."""
     lengths: list[int] = []
-    for row in plan.rows:
-        own = [sequences[index].num_inputs for index in row]
-        own[-1] += plan.row_length - sum(own)
-        lengths += own
-    return SequenceBoundaries.of(lengths, device)
+    prompts: list[tuple[int, int]] = []
+    for number, row in enumerate(plan.rows):
+        shared = plan.shared[number] if plan.shared else [0] * len(row)
+        start = prompt_start = number * plan.row_length
+        for index, prompt_length in zip(row, shared, strict=True):
+            if not prompt_length:
+                prompt_start = start
+            prompts.append((prompt_start, prompt_length))
+            lengths.append(sequences[index].num_inputs - prompt_length)
+            start += lengths[-1]
+        lengths[-1] += (number + 1) * plan.row_length - start
+    return SequenceBoundaries.of(lengths, device, prompts)
 
 
 def empty_micro_batch(device: torch.device, *, needs_mask: bool) -> MicroBatch:

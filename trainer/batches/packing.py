@@ -40,6 +40,8 @@ _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
 MAX_IMBALANCE = 1.05
 """Largest load of a rank relative to the mean that is accepted in exchange for fewer micro-batches."""
+_BLOCKS_PER_RANK = (1, 2, 4, 8)
+"""For how many blocks per rank the sequences of equal prompts are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,13 @@ class BatchPlan:
         rows = [row for rank in self.ranks for micro_batch in rank for row in micro_batch.shared]
         return [length for row in rows for length in row if length]
 
+    def slowest(self, attention_share: float) -> float:
+        """Cost of the costliest rank, by `sequence_cost` of its rows."""
+        return max(
+            sum(len(one.rows) * sequence_cost(one.row_length, attention_share) for one in micro_batches)
+            for micro_batches in self.ranks
+        )
+
     def unpacked(self, bundles: Sequence[Sequence[int]], shared: Sequence[Sequence[int]] | None = None) -> BatchPlan:
         """Turn a plan of bundles into a plan of their sequences; `shared` as in `MicroBatchPlan`, per bundle."""
 
@@ -196,13 +205,7 @@ def plan_batch(
                 )
         plan = plan_batch(totals, num_ranks, max_tokens, attention_share=attention_share, layout=layout)
         return plan.unpacked(bundles)
-    longest = max(lengths, default=0)
-    if longest > max_tokens:
-        raise ShapeError(
-            f"trainer.max_tokens_per_micro_batch={max_tokens} is below the longest sequence of this batch, {longest} "
-            f"tokens (sequence {lengths.index(longest)}). A sequence is never split, so it would not fit. "
-            f"Use at least {longest}, or lower rollout.sampling.max_new_tokens."
-        )
+    _check_longest(lengths, max_tokens)
     shares = balance_ranks(lengths, num_ranks, attention_share)
     plans = [_plan_rank(lengths, share, max_tokens, attention_share, layout) for share in shares]
     count = max(len(plan) for plan in plans)
@@ -218,6 +221,16 @@ def plan_batch(
         ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
         efficiency=sum(lengths) / padded if padded else 1.0,
     )
+
+
+def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ShapeError(
+            f"trainer.max_tokens_per_micro_batch={max_tokens} is below the longest sequence of this batch, {longest} "
+            f"tokens (sequence {lengths.index(longest)}). A sequence is never split, so it would not fit. "
+            f"Use at least {longest}, or lower rollout.sampling.max_new_tokens."
+        )
 
 
 def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float) -> list[list[int]]:
@@ -352,55 +365,78 @@ class _Block:
     num_tokens: int
     members: list[int] = field(default_factory=list)
 
-    def should_add(self, one: TrainingSequence, max_tokens: int, attention_share: float) -> bool:
-        """Whether one more member fits, and saves more than the masked attention between members costs.
+    def saves(self, one: TrainingSequence, attention_share: float) -> bool:
+        """Whether one more member saves more than the attention costs that is computed between members.
 
         With t tokens in the block, n in the sequence and r of them after the prompt: by `sequence_cost`, t + r in one
         row cost no more than t and n in two rows.
         """
         rest = one.num_inputs - self.prompt_length
-        if self.num_tokens + rest > max_tokens:
-            return False
         more_attention = 2 * self.num_tokens * rest + rest**2 - one.num_inputs**2
-        return one.unit is not None or attention_share * more_attention <= self.prompt_length
+        return attention_share * more_attention <= self.prompt_length
 
 
 def plan_with_shared_prompts(
-    sequences: Sequence[TrainingSequence], num_ranks: int, max_tokens: int, *, attention_share: float = 0.0
+    sequences: Sequence[TrainingSequence],
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    attention_share: float = 0.0,
+    layout: RowLayout = "rows",
 ) -> BatchPlan:
-    """`plan_batch` in masked rows, where sequences of equal prompt (and equal unit) share one copy of it.
+    """`plan_batch`, where sequences of equal prompt (and equal unit) share one copy of it: they are a block.
 
-    A block that would not fit the budget, or whose attention would cost more than the prompt, becomes several blocks,
-    each with its own copy.
+    A block that would not fit the budget, or whose attention under a mask would cost more than the prompt, becomes
+    several blocks, each with its own copy. So does a block that would be too much for one of several ranks: of a few
+    sizes, the one with the lowest cost of the costliest rank is chosen.
 
     Args:
         sequences: Those of the batch. One without loss needs no computation and is left out.
         num_ranks: Data-parallel ranks.
         max_tokens: Padded tokens of one micro-batch, at most.
         attention_share: As in `plan_batch`.
+        layout: As in `plan_batch`.
 
     Raises:
         ShapeError: If a sequence or a unit is longer than `max_tokens`.
     """
+    lengths = [one.num_inputs for one in sequences]
+    _check_longest(lengths, max_tokens)
+    between_members = attention_share if layout == "rows" else 0.0  # only a mask computes what it removes
+    even = [sum(lengths) // (num_ranks * count) for count in _BLOCKS_PER_RANK] if num_ranks > 1 else []
+    plans = []
+    for block_tokens in dict.fromkeys(min(size, max_tokens) for size in (max_tokens, *even)):
+        blocks = _blocks(sequences, max_tokens, block_tokens, between_members)
+        plan = plan_batch(
+            [block.num_tokens for block in blocks],
+            num_ranks,
+            max_tokens,
+            units=[block.unit for block in blocks],
+            attention_share=attention_share,
+            layout=layout,
+        )
+        # The first member of a block contains the prompt for the others.
+        shared = [[0, *[block.prompt_length] * (len(block.members) - 1)] for block in blocks]
+        plans.append(plan.unpacked([block.members for block in blocks], shared))
+    return min(plans, key=lambda plan: plan.slowest(between_members))
+
+
+def _blocks(
+    sequences: Sequence[TrainingSequence], max_tokens: int, block_tokens: int, attention_share: float
+) -> list[_Block]:
+    """Blocks of at most `block_tokens` if they have several sequences; of a unit, of `max_tokens`."""
     blocks: list[_Block] = []
-    newest: dict[tuple[int | None, tuple[int, ...]], _Block] = {}
+    newest: dict[tuple[int | None, bytes], _Block] = {}
     for index, one in enumerate(sequences):
         if not one.num_inputs:
             continue
-        prompt = (one.unit, tuple(one.token_ids[: one.prompt_length].tolist()))
-        block = newest.get(prompt)
-        if block is None or not one.prompt_length or not block.should_add(one, max_tokens, attention_share):
+        prompt = (one.unit, one.token_ids[: one.prompt_length].astype(np.int64).tobytes())
+        block, rest = newest.get(prompt), one.num_inputs - one.prompt_length
+        most = block_tokens if one.unit is None else max_tokens
+        fits = block is not None and bool(one.prompt_length) and block.num_tokens + rest <= most
+        if block is None or not fits or (one.unit is None and not block.saves(one, attention_share)):
             block = newest[prompt] = _Block(one.unit, one.prompt_length, one.prompt_length)
             blocks.append(block)
         block.members.append(index)
-        block.num_tokens += one.num_inputs - one.prompt_length
-    plan = plan_batch(
-        [block.num_tokens for block in blocks],
-        num_ranks,
-        max_tokens,
-        units=[block.unit for block in blocks],
-        attention_share=attention_share,
-    )
-    # The first member of a block contains the prompt for the others.
-    shared = [[0, *[block.prompt_length] * (len(block.members) - 1)] for block in blocks]
-    return plan.unpacked([block.members for block in blocks], shared)
+        block.num_tokens += rest
+    return blocks

@@ -2,22 +2,27 @@
 
     out[i] = Σ_j softmax_j(scale · q[i]·k[j]) v[j]    over j of the sequence of i with i − window < j ≤ i
 
+Several sequences may begin with one copy of their prompt. Then keys and values are first gathered, once per layer, so
+that each sequence has those of its prompt before its own.
+
 On a GPU in a 16-bit dtype this is one call of `torch.nn.attention.varlen.varlen_attn`, whose kernel (Flash Attention)
 shares key/value heads without copies and computes no pair of two sequences. Anywhere else, it is one call of sdpa per
 sequence, which computes the same and needs the memory of one sequence at a time.
 
-Shape legend: R rows, L row length, T = R · L tokens, S sequences, H heads (of queries; keys may have fewer), D width.
+Shape legend: R rows, L row length, T = R · L tokens, S sequences, U keys of all sequences (T if no prompt is shared),
+H heads (of queries; keys may have fewer), D width.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,21 +40,53 @@ class SequenceBoundaries:
     They are made once per micro-batch. No layer reads a tensor back from the device to learn a length.
 
     Attributes:
-        lengths: Tokens of each of the S sequences; with padding, which belongs to the sequence before it, T in all.
+        lengths: Tokens of each of the S sequences, without a prompt that another one contains; with padding, which
+            belongs to the sequence before it, T in all.
+        prompts: For each sequence the first token of a prompt that another one contains, and its length, 0 if it
+            contains its own; empty if all do.
         cumulative: `[S + 1] int32`, first token of each sequence and T, on the device.
+        keys: `[U] int64`, the tokens that sequences attend to, one sequence after the other; None: their own.
+        cumulative_keys: `[S + 1] int32`, the first of each sequence among the keys, and U.
     """
 
     lengths: tuple[int, ...]
-    cumulative: Tensor = field(compare=False)  # follows from the lengths; DeepSpeed compares inputs of tensor ranks
+    prompts: tuple[tuple[int, int], ...]
+    # What is on the device follows from these two; DeepSpeed compares inputs of tensor ranks.
+    cumulative: Tensor = field(compare=False)
+    keys: Tensor | None = field(compare=False)
+    cumulative_keys: Tensor = field(compare=False)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBoundaries:
-        """The boundaries of sequences of these lengths."""
-        return cls(tuple(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, prompts: Sequence[tuple[int, int]] = ()
+    ) -> SequenceBoundaries:
+        """The boundaries of sequences of these lengths, some of which may begin with a prompt of another one."""
+
+        def starts(of_lengths: Iterable[int]) -> Tensor:
+            return torch.tensor([0, *accumulate(of_lengths)], dtype=torch.int32, device=device)
+
+        own = starts(lengths)
+        if not any(length for _, length in prompts):
+            return cls(tuple(lengths), (), own, None, own)
+        pieces, stop = [], 0
+        for length, (prompt_start, prompt_length) in zip(lengths, prompts, strict=True):
+            pieces += [np.arange(prompt_start, prompt_start + prompt_length), np.arange(stop, stop + length)]
+            stop += length
+        keys = torch.from_numpy(np.concatenate(pieces)).to(device)
+        attended = starts(length + prompt for length, (_, prompt) in zip(lengths, prompts, strict=True))
+        return cls(tuple(lengths), tuple(prompts), own, keys, attended)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence: its own tokens behind those of its prompt."""
+        if not self.prompts:
+            return self.lengths
+        return tuple(length + prompt for length, (_, prompt) in zip(self.lengths, self.prompts, strict=True))
 
     def padded(self, num_tokens: int) -> SequenceBoundaries:
         """The same with so many tokens of padding at the end."""
-        return SequenceBoundaries.of((*self.lengths[:-1], self.lengths[-1] + num_tokens), self.cumulative.device)
+        lengths = (*self.lengths[:-1], self.lengths[-1] + num_tokens)
+        return SequenceBoundaries.of(lengths, self.cumulative.device, self.prompts)
 
 
 def register_varlen() -> None:
@@ -116,6 +153,8 @@ def varlen_attention(
     num_rows, _, length, _ = query.shape
     # [T, H, D]: contiguous as the projections have left it, so nothing is copied.
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    if boundaries.keys is not None:
+        key, value = (one.index_select(0, boundaries.keys) for one in (key, value))
     window = layer_window(module.config, module.layer_idx)
     compute = _by_kernel if query.is_cuda and query.dtype in _KERNEL_DTYPES else _by_sequence
     out = compute(query, key, value, boundaries, scaling, window)
@@ -135,8 +174,7 @@ def layer_window(hf_config: Any, layer: int) -> int | None:
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
 ) -> Tensor:
-    """`[T, H, D]`, one kernel for all sequences."""
-    ends, longest = boundaries.cumulative, max(boundaries.lengths)
+    """`[T, H, D]`, one kernel for all sequences, whose last query is at its last key."""
     shares_heads: dict[str, Any] = {}
     if _must_be_told_of_shared_heads(varlen_attn):
         shares_heads["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -144,10 +182,10 @@ def _by_kernel(
         query,
         key,
         value,
-        ends,
-        ends,
-        longest,
-        longest,
+        boundaries.cumulative,
+        boundaries.cumulative_keys,
+        max(boundaries.lengths),
+        max(boundaries.key_lengths),
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # to the left without the token itself, to the right
         **shares_heads,
@@ -167,11 +205,13 @@ def _by_sequence(
 ) -> Tensor:
     """`[T, H, D]`, one call of sdpa per sequence."""
     pieces = []
-    for q, k, v in zip(*(one.split(boundaries.lengths) for one in (query, key, value)), strict=True):
-        length = len(q)
+    keys_and_values = (one.split(boundaries.key_lengths) for one in (key, value))
+    for q, k, v in zip(query.split(boundaries.lengths), *keys_and_values, strict=True):
+        first = len(k) - len(q)  # place of the first query among the keys
         band = None
-        if window is not None and length > window:
-            band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        if first or (window is not None and len(k) > window):
+            band = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
+            band = band if window is None else band.triu(first + 1 - window)
         piece = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],

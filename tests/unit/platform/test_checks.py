@@ -111,10 +111,6 @@ def empty_folder(tmp_path, monkeypatch):
             ["model.attention=sdpa", "sequence_parallel_size=2", "would see each other", "Use model.attention=varlen"],
         ),
         (
-            ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.share_prompts=true"],
-            ["trainer.share_prompts=true", "sequence_parallel_size=2", "would see each other"],
-        ),
-        (
             ["trainer.compile=true", "trainer.zero_stage=3"],
             [
                 "trainer.compile=true with trainer.zero_stage=3",
@@ -220,10 +216,6 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
             ["a GPU of the pool train has 80 GiB", "zero_stage"],
         ),
-        (
-            ["trainer.share_prompts=true"],
-            ["trainer.share_prompts=true", "takes no mask", "Use model.attention=sdpa"],
-        ),
     ],
 )
 def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
@@ -235,7 +227,7 @@ def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
     ("overrides", "attention"),
     [
         (["experiment=math_qwen_8gpu"], "varlen"),
-        (["experiment=math_qwen_8gpu", "model.attention=sdpa", "trainer.share_prompts=true"], "sdpa"),
+        (["experiment=math_qwen_8gpu", "model.attention=sdpa"], "sdpa"),
         (["experiment=math_qwen_8gpu", "model.dtype=float32", "dataflow.stream_micro_batches=false"], "sdpa"),
         (["experiment=gsm8k_qwen_1gpu"], "varlen"),
         (["experiment=arithmetic"], "sdpa"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,14 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence, plan_with_shared_prompts
 from penstock.trainer.models.policy_model import PolicyModel
+from penstock.trainer.models.varlen_attention import register_varlen
 from penstock.trainer.policy_trainer import PolicyTrainer
 
 from .test_preference_steps import PAIRS, make_pairs
 from .torch_trainer import VOCAB, scored, trainer_of, trajectory
 
 CPU = torch.device("cpu")
+ATTENTIONS = [("sdpa", "rows"), ("varlen", "single_row")]
 
 
 def sequence(prompt: list[int], answer: list[int], first_target: int = 0, unit: int | None = None) -> TrainingSequence:
@@ -36,39 +40,79 @@ def groups(*shapes: tuple[int, list[int]], unit: int | None = None) -> list[Trai
     return [group[member] for member in range(max(map(len, made))) for group in made if member < len(group)]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2"])
-def test_scores_and_gradients_are_those_of_single_sequences(architecture) -> None:
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+"""The second layer attends to six tokens: from behind some answers to a part of the prompt, from behind others to
+none."""
+MODELS = {"Qwen3": {"head_dim": 8}, "Qwen2": {}, "Qwen2, window": WINDOW}
+
+
+def model_of(architecture: str, attention: str, dtype: torch.dtype = torch.float32) -> PolicyModel:
     import transformers
 
+    register_varlen()
     torch.manual_seed(0)
-    options = {"head_dim": 8} if architecture == "Qwen3" else {}
-    config = getattr(transformers, f"{architecture}Config")(
+    family = architecture.partition(",")[0]
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sdpa", **options,
+        num_key_value_heads=2, attn_implementation=attention, **MODELS[architecture],
     )  # fmt: skip
-    model = PolicyModel(getattr(transformers, f"{architecture}ForCausalLM")(config)).train()
-    sequences = groups((5, [7, 1, 12]), (3, [4, 9]), (8, [6]))
-    sequences.append(sequence(sequences[0].token_ids[:5].tolist(), [3, 1, 4, 1, 5], first_target=2))
+    return PolicyModel(getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)).train()
+
+
+def scores_and_gradient(
+    model: PolicyModel, plans: Sequence[MicroBatchPlan], sequences: list[TrainingSequence]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[sequences, longest answer]` logprobs, and the flat gradient of their sum with random weights."""
     weights = [torch.randn(len(one.targets), generator=torch.manual_seed(n)) for n, one in enumerate(sequences)]
+    scores = torch.zeros(len(sequences), max(map(len, weights)))
+    for plan in plans:
+        needs_mask = model.hf_model.config._attn_implementation == "sdpa"
+        batch = collate(plan, sequences, device=CPU, needs_mask=needs_mask)
+        found = batch.inputs.call(model, 0.8)[0]
+        order = [index for row in plan.rows for index in row]
+        (found * torch.cat([weights[index] for index in order])).sum().backward()
+        scores[batch.sequence_index, batch.token_index] = found.detach()
+    return scores, torch.cat([one.grad.flatten().float() for one in model.parameters()])
 
-    def scores_and_gradient(plans) -> tuple[torch.Tensor, torch.Tensor]:
-        model.zero_grad()
-        scores = torch.zeros(len(sequences), 12)
-        for plan in plans:
-            batch = collate(plan, sequences, device=CPU, needs_mask=True)
-            found = batch.inputs.call(model, 0.8)[0]
-            order = [index for row in plan.rows for index in row]
-            (found * torch.cat([weights[index] for index in order])).sum().backward()
-            scores[batch.sequence_index, batch.token_index] = found.detach()
-        return scores, torch.cat([one.grad.flatten() for one in model.parameters()])
 
-    alone = scores_and_gradient([MicroBatchPlan(((n,),), one.num_inputs) for n, one in enumerate(sequences)])
+def sequences_to_share() -> list[TrainingSequence]:
+    found = groups((5, [7, 1, 12]), (3, [4, 9]), (8, [6]))
+    return [*found, sequence(found[0].token_ids[:5].tolist(), [3, 1, 4, 1, 5], first_target=2)]
+
+
+def each_alone(sequences: list[TrainingSequence]) -> list[MicroBatchPlan]:
+    return [MicroBatchPlan(((n,),), one.num_inputs) for n, one in enumerate(sequences)]
+
+
+@pytest.mark.parametrize(("attention", "layout"), ATTENTIONS)
+@pytest.mark.parametrize("architecture", MODELS)
+def test_scores_and_gradients_are_those_of_single_sequences(architecture, attention, layout) -> None:
+    sequences = sequences_to_share()
+    alone = scores_and_gradient(model_of(architecture, "sdpa"), each_alone(sequences), sequences)
     for max_tokens in (100, 30, 20):
-        plan = plan_with_shared_prompts(sequences, 1, max_tokens)
+        plan = plan_with_shared_prompts(sequences, 1, max_tokens, layout=layout)
         assert plan.shared_lengths
-        scores, gradient = scores_and_gradient(plan.ranks[0])
+        scores, gradient = scores_and_gradient(model_of(architecture, attention), plan.ranks[0], sequences)
         torch.testing.assert_close(scores, alone[0], rtol=1e-5, atol=1e-5)
         assert (gradient - alone[1]).norm() <= 1e-5 * alone[1].norm()
+
+
+@pytest.mark.parametrize(("attention", "layout"), ATTENTIONS)
+def test_in_bfloat16_it_is_no_further_from_float32_than_single_sequences(attention, layout) -> None:
+    sequences = sequences_to_share() + groups((20, [9, 30, 2, 14]), (40, [5, 5, 5]))
+    plan = plan_with_shared_prompts(sequences, 1, 300, layout=layout).ranks[0]
+    alone = each_alone(sequences)
+    model = model_of("Qwen3", attention, torch.bfloat16)
+    exact = model_of("Qwen3", attention)
+    exact.load_state_dict(model.state_dict())
+    expected = scores_and_gradient(exact, alone, sequences)
+    errors = []
+    for plans in (alone, plan):
+        model.zero_grad()
+        found = scores_and_gradient(model, plans, sequences)
+        errors.append([float((one - two).norm()) for one, two in zip(found, expected, strict=True)])
+    for unshared, shared in zip(*errors, strict=True):
+        assert 0 < shared <= 1.2 * unshared, "1.2: both are sums of roundings"
 
 
 @pytest.fixture
@@ -154,6 +198,22 @@ def test_attention_that_costs_more_than_the_prompt_is_not_paid() -> None:
     sequences = groups((10, [101, 101, 101]))
     assert plan_with_shared_prompts(sequences, 1, 1000, attention_share=0.0001).shared_lengths == [10, 10]
     assert plan_with_shared_prompts(sequences, 1, 1000, attention_share=0.01).shared_lengths == []
+    without_mask = plan_with_shared_prompts(sequences, 1, 1000, attention_share=0.01, layout="single_row")
+    assert without_mask.shared_lengths == [10, 10]
+
+
+def test_a_prompt_is_copied_where_a_rank_would_have_nothing_to_do() -> None:
+    sequences = groups((10, [31] * 8))
+    for layout in ("rows", "single_row"):
+        plan = plan_with_shared_prompts(sequences, 4, 1000, layout=layout)
+        assert plan.shared_lengths == [10] * 4
+        assert [sum(one.num_padded_tokens for one in rank) for rank in plan.ranks] == [70] * 4
+
+
+def test_a_sequence_above_the_budget_is_named_by_its_place_in_the_batch() -> None:
+    sequences = groups((10, [11, 11, 91]))
+    with pytest.raises(ShapeError, match=r"below the longest sequence of this batch, 100 tokens \(sequence 2\)"):
+        plan_with_shared_prompts(sequences, 1, 32)
 
 
 def test_shared_prompts_are_no_work(policy) -> None:

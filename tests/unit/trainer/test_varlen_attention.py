@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,8 @@ from .torch_trainer import MODEL, VOCAB
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 3)
+PROMPTS = {"alone": (), "shared": ((0, 0), (0, 5), (0, 0), (8, 10))}
+"""Of the sequences: the second one begins with the first five tokens of the first, the last with ten of the third."""
 LAYERS = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=4)
 """A model with a window of 4 tokens in layer 1."""
 
@@ -47,21 +50,27 @@ def inputs(num_heads: int = 4, num_kv_heads: int = 2, **options: object) -> list
     return [torch.randn(size, generator=generator).to(**options).requires_grad_() for size in sizes]
 
 
-def by_mask(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def by_mask(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, prompts: tuple[tuple[int, int], ...]
+) -> Tensor:
     """`[1, T, H, D]`: every score, in float64, and a mask that leaves those within a sequence and the window."""
-    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    distance = torch.arange(len(owner))[:, None] - torch.arange(len(owner))[None]
-    allowed = (owner[:, None] == owner[None]) & (distance >= 0) & (distance < (window or len(owner)))
+    allowed = torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
+    start = 0
+    for length, (prompt, shared) in zip(LENGTHS, prompts or [(0, 0)] * len(LENGTHS), strict=True):
+        attended = [*range(prompt, prompt + shared), *range(start, start + length)]
+        for place in range(shared, shared + length):
+            allowed[attended[place], attended[max(0, place + 1 - (window or len(attended))) : place + 1]] = True
+        start += length
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
     scores = (query.double() @ key.double().mT * scale).masked_fill(~allowed, -torch.inf)
     return (scores.softmax(-1) @ value.double()).transpose(1, 2)
 
 
-def check_against_mask(tensors: list[Tensor], index: int) -> None:
+def check_against_mask(tensors: list[Tensor], index: int, prompts: tuple[tuple[int, int], ...] = ()) -> None:
     """Output and gradients of layer `index` are those of a mask."""
-    boundaries = SequenceBoundaries.of(LENGTHS, CPU)
+    boundaries = SequenceBoundaries.of(LENGTHS, CPU, prompts)
     out, weights = varlen_attention.varlen_attention(layer(index), *tensors, None, boundaries=boundaries, scaling=0.3)
-    expected = by_mask(*tensors, 0.3, (None, 4)[index])
+    expected = by_mask(*tensors, 0.3, (None, 4)[index], prompts)
     assert weights is None
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -72,48 +81,53 @@ def check_against_mask(tensors: list[Tensor], index: int) -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
-def test_one_call_per_sequence_is_what_a_mask_gives(index: int, num_kv_heads: int) -> None:
-    check_against_mask(inputs(num_kv_heads=num_kv_heads), index)
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_one_call_per_sequence_is_what_a_mask_gives(prompts: str, index: int, num_kv_heads: int) -> None:
+    check_against_mask(inputs(num_kv_heads=num_kv_heads), index, PROMPTS[prompts])
 
 
 @contextmanager
 def arithmetic_kernel() -> Iterator[list[tuple[int, int]]]:
     """Flash Attention's contract by plain arithmetic; yields the longest query and key of every call.
 
-    Query i of a sequence attends to its keys from i − left to i + right, both included; −1: no limit. `is_causal` sets
-    right to 0.
+    The last query of a sequence is at its last key. A query at key i attends to keys from i − left to i + right, both
+    included; −1: no limit. `is_causal` sets right to 0.
     """
     calls: list[tuple[int, int]] = []
 
-    def sequences(query, key, value, ends, is_causal, scale, window):
-        """Per sequence its slice, `[H, n, D]` queries, keys and values of as many heads, and weights `[H, n, n]`."""
+    def sequences(query, key, value, ends_q, ends_k, is_causal, scale, window):
+        """Per sequence the slices of its n queries and m keys, `[H, n, D]` queries, `[H, m, D]` keys and values of as
+        many heads, and weights `[H, n, m]`."""
         left, right = window or (-1, -1)
         right = 0 if is_causal else right
-        for start, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            q, k, v = (one[start:stop].transpose(0, 1) for one in (query, key, value))
+        places = [(slice(*own), slice(*keys)) for own, keys in zip(*map(pairwise, (ends_q, ends_k)), strict=True)]
+        for own, attended in places:
+            q, k, v = query[own].transpose(0, 1), key[attended].transpose(0, 1), value[attended].transpose(0, 1)
             k, v = (one.repeat_interleave(len(q) // len(one), dim=0) for one in (k, v))
-            offset = torch.arange(stop - start)[None] - torch.arange(stop - start)[:, None]
+            n, m = q.shape[1], k.shape[1]
+            offset = torch.arange(m)[None] - torch.arange(m - n, m)[:, None]
             allowed = ((left < 0) | (offset >= -left)) & ((right < 0) | (offset <= right))
-            yield slice(start, stop), q, k, v, (q @ k.mT * scale).masked_fill(~allowed, -torch.inf).softmax(-1)
+            yield own, attended, q, k, v, (q @ k.mT * scale).masked_fill(~allowed, -torch.inf).softmax(-1)
 
     def forward(q, k, v, ends_q, ends_k, max_q, max_k, is_causal, scale, window, enable_gqa=False):
         assert ends_q.dtype == ends_k.dtype == torch.int32
-        assert enable_gqa or q.shape == k.shape
+        assert enable_gqa or q.shape[1:] == k.shape[1:]
         calls.append((max_q, max_k))
         out = torch.empty_like(q)
-        for part, _, _, values, weights in sequences(q, k, v, ends_q, is_causal, scale, window):
-            out[part] = (weights @ values).transpose(0, 1)
+        for own, _, _, _, values, weights in sequences(q, k, v, ends_q, ends_k, is_causal, scale, window):
+            out[own] = (weights @ values).transpose(0, 1)
         return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
     def backward(grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, is_causal, rng, scale=None, window=None):
         d_q, d_k, d_v = (torch.empty_like(one) for one in (q, k, v))
-        for part, queries, keys, values, weights in sequences(q, k, v, ends_q, is_causal, scale, window):
-            d_out = grad[part].transpose(0, 1)
+        found = sequences(q, k, v, ends_q, ends_k, is_causal, scale, window)
+        for own, attended, queries, keys, values, weights in found:
+            d_out = grad[own].transpose(0, 1)
             d_weights = d_out @ values.mT
             d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True)) * scale
-            d_q[part] = (d_scores @ keys).transpose(0, 1)
-            for given, found in ((d_k, d_scores.mT @ queries), (d_v, weights.mT @ d_out)):
-                given[part] = found.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+            d_q[own] = (d_scores @ keys).transpose(0, 1)
+            for given, of_heads in ((d_k, d_scores.mT @ queries), (d_v, weights.mT @ d_out)):
+                given[attended] = of_heads.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
         return d_q, d_k, d_v
 
     with torch.library._scoped_library("torch_attn", "IMPL") as library:
@@ -124,11 +138,14 @@ def arithmetic_kernel() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
-def test_the_kernel_is_told_what_a_mask_gives(index: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("prompts", "longest"), [("alone", (12, 12)), ("shared", (12, 13))])
+def test_the_kernel_is_told_what_a_mask_gives(
+    prompts: str, longest: tuple[int, int], index: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
     with arithmetic_kernel() as calls:
-        check_against_mask(inputs(num_kv_heads=num_kv_heads), index)
-    assert calls == [(12, 12)]
+        check_against_mask(inputs(num_kv_heads=num_kv_heads), index, PROMPTS[prompts])
+    assert calls == [longest]
 
 
 def test_the_kernel_of_torch_2_11_is_not_told_of_shared_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +290,10 @@ def test_padding_belongs_to_the_last_sequence_and_every_share_knows_the_whole_ro
         share = sequence_share(batch, rank, 4).inputs.boundaries
         assert (share.lengths, share.cumulative.tolist()) == ((5, 7), [0, 5, 12])
     assert packed((5, 4), needs_mask=True).inputs.boundaries is None
+    again = SequenceBoundaries.of((5, 4), CPU, ((0, 0), (0, 2))).padded(3)
+    assert (again.lengths, again.key_lengths) == ((5, 7), (5, 9))
+    assert again.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
+    assert again.cumulative_keys.tolist() == [0, 5, 14]
     rows = collate(MicroBatchPlan(((0, 1), (2,)), 9), sequences((5, 4, 2)), device=CPU, needs_mask=False)
     assert rows.inputs.boundaries.lengths == (5, 4, 9)
     empty = collate(EMPTY_MICRO_BATCH, [], device=CPU, needs_mask=False)
