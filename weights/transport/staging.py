@@ -1,10 +1,10 @@
 """Staging: a version is fetched and verified for one engine rank while that rank continues decoding.
 
 Consumes: the shard in a version buffer, the whole tensors of a file, or adapters (weights/transport/adapters.py).
-Waits for: nothing; a thread (weights/transport/background.py) copies data in shared memory to the device first if that
-is a GPU, on a separate CUDA stream, and compares it with the manifest. Data that training ranks have written into
-device memory is not copied. Unblocked by: the end of the thread, which the engine polls. Only then are running requests
-frozen: a damaged version harms nothing, and the freeze lasts for one copy within the device, or for loading the file.
+Waits for: the copy of data in shared memory to the device if that is a GPU, on a separate CUDA stream, and its
+comparison with the manifest, in a thread of the worker (rollout/engines/vllm/channel.py). Data that training ranks have
+written into device memory is not copied. Only then are running requests frozen: a damaged version harms nothing, and
+the freeze lasts for one copy within the device, or for loading the file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.dataflow.errors import WeightSyncError, boundary
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import check_received
 from penstock.weights.transport.adapters import BaseWeights, entries_of
-from penstock.weights.transport.background import on_own_stream
 from penstock.weights.transport.device_memory import VersionBuffer
 from penstock.weights.transport.in_place import ShardChunks
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
+from penstock.weights.transport.streams import on_own_stream
 
 
 class Staged(NamedTuple):

@@ -45,6 +45,7 @@ from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.config import MAX_TOP_K, VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.channel import WorkerCalls
 from penstock.rollout.engines.vllm.layout import joined
 from penstock.rollout.engines.vllm.scheduler import holding_scheduler
 from penstock.rollout.engines.vllm.worker import BACKEND
@@ -56,7 +57,12 @@ from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 UNPUBLISHED = -1
-POLL_S = 0.002
+CPU_STEP_FLOPS = 5e10
+"""Of the prompts of one step: about a second of one core."""
+VLLM_STEP_TOKENS = 2048
+"""vLLM's own limit for the tokens of a step."""
+CPU_BLOCK_TOKENS = 32
+"""The smallest block that vLLM's CPU build takes."""
 MAX_LOST_PROBABILITY = 1e-3
 """Of tokens that a truncated distribution kept and that vLLM did not list; rounding in float32 explains 1e-5."""
 
@@ -80,6 +86,17 @@ class CacheUsage(StatLoggerBase):
         pass
 
 
+def step_of_a_cpu(spec: EngineSpec, config: VllmEngineConfig) -> dict[str, int]:
+    """How much one step of a CPU engine may compute, and the smallest blocks of its prefix cache.
+
+    All that a step does must end before new weights are taken, and the prompts of a batch take seconds if they are
+    computed in one. By default vLLM shares no prompt below 128 tokens, the length of its blocks on CPUs.
+    """
+    flops_per_token = 2 * spec.model.shape.num_parameters
+    most = max(int(CPU_STEP_FLOPS / flops_per_token), config.max_num_seqs)
+    return {"max_num_batched_tokens": min(most, VLLM_STEP_TOKENS), "block_size": CPU_BLOCK_TOKENS}
+
+
 def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     """vLLM's arguments for one engine."""
     cache_gib = config.cache_gib(spec.device)
@@ -94,6 +111,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         hf_overrides={"head_dtype": spec.model.head_dtype},
         max_model_len=spec.model.max_context_tokens,
         max_num_seqs=config.max_num_seqs,
+        **(step_of_a_cpu(spec, config) if spec.device == "cpu" else {}),
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         gpu_memory_utilization=utilization,
         enforce_eager=config.enforce_eager or spec.device == "cpu",
@@ -131,6 +149,7 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._usage: CacheUsage | None = None
         self._llm: AsyncLLM | None = None
+        self._calls: WorkerCalls | None = None
 
     async def start(self) -> None:
         """Load the model. vLLM starts its output loop in the running event loop."""
@@ -141,6 +160,7 @@ class VllmEngine:
 
         self._llm = AsyncLLM.from_engine_args(engine_args(self._spec, self._config), stat_loggers=[usage_logger])
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        self._calls = WorkerCalls(self.engine_id, dict(await self._llm.collective_rpc("penstock_serve")))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """Stream the continuation of `request` as deltas of at most `journal_interval_tokens` tokens.
@@ -208,8 +228,7 @@ class VllmEngine:
             started = time.monotonic()
             entries = await self._stage(manifest)
             staged = time.monotonic()
-            checksum = await self._swap(replace(manifest, entries=entries))
-            stall_s = time.monotonic() - staged
+            checksum, stall_s = await self._swap(replace(manifest, entries=entries))
             self._ack = WeightAck(self.engine_id, manifest.version, checksum, staged - started, stall_s)
             return self._ack
 
@@ -219,46 +238,26 @@ class VllmEngine:
         Raises:
             WeightSyncError: If the engine cannot take the version, or received other bytes than were sent.
         """
-        arguments = pickle.dumps(manifest), self._spec.bucket_bytes
-        refusals = await self._open().collective_rpc("penstock_stage", args=arguments)
-        if any(refusals):
-            why = next(filter(None, refusals))
-            raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {why}")
-        if manifest.location == IN_PLACE:
-            return manifest.entries
-        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged")
-        # S301: the pickles come from our own workers.
-        return tuple(entry for *_, packed in answers for entry in pickle.loads(packed))  # noqa: S301
+        what = f"publish v{manifest.version}: staging"
+        found = await self._workers("penstock_stage", what, manifest, self._spec.bucket_bytes)
+        return manifest.entries if manifest.location == IN_PLACE else tuple(entry for one in found for entry in one)
 
-    async def _until_done(self, what: str, method: str) -> list[Any]:
-        """Wait until every worker has finished its background work; returns the answers of all.
+    async def _workers(self, method: str, what: str, *arguments: Any) -> list[Any]:
+        """Call a method of all workers that does not wait for the engine's step."""
+        assert self._calls is not None, "not started"
+        return await self._calls.call(what, self._spec.stage_timeout_s, method, *arguments)
 
-        This polls, because a call that waits in a worker would block decoding.
+    async def _swap(self, manifest: WeightManifest) -> tuple[int, float]:
+        """Freeze, take the new weights, read them back, resume; returns their checksum and the seconds it was frozen.
 
-        Raises:
-            WeightSyncError: If the work failed in a worker, or has not finished within `stage_timeout_s`.
+        The pause begins when the running step of the engine has ended.
         """
-        started = time.monotonic()
-        while True:
-            answers = await self._open().collective_rpc(method)
-            if wrong := [error for _, error, *_ in answers if error]:
-                raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
-            if all(is_done for is_done, *_ in answers):
-                return list(answers)
-            if time.monotonic() - started > self._spec.stage_timeout_s:
-                late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
-                limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
-                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not finished after {limit}.")
-            await asyncio.sleep(POLL_S)
-
-    async def _swap(self, manifest: WeightManifest) -> int:
-        """Freeze, take the new weights, read them back, resume; returns their checksum."""
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
+        frozen = time.monotonic()
         self.version, self._ack = UNPUBLISHED, None  # after a failure from here on the engine stays paused
         if manifest.location == IN_PLACE:
-            await llm.collective_rpc("penstock_receive_in_place")
-            await self._until_done(f"publish v{manifest.version}: receiving in place", "penstock_transfer_status")
+            await self._workers("penstock_receive_in_place", f"publish v{manifest.version}: receiving in place")
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": manifest.version}))
         answers = await llm.collective_rpc("penstock_live_checksums")
@@ -272,7 +271,7 @@ class VllmEngine:
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self.version = manifest.version
         await llm.resume_generation()
-        return checksum
+        return checksum, time.monotonic() - frozen
 
     async def forget_versions(self) -> None:
         """See `LocalEngine`."""
@@ -304,13 +303,11 @@ class VllmEngine:
 
     async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
-        await self._open().collective_rpc("penstock_join", args=(pickle.dumps(group_spec), replica))
-        await self._until_done("weights: joining the transfer group", "penstock_transfer_status")
+        await self._workers("penstock_join", "weights: joining the transfer group", group_spec, replica)
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
-        await self._open().collective_rpc("penstock_receive", args=(version,))
-        await self._until_done(f"publish v{version}: receiving", "penstock_transfer_status")
+        await self._workers("penstock_receive", f"publish v{version}: receiving", version)
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
@@ -320,6 +317,9 @@ class VllmEngine:
         await self._open().wake_up()
 
     async def shutdown(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
         if self._llm is not None:
             self._llm.shutdown(timeout=5.0)
             self._llm = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.dataflow.ports import WeightManifest
+from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.kernels.portable.products import use_onednn
+from penstock.rollout.engines.vllm.channel import Address, serve
 from penstock.rollout.engines.vllm.layout import check_live, expert_refusal, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.weights.checksum import tensor_checksum
@@ -32,7 +32,6 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights
-from penstock.weights.transport.background import BackgroundJob
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.in_place import IN_PLACE, ShardChunks
 from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
@@ -48,13 +47,11 @@ class PendingUpdate:
     """A version that this worker is about to apply.
 
     Attributes:
-        staging: The job that fetches it during decoding.
         staged: The fetched version.
         broken: Why it was applied only in part; empty if it was not.
     """
 
     manifest: WeightManifest
-    staging: BackgroundJob = field(default_factory=BackgroundJob)
     staged: Staged | None = None
     broken: str = ""
 
@@ -66,7 +63,6 @@ class ModelState:
     Attributes:
         base: The weights the model was loaded with, for versions of adapters.
         device_receiver: Receives versions from other processes.
-        transfer: The job that runs the receiver during decoding.
         has_joined: It has started to join a transfer group.
         version_buffer: Holds a version in device memory, if versions are written or received there.
         update: The newest one.
@@ -75,7 +71,6 @@ class ModelState:
 
     base: BaseWeights
     device_receiver: DeviceReceiver
-    transfer: BackgroundJob = field(default_factory=BackgroundJob)
     has_joined: bool = False
     version_buffer: VersionBuffer | None = None
     update: PendingUpdate | None = None
@@ -127,7 +122,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         assert update.manifest.version == update_info.version, f"{update.manifest.version} was staged"
         if update.manifest.location == IN_PLACE:
             return  # it was received into the parameters (penstock_receive_in_place)
-        assert update.staged is not None, "penstock_staged comes first"
+        assert update.staged is not None, "penstock_stage comes first"
         values = update.staged.values
         if isinstance(values, ShardChunks):
             try:
@@ -180,10 +175,18 @@ def flat_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; its methods are called through `collective_rpc`."""
+    """Mixed into vLLM's worker; its methods are called through `collective_rpc`, between steps of the engine, except
+    those of `penstock_serve`, which are called during steps, in a thread.
+    """
 
     model_runner: Any
     device: torch.device
+
+    def penstock_serve(self) -> tuple[int, Address]:
+        """Take calls that do not wait for the engine's step; returns this worker's rank and where it listens."""
+        self.penstock_state  # noqa: B018 - made here, before there are two threads
+        calls = (self.penstock_join, self.penstock_receive, self.penstock_receive_in_place, self.penstock_stage)
+        return get_tensor_model_parallel_rank(), serve({one.__name__: one for one in calls})
 
     def penstock_layout(self, tensors: Sequence[tuple[str, Sequence[int]]], dtype: DType) -> tuple[int, str, bytes]:
         """This worker's rank, why its layout is not known, and where it holds each tensor (pickled `RankLayout`)."""
@@ -222,75 +225,55 @@ class WorkerExtension:
         handles = buffer.handles(num_writers)
         return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
 
-    def penstock_join(self, group_spec: bytes, replica: int) -> None:
-        """Start to join a transfer group (pickled specification), during decoding."""
+    def penstock_join(self, group_spec: TransferGroupSpec, replica: int) -> None:
+        """Join a transfer group."""
         state = self.penstock_state
         state.has_joined = True
-
-        def join() -> None:
-            spec: TransferGroupSpec = pickle.loads(group_spec)  # noqa: S301 - from the driver of this run
-            known = state.version_buffer
-            state.version_buffer = state.device_receiver.join(spec, replica, known) or known
-
-        state.transfer.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
+        known = state.version_buffer
+        state.version_buffer = state.device_receiver.join(group_spec, replica, known) or known
 
     def penstock_receive(self, version: int) -> None:
-        """Start to receive a version, during decoding."""
-        state = self.penstock_state
-        state.transfer.begin(f"receive v{version}", partial(state.device_receiver.receive, version))
+        """Receive a version."""
+        self.penstock_state.device_receiver.receive(version)
 
     def penstock_receive_in_place(self) -> None:
-        """Start to receive the version of `penstock_stage` into the live parameters; generation is paused."""
+        """Receive the version of `penstock_stage` into the live parameters; generation is paused."""
         state = self.penstock_state
         assert state.update is not None, "penstock_stage comes first"
         manifest, live = state.update.manifest, flat_parameters(self.model_runner.get_model())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels on another stream may still read them
-        receive = partial(state.device_receiver.receive_in_place, manifest.version, manifest.bucket_sums, live)
-        state.transfer.begin(f"receive v{manifest.version} in place", receive)
+        state.device_receiver.receive_in_place(manifest.version, manifest.bucket_sums, live)
 
-    def penstock_transfer_status(self) -> tuple[bool, str]:
-        """Whether the join or receive has ended, and why it failed; empty if it has not."""
-        transfer = self.penstock_state.transfer
-        return transfer.is_done, transfer.error()
-
-    def penstock_stage(self, manifest: bytes, bucket_bytes: int | None) -> str:
-        """Start to fetch and verify this worker's shard of a version, during decoding; returns why it cannot.
+    def penstock_stage(self, manifest: WeightManifest, bucket_bytes: int | None) -> tuple[TensorEntry, ...]:
+        """Fetch and verify this worker's shard of a version; returns the expected parameters.
 
         Args:
-            manifest: Pickled `WeightManifest`.
+            manifest: Of the version.
             bucket_bytes: As in `stage`.
+
+        Raises:
+            WeightSyncError: If this worker cannot take it, or received other bytes than were sent.
         """
         state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
-        announced: WeightManifest = pickle.loads(manifest)  # noqa: S301 - from the engine of this worker
-        update = state.update = PendingUpdate(announced)
-        if wrong := state.refusal or update_refusal(model, announced, rank):
-            return wrong
-        if announced.location == IN_PLACE:
-            return "" if state.has_joined else f"it is sent in place, but rank {rank} has joined no transfer group."
+        update = state.update = PendingUpdate(manifest)
+        if wrong := state.refusal or update_refusal(model, manifest, rank):
+            raise WeightSyncError(wrong)
+        if manifest.location == IN_PLACE:
+            if not state.has_joined:
+                raise WeightSyncError(f"it is sent in place, but rank {rank} has joined no transfer group.")
+            return ()
         # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
         # merged in main memory if no more than a bucket may be staged.
-        in_main_memory = not announced.num_shards or (announced.adapters is not None and bucket_bytes is not None)
+        in_main_memory = not manifest.num_shards or (manifest.adapters is not None and bucket_bytes is not None)
         device = torch.device("cpu") if in_main_memory else self.device
         live, buffer = dict(model.named_parameters()), state.version_buffer
-
-        def fetch() -> None:
-            update.staged = stage(announced, rank, device, state.base, live, buffer, bucket_bytes)
-
-        update.staging.begin(f"stage v{announced.version}", fetch)
-        return ""
+        update.staged = stage(manifest, rank, device, state.base, live, buffer, bucket_bytes)
+        return update.staged.entries
 
     def penstock_forget_versions(self) -> None:
         """Free what was kept of the versions of a trainer that is gone."""
         forget_mappings()
-
-    def penstock_staged(self) -> tuple[bool, str, bytes]:
-        """Whether staging has ended, why it failed, and the expected parameters (a pickled tuple of `TensorEntry`)."""
-        update = self.penstock_state.update
-        assert update is not None, "penstock_stage comes first"
-        is_done = update.staging.is_done
-        entries = update.staged.entries if is_done and update.staged is not None else ()
-        return is_done, update.staging.error(), pickle.dumps(entries)
 
     def penstock_live_checksums(self) -> tuple[bytes, str]:
         """Read live parameters back: pickled (rank, name) -> checksum of this worker's entries, and an error or ""."""

@@ -26,12 +26,12 @@ from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.planner.relay import relay_tree
-from penstock.weights.transport.background import on_own_stream
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.process_group.group import TransferGroup
 from penstock.weights.transport.process_group.members import Members, Route
 from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Tensors, Transfer
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer
+from penstock.weights.transport.streams import on_own_stream
 
 _MAIN_MEMORY = torch.device("cpu")
 
