@@ -9,7 +9,8 @@ the freeze lasts for one copy within the device, or for loading the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from penstock.weights.transport.device_memory import VersionBuffer
 from penstock.weights.transport.in_place import ShardChunks
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
-from penstock.weights.transport.streams import on_own_stream
 
 
 class Staged(NamedTuple):
@@ -73,3 +73,16 @@ def stage(
             received = {name: values.to(device) for name, values in received.items()}
         check_received(received, entries, manifest.version, f" for rank {rank}")
         return Staged(received, entries)
+
+
+@contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """Run the body on a new CUDA stream, beside the model, and synchronize it at the end; on the CPU, unchanged."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

@@ -31,7 +31,7 @@ from penstock.weights.transport.process_group.group import TransferGroup
 from penstock.weights.transport.process_group.members import Members, Route
 from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Tensors, Transfer
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer
-from penstock.weights.transport.streams import on_own_stream
+from penstock.weights.transport.staging import on_own_stream
 
 _MAIN_MEMORY = torch.device("cpu")
 
