@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import collate
-from penstock.trainer.batches.packing import plan_batch
+from penstock.trainer.batches.packing import plan_with_shared_prompts
 from penstock.trainer.batches.samples import sampled_tokens
+from penstock.trainer.flops import attention_share
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import Attention, ModelConfig
@@ -27,6 +28,7 @@ class FrozenPolicy:
     Attributes:
         max_tokens: Padded tokens of one forward.
         temperature: The sampling temperature; the same as the trainer's, so that logprobs can be compared.
+        attention_share: Of the cost model of packing, by the shape of the policy that is trained.
     """
 
     model: PolicyModel
@@ -34,6 +36,7 @@ class FrozenPolicy:
     attention: Attention
     max_tokens: int
     temperature: float
+    attention_share: float
 
     @classmethod
     def load(cls, path: str, model: ModelConfig, device: str, max_tokens: int, temperature: float) -> FrozenPolicy:
@@ -44,17 +47,22 @@ class FrozenPolicy:
         """
         policy = load_policy(path, model, gradient_checkpointing=False).to(device).eval()
         check_vocabulary("frozen policy", path, policy.hf_model.config.vocab_size, model.shape.vocab_size)
-        return cls(
-            policy.requires_grad_(requires_grad=False), torch.device(device), model.attention, max_tokens, temperature
-        )
+        policy.requires_grad_(requires_grad=False)
+        share = attention_share(model.shape)
+        return cls(policy, torch.device(device), model.attention, max_tokens, temperature, share)
 
     @torch.no_grad()
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
-        """`[n] float32`, natural log, of every sampled token."""
+        """`[n] float32`, natural log, of every sampled token. The prompt of the group is computed once."""
         sequences = sampled_tokens([payload])
         needs_mask = self.attention == "sdpa"
-        lengths = [sequence.num_inputs for sequence in sequences]
-        plan = plan_batch(lengths, 1, self.max_tokens, layout="rows" if needs_mask else "single_row")
+        plan = plan_with_shared_prompts(
+            sequences,
+            1,
+            self.max_tokens,
+            attention_share=self.attention_share,
+            layout="rows" if needs_mask else "single_row",
+        )
         starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
         found = np.zeros(int(starts[-1]), np.float32)
         for micro_batch in plan.ranks[0]:

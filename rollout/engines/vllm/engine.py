@@ -92,7 +92,7 @@ def step_of_a_cpu(spec: EngineSpec, config: VllmEngineConfig) -> dict[str, int]:
     All that a step does must end before new weights are taken, and the prompts of a batch take seconds if they are
     computed in one. By default vLLM shares no prompt below 128 tokens, the length of its blocks on CPUs.
     """
-    flops_per_token = 2 * spec.model.shape.num_parameters
+    flops_per_token = 2 * spec.model.shape.active_parameters
     most = max(int(CPU_STEP_FLOPS / flops_per_token), config.max_num_seqs)
     return {"max_num_batched_tokens": min(most, VLLM_STEP_TOKENS), "block_size": CPU_BLOCK_TOKENS}
 
