@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import platform
+import resource
 import sys
 import time
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +81,29 @@ class Accuracy(TrainerCallback):
         rewards = ExactMatch(tokenizer.eos_token_id)(texts, ended, [task["answer"] for task in self._tasks])
         self.found.append((step, sum(rewards) / len(rewards)))
         self._stopwatch.restart()
+
+
+class Named:
+    """A function of examples/ as a reward of TRL, on chat prompts."""
+
+    def __init__(self, name: str) -> None:
+        self.rewards: list[float] = []  # mean of each generated batch
+        self.num_tokens: list[int] = []  # response tokens of each generated batch, end token included
+        module, _, self.__name__ = name.partition(":")
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        self._function = getattr(import_module(module), self.__name__)
+
+    def __call__(
+        self, completions: list[list[dict[str, str]]], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        texts = (messages[-1]["content"] for messages in completions)
+        rewards = [
+            self._function(SimpleNamespace(response=text), answer=gold)
+            for text, gold in zip(texts, answer, strict=True)
+        ]
+        self.rewards.append(sum(rewards) / len(rewards))
+        self.num_tokens.append(sum(map(len, completion_ids)))
+        return rewards
 
 
 class ExactMatch:
@@ -149,7 +174,9 @@ def main(spec_path: Path, out_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["policy"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["policy"], dtype=torch.float32, attn_implementation="sdpa")
     tasks = [json.loads(line) for line in Path(spec["tasks"]).read_text().splitlines()]
-    stopwatch, reward = Stopwatch(), ExactMatch(tokenizer.eos_token_id)
+    stopwatch = Stopwatch()
+    is_demo = spec["reward"].endswith(":exact_match")
+    reward = ExactMatch(tokenizer.eos_token_id) if is_demo else Named(spec["reward"])
     callbacks: list[TrainerCallback] = [stopwatch]
     if "eval_tasks" in spec:
         held_out = [json.loads(line) for line in Path(spec["eval_tasks"]).read_text().splitlines()]
@@ -169,6 +196,7 @@ def main(spec_path: Path, out_path: Path) -> None:
         "cpu_s": stopwatch.cpu_s,
         "num_tokens": reward.num_tokens,
         "rewards": reward.rewards,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "accuracies": callbacks[-1].found if isinstance(callbacks[-1], Accuracy) else [],
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
     }

@@ -70,6 +70,7 @@ def trl_spec(config: RunConfig, policy: str, num_steps: int) -> dict[str, Any]:
         "policy": policy,
         "tasks": str(tasks),
         "seed": config.seed,
+        "reward": config.reward.fn,
         "steps": num_steps,
         "threads": len(os.sched_getaffinity(0)),
         **config.dataflow.model_dump(include={"batch_groups", "group_size"}),

@@ -28,6 +28,7 @@ class Run:
         versions: Package -> version.
         others_percent: Share of all cores that other programs had meanwhile.
         cpu_s: CPU seconds of its process; empty for Penstock, which has several (step_profile.py).
+        peak_gib: Largest memory of all its processes.
         accuracies: (steps so far, accuracy on held-out tasks); empty if that was not asked for.
     """
 
@@ -37,6 +38,7 @@ class Run:
     versions: dict[str, str]
     others_percent: float
     cpu_s: list[float] = field(default_factory=list)
+    peak_gib: float = 0.0
     accuracies: list[tuple[int, float]] = field(default_factory=list)
 
     def kept(self, warmup: int, count: int) -> Run:

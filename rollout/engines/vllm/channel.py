@@ -12,30 +12,30 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 
 Address = tuple[str, bytes]
-"""Path of a socket, and the key without which it accepts nobody."""
+"""Name of a socket of Linux's abstract namespace, which leaves no file behind, and the key without which it accepts
+nobody."""
 
 
 def serve(methods: Mapping[str, Callable[..., Any]]) -> Address:
     """Start the thread of this worker, which serves one client, a call at a time; returns where."""
-    key = secrets.token_bytes(32)
-    listener = Listener(family="AF_UNIX", authkey=key)
+    name, key = f"\0penstock-{secrets.token_hex(8)}", secrets.token_bytes(32)
+    listener = Listener(name, family="AF_UNIX", authkey=key)
 
     def answer_calls() -> None:
-        with listener, listener.accept() as connection:
+        with listener, accepted(listener) as connection, suppress(EOFError, OSError):  # until the engine is gone
             while True:
-                try:
-                    number, name, arguments = connection.recv()
-                except EOFError:  # the engine is gone
-                    return
+                number, method, arguments = connection.recv()
                 result, error = None, ""
                 try:
-                    result = methods[name](*arguments)
+                    result = methods[method](*arguments)
                 except WeightSyncError as refusal:
                     error = str(refusal)
                 except Exception as failure:  # noqa: BLE001 - any failure means that this version cannot be used
@@ -43,7 +43,16 @@ def serve(methods: Mapping[str, Callable[..., Any]]) -> Address:
                 connection.send((number, result, error))
 
     threading.Thread(target=answer_calls, name="penstock calls", daemon=True).start()
-    return str(listener.address), key
+    return name, key
+
+
+def accepted(listener: Listener) -> Connection:
+    """The connection of the first client that has the key."""
+    while True:
+        try:
+            return listener.accept()
+        except AuthenticationError:
+            continue
 
 
 class WorkerCalls:
@@ -57,7 +66,7 @@ class WorkerCalls:
         """Connect; `addresses` is where each rank listens."""
         self._engine_id = engine_id
         self._connections: dict[int, Connection] = {
-            rank: Client(path, family="AF_UNIX", authkey=key) for rank, (path, key) in sorted(addresses.items())
+            rank: Client(name, family="AF_UNIX", authkey=key) for rank, (name, key) in sorted(addresses.items())
         }
         self._turns = {rank: threading.Lock() for rank in self._connections}  # a call that was cancelled still listens
         self._number = 0

@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import pytest
 
@@ -23,6 +25,15 @@ async def test_every_worker_answers_with_its_own_result() -> None:
     calls = WorkerCalls("engine-0", {rank: serve({"plus": lambda one, rank=rank: one + rank}) for rank in (1, 0)})
     assert await calls.call("adding", TIMEOUT_S, "plus", 10) == [10, 11]
     assert await calls.call("adding", TIMEOUT_S, "plus", 20) == [20, 21]
+    calls.close()
+
+
+async def test_who_has_another_key_is_refused_and_does_not_end_the_service() -> None:
+    name, key = serve({"plus": lambda one: one + 1})
+    with pytest.raises(AuthenticationError):
+        Client(name, family="AF_UNIX", authkey=b"another")
+    calls = WorkerCalls("engine-0", {0: (name, key)})
+    assert await calls.call("adding", TIMEOUT_S, "plus", 1) == [2]
     calls.close()
 
 
