@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest time for one run")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what runs is ended
+    sys.path.append(str(ROOT))  # for examples.pretrained
     python = trl_python()
     config = compose_config(OVERRIDES, config_dir=CONF)
     spec = trl_spec(config, str(ROOT / str(config.model.path)), arguments.trl_steps)
