@@ -35,9 +35,7 @@ NODE_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # with Ray's default of 15 any other program starves the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_JOB_STOP_WAIT_TIME_S": str(
-        GRACE_S
-    ),  # `ray job stop` kills after 3 s by default, in the middle of a checkpoint
+    "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S),  # `ray job stop` kills after 3 s by default, in a checkpoint
 }
 """What a raylet passes on to processes. A driver sets it for a Ray of its own, but cannot for one that it joins."""
 START_TIMEOUT_S = 600

@@ -148,6 +148,20 @@ def test_the_kernel_is_told_what_a_mask_gives(
     assert calls == [longest]
 
 
+def test_a_kernel_is_asked_whether_it_aligns_queries_and_keys_at_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = varlen_attention._shows_all_keys_to_the_last_query
+    with arithmetic_kernel():
+        assert ask(CPU, torch.float32)
+
+    def aligned_at_the_begin(query, key, value, *_, **__):
+        return value[: len(query)].clone()
+
+    ask.cache_clear()
+    monkeypatch.setattr(varlen_attention, "varlen_attn", aligned_at_the_begin)
+    assert not ask(CPU, torch.float32)
+    ask.cache_clear()
+
+
 def test_the_kernel_of_torch_2_11_is_not_told_of_shared_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no `enable_gqa`, and shares key/value heads without it."""
 
