@@ -139,7 +139,8 @@ async def _serve_alone(pipe: Connection, spec: EngineSpec) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from penstock.rollout.config import VllmEngineConfig
-    from penstock.rollout.engines.vllm.engine import CacheUsage, engine_args
+    from penstock.rollout.engines.vllm.arguments import engine_args
+    from penstock.rollout.engines.vllm.engine import CacheUsage
 
     assert isinstance(spec.engine, VllmEngineConfig)
     # A scheduler of ours, if there is one, is part of our path.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.timeouts import MAX_TIMEOUT_S
 from penstock.rollout.engine_pool.routing import RoutingName
+from penstock.weights.model_config import DTYPE_BYTES, DType
 
 CPU_KV_CACHE_GIB = 0.25
+BLOCK_TOKENS, CPU_BLOCK_TOKENS = 16, 32
+"""Tokens of a block of vLLM's KV cache: by default, and the smallest that its CPU build takes."""
+KV_CACHE_BYTES = {"bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 MAX_TOP_K = 64
 """Largest support of a token that is recorded."""
 
@@ -33,14 +37,29 @@ class VllmEngineConfig(BaseModel):
     """Share of a device's memory for the engine in all: weights, KV cache, and the staged version that waits for its
     swap; with `cluster.colocated=true` also for what the trainer keeps between steps. Without effect if
     `kv_cache_gib` is set."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Data type of the KV cache; `auto` is `model.dtype`."""
     enforce_eager: bool = False
     """Skip CUDA graphs and compilation. A CPU engine is always eager."""
+    args: dict[str, Any] = {}
+    """Other arguments of vLLM by name. Those that would break recording, versions or layouts are refused."""
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
     """Tokens of a trajectory are reported at least this often."""
 
     def cache_gib(self, device: Literal["cpu", "gpu", "cuda"]) -> float | None:
         """KV cache of one engine on `device`, GiB; None if vLLM computes it from the memory that is left."""
         return CPU_KV_CACHE_GIB if self.kv_cache_gib is None and device == "cpu" else self.kv_cache_gib
+
+    def cache_bytes(self, dtype: DType) -> int:
+        """Of one element of the KV cache of a model that computes in `dtype`."""
+        return KV_CACHE_BYTES.get(self.kv_cache_dtype, DTYPE_BYTES[dtype])
+
+    def block_tokens(self, device: Literal["cpu", "gpu", "cuda"]) -> int:
+        """Tokens of a block of the KV cache, which only sequences that begin with all of them share."""
+        stated = self.args.get("block_size")
+        if isinstance(stated, int) and stated > 0:  # anything else is refused by vLLM's parser
+            return stated
+        return CPU_BLOCK_TOKENS if device == "cpu" else BLOCK_TOKENS
 
     def vllm_utilization(self, weights_bytes: float, staged_bytes: float, device_bytes: float) -> float:
         """`gpu_memory_utilization` for vLLM, which refuses to start if less than this share of the device is free.
@@ -93,6 +112,10 @@ class TorchEngineConfig(BaseModel):
     deterministic: bool = False
     """Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that the tokens of a
     request do not depend on the rest of its batch (docs/concepts/determinism.md). Slower."""
+
+    def cache_bytes(self, dtype: DType) -> int:
+        """Of one element of the KV cache."""
+        return DTYPE_BYTES[dtype]
 
     @property
     def tensor_parallel_size(self) -> int:

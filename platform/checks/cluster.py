@@ -241,7 +241,7 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
     context = config.model.max_context_tokens
     if not isinstance(engine, VllmEngineConfig):
         return
-    block = 128 if pool.device == "cpu" else 16  # vLLM's, tokens
+    block = engine.block_tokens(pool.device)
     needed = sequence_kv_gib(config) * ceil(context / block) * block / context
     of_device, tp_size = kv_cache_gib(config, pool), engine.tensor_parallel_size
     if of_device * tp_size >= needed:

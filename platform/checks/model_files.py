@@ -331,9 +331,15 @@ def _support_question(config: RunConfig, command: Command, folder: Path) -> Ques
         tp_size=engine.tensor_parallel_size,
         context=config.model.max_context_tokens,
         is_traced=config.weights.transport != "gather",
-        device="cuda" if is_gpu and hardware.has_nvidia_driver() else "cpu",
+        device=engine_device(config),
         device_is_here=is_gpu == (hardware.has_nvidia_driver() and not hardware.is_cpu_build()),
     )
+
+
+def engine_device(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """That of the engines, where this machine has it: what vLLM can be asked about here."""
+    is_gpu = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    return "cuda" if is_gpu and hardware.has_nvidia_driver() else "cpu"
 
 
 def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:

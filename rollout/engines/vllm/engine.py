@@ -16,14 +16,11 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -42,27 +39,20 @@ from penstock.dataflow.ports import (
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
-from penstock.rollout.config import MAX_TOP_K, VllmEngineConfig
+from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.arguments import engine_args
 from penstock.rollout.engines.vllm.channel import WorkerCalls
 from penstock.rollout.engines.vllm.layout import joined
-from penstock.rollout.engines.vllm.scheduler import holding_scheduler
-from penstock.rollout.engines.vllm.worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.model_config import DTYPE_BYTES, DType
+from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 UNPUBLISHED = -1
-CPU_STEP_FLOPS = 5e10
-"""Of the prompts of one step: about a second of one core."""
-VLLM_STEP_TOKENS = 2048
-"""vLLM's own limit for the tokens of a step."""
-CPU_BLOCK_TOKENS = 32
-"""The smallest block that vLLM's CPU build takes."""
 MAX_LOST_PROBABILITY = 1e-3
 """Of tokens that a truncated distribution kept and that vLLM did not list; rounding in float32 explains 1e-5."""
 
@@ -84,50 +74,6 @@ class CacheUsage(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         pass
-
-
-def step_of_a_cpu(spec: EngineSpec, config: VllmEngineConfig) -> dict[str, int]:
-    """How much one step of a CPU engine may compute, and the smallest blocks of its prefix cache.
-
-    All that a step does must end before new weights are taken, and the prompts of a batch take seconds if they are
-    computed in one. By default vLLM shares no prompt below 128 tokens, the length of its blocks on CPUs.
-    """
-    flops_per_token = 2 * spec.model.shape.active_parameters
-    most = max(int(CPU_STEP_FLOPS / flops_per_token), config.max_num_seqs)
-    return {"max_num_batched_tokens": min(most, VLLM_STEP_TOKENS), "block_size": CPU_BLOCK_TOKENS}
-
-
-def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
-    """vLLM's arguments for one engine."""
-    cache_gib = config.cache_gib(spec.device)
-    utilization = config.gpu_memory_utilization
-    if spec.device == "cuda":
-        shard = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
-        staged = shard if spec.bucket_bytes is None else min(shard, spec.bucket_bytes)
-        utilization = config.vllm_utilization(shard, staged, current_platform.get_device_total_memory())
-    return AsyncEngineArgs(
-        model=spec.model_path,
-        dtype=spec.model.dtype,
-        hf_overrides={"head_dtype": spec.model.head_dtype},
-        max_model_len=spec.model.max_context_tokens,
-        max_num_seqs=config.max_num_seqs,
-        **(step_of_a_cpu(spec, config) if spec.device == "cpu" else {}),
-        kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
-        gpu_memory_utilization=utilization,
-        enforce_eager=config.enforce_eager or spec.device == "cpu",
-        enable_sleep_mode=spec.device == "cuda",
-        logprobs_mode="processed_logprobs",  # after temperature and truncation: what the importance ratio needs
-        max_logprobs=MAX_TOP_K,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="penstock.rollout.engines.vllm.worker.WorkerExtension",
-        tensor_parallel_size=config.tensor_parallel_size,
-        scheduler_cls=f"{holding_scheduler.__module__}.{holding_scheduler.__name__}",
-        distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-        moe_backend="triton",  # the other kernels for experts reorder what the loader wrote
-        seed=spec.seed,
-        enable_log_requests=False,
-        disable_log_stats=False,
-    )
 
 
 class VllmEngine:
