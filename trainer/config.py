@@ -112,6 +112,9 @@ class TrainerConfig(BaseModel):
     """Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism."""
     lora: LoraConfig | None = None
     """Train adapters and freeze the weights; None trains all of them."""
+    deepspeed: dict[str, Any] = {}
+    """Other settings of DeepSpeed, in its own form, e.g. `{zero_optimization: {overlap_comm: true}}`. Those that would
+    change batches, numbers or the layout of the weights are refused."""
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
     """Skipped steps in a row (non-finite numbers) before the run stops."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,33 @@ _HEAD = "score"
 """The linear layer of sequence classifiers that gives the scores."""
 
 
-def unsupported(folder: Path, attention: str, role: ModelRole = "policy") -> list[str]:
+_PLACED = "Penstock places the weights itself"
+_SAME = "what is loaded must be the checkpoint that the engines serve"
+LOAD_RESERVED: dict[str, str] = {
+    "dtype": "set model.dtype",
+    "torch_dtype": "set model.dtype",
+    "attn_implementation": "set model.attention",
+    "quantization_config": "the trainer needs floating-point weights",
+    "trust_remote_code": "code from a model's repository is not run",
+    "gguf_file": "make a Hugging Face folder of it, as examples/pretrained/smollm2.py does",
+    **dict.fromkeys(
+        ["device_map", "max_memory", "offload_folder", "offload_buffers", "offload_state_dict", "tp_plan", "tp_size",
+         "device_mesh", "distributed_config", "low_cpu_mem_usage"],
+        _PLACED,
+    ),
+    **dict.fromkeys(
+        ["config", "state_dict", "revision", "subfolder", "variant", "adapter_kwargs", "adapter_name", "key_mapping",
+         "ignore_mismatched_sizes", "from_tf", "from_flax", "cache_dir", "force_download", "local_files_only",
+         "proxies", "token", "output_loading_info", "commit_hash"],
+        _SAME,
+    ),
+}  # fmt: skip
+"""Arguments of `from_pretrained` that `model.load` may not have, with the reason."""
+
+
+def unsupported(
+    folder: Path, attention: str, role: ModelRole = "policy", load: Mapping[str, Any] | None = None
+) -> list[str]:
     """Why this model cannot have its role; empty if it can.
 
     The model is loaded on the meta device by transformers itself, so missing tensors and wrong shapes are those that it
@@ -30,6 +57,7 @@ def unsupported(folder: Path, attention: str, role: ModelRole = "policy") -> lis
         folder: Hugging Face directory.
         attention: `model.attention`.
         role: What the run does with it.
+        load: `model.load`.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -41,6 +69,8 @@ def unsupported(folder: Path, attention: str, role: ModelRole = "policy") -> lis
         return []  # whether its library loads it is known only where it will run
     if role != "reward" and (problem := _of_config(hf_config)):
         return [problem]
+    if refused := [said for name in load or () if (said := _of_argument(hf_config, name))]:
+        return refused
     gives_logprobs = role in ("policy", "frozen")
     auto, kind = AutoModelForSequenceClassification, "sequence classifier"
     if gives_logprobs:
@@ -62,6 +92,7 @@ def unsupported(folder: Path, attention: str, role: ModelRole = "policy") -> lis
             local_files_only=True,
             **attention_of,
             **labels,
+            **(load or {}),
         )
     except Exception as error:  # noqa: BLE001
         return [f"transformers cannot load its weights: {_line(error)}"]
@@ -95,6 +126,18 @@ def _of_config(hf_config: Any) -> str | None:
         return (
             f"it caps attention scores (attn_logit_softcapping={cap:g}), which the trainer's attention leaves out, so "
             "its logprobs would differ from the engine's. Use a model without it"
+        )
+    return None
+
+
+def _of_argument(hf_config: Any, name: str) -> str | None:
+    """Why an argument is no argument of loading; None if it may be. What nobody knows, loading refuses itself."""
+    if reason := LOAD_RESERVED.get(name):
+        return f"model.load.{name} is reserved: {reason}"
+    if name in hf_config.to_dict() or hasattr(hf_config, name):
+        return (
+            f"model.load.{name} is a value of its config.json, which the engines read too: they would compute with "
+            "another one. Change it there"
         )
     return None
 

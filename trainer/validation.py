@@ -31,6 +31,7 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,
             f"trainer.zero_stage={trainer.zero_stage}": trainer.zero_stage != 0,
             f"model.dtype={model.dtype}": model.dtype != "float32",
+            f"trainer.deepspeed={trainer.deepspeed}": bool(trainer.deepspeed),
         }
         violations += [
             f"{setting} with trainer.backend=torch, which is one float32 process without ZeRO. "

@@ -137,6 +137,9 @@ class ModelConfig(BaseModel):
     max_context_tokens: int = Field(gt=0)
     """Longest prompt plus answer, tokens."""
     attention: Attention = Field(default_factory=attention_for)
-    """Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks, which
-    shared prompts need). Unless set, varlen in bfloat16 and sdpa in float32."""
+    """Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks). Unless
+    set, varlen in bfloat16 and sdpa in float32."""
+    load: dict[str, Any] = {}
+    """Other arguments of transformers' `from_pretrained`, with which the trainer loads the policy and a reference or
+    teacher. Values of config.json, which engines read too, are refused."""
     shape: ModelShape

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.platform.checks.cluster import MEMORY_SETTINGS, or_change, smaller_micro_batch
 from penstock.platform.checks.model_files import check_model_paths, engine_device
-from penstock.platform.checks.model_probe import ArgumentsQuestion, ask
+from penstock.platform.checks.model_probe import SettingsQuestion, ask
 from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib, trained_state_gib
@@ -40,8 +40,7 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
         is_resumed: Whether the run continues in its own directory.
     """
     yield from check_model_paths(config, command)
-    if command not in WITHOUT_ENGINES:
-        yield from check_engine_arguments(config)
+    yield from check_passed_on(config, command)
     if command != "eval":
         if not is_resumed and not (config.resume == "auto" and (Path(config.run_dir) / CONFIG_FILE).exists()):
             yield from check_run_dir(config)
@@ -54,15 +53,17 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
             yield from check_shared_memory(config)
 
 
-def check_engine_arguments(config: RunConfig) -> Iterator[Finding]:
-    """Check what is passed on to vLLM, by its own parser."""
-    args = getattr(config.rollout.engine, "args", None)
-    if not args:
-        return
-    try:
-        yield from map(error, ask(ArgumentsQuestion(args, engine_device(config))))
-    except RuntimeError as failure:
-        yield warning(f"rollout.engine.args: could not be checked: {failure}.")
+def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Check what is passed on to vLLM and DeepSpeed, by their own parsers."""
+    args = {} if command in WITHOUT_ENGINES else getattr(config.rollout.engine, "args", {})
+    questions = {"rollout.engine.args": SettingsQuestion("vllm", args, engine_device(config))}
+    if command not in ("eval", "sample"):
+        questions["trainer.deepspeed"] = SettingsQuestion("deepspeed", config.trainer.deepspeed, "cpu")
+    for key, question in questions.items():
+        try:
+            yield from map(error, ask(question) if question.settings else ())
+        except RuntimeError as failure:
+            yield warning(f"{key}: could not be checked: {failure}.")
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

@@ -290,9 +290,11 @@ def _check_vocabulary(config: RunConfig, key: str, folder: Path) -> Iterator[Fin
 
 def _check_support(config: RunConfig, command: Command, key: str, folder: Path) -> Iterator[Finding]:
     """Ask transformers whether the trainer can train the model, and vLLM whether the engines can serve it."""
-    questions = dict.fromkeys(_support_question(view, command, folder) for view in config.rollout_views)
-    for question in questions:
-        if question.attention is not None or question.engine_dtype is not None:
+    asked: list[Question] = []
+    for view in config.rollout_views:
+        question = _support_question(view, command, folder)
+        if question not in asked and (question.attention is not None or question.engine_dtype is not None):
+            asked.append(question)
             yield from _answers(f"{key}={config.model.path}", question)
 
 
@@ -300,7 +302,8 @@ def _ask_about(
     config: RunConfig, what: str, folder: Path, role: Literal["frozen", "value", "reward"]
 ) -> Iterator[Finding]:
     """Ask transformers whether a model that no engine serves can have its role; `what` names it in the answers."""
-    yield from _answers(what, _support_question(config, "rm", folder)._replace(role=role))
+    question = _support_question(config, "rm", folder)._replace(role=role)
+    yield from _answers(what, question if role == "frozen" else question._replace(load={}))
 
 
 def _answers(what: str, question: Question) -> Iterator[Finding]:
@@ -332,6 +335,7 @@ def _support_question(config: RunConfig, command: Command, folder: Path) -> Ques
         context=config.model.max_context_tokens,
         is_traced=config.weights.transport != "gather",
         device=engine_device(config),
+        load=config.model.load,
         device_is_here=is_gpu == (hardware.has_nvidia_driver() and not hardware.is_cpu_build()),
     )
 

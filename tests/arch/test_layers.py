@@ -36,7 +36,7 @@ IMPORT_BOUNDARIES: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path.startswith("rollout/engines/vllm/"),
-    "deepspeed": lambda path: path == "trainer/backends/deepspeed.py",
+    "deepspeed": lambda path: path.startswith("trainer/backends/deepspeed"),
     "numba": lambda path: path == "weights/checksum.py",
     "peft": lambda path: path == "trainer/models/lora.py",
     "wandb": lambda path: path.startswith("platform/metrics/trackers/"),

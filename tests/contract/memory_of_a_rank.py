@@ -180,6 +180,7 @@ def measure(case: Case) -> Measured:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from penstock.trainer.backends import deepspeed as backends
+    from penstock.trainer.backends import deepspeed_settings
     from penstock.trainer.models.lora import load_adapted_policy
     from penstock.trainer.models.policy_model import load_policy
     from penstock.trainer.models.tiny_policy import create_policy
@@ -188,7 +189,7 @@ def measure(case: Case) -> Measured:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
     folder = tempfile.mkdtemp()
     create_policy(case.model, SPECIAL_TOKENS, folder, seed=0)
-    vars(backends)["ZERO_BUCKET_ELEMENTS"] = BUCKET_ELEMENTS
+    vars(deepspeed_settings)["ZERO_BUCKET_ELEMENTS"] = BUCKET_ELEMENTS
     lora = case.trainer.lora
     loaders: list[Any] = [load_policy]
     if lora is not None:

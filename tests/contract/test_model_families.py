@@ -168,6 +168,28 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
+def test_arguments_of_loading_are_those_of_transformers_and_not_values_of_the_model(tmp_path: Path) -> None:
+    from penstock.trainer.model_support import unsupported
+
+    folder = make_model("qwen3", tmp_path, 0)
+    assert unsupported(folder, "sdpa", load={"use_safetensors": True}) == []
+    model = model_config(folder)
+    loaded = load_policy(
+        str(folder), model.model_copy(update={"load": {"use_safetensors": True}}), gradient_checkpointing=False
+    )
+    assert loaded.training
+    for argument, why in (
+        ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
+        ({"rope_parameters": {"rope_theta": 9.0}}, "model.load.rope_parameters is a value of its config.json"),
+        ({"sliding_window": 4}, "which the engines read too"),
+        ({"dtype": "float16"}, "model.load.dtype is reserved: set model.dtype"),
+        ({"trust_remote_code": True}, "code from a model's repository is not run"),
+        ({"device_map": "auto"}, "Penstock places the weights itself"),
+    ):
+        (said,) = unsupported(folder, "sdpa", load=argument)
+        assert why in said
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_trainer_takes_every_family_and_masks_rows_of_several_sequences(model_type: str, tmp_path: Path) -> None:
     from penstock.trainer.model_support import unsupported

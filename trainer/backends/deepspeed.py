@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0..3 behind the `Backend` port: the only file that imports deepspeed.
+"""DeepSpeed ZeRO 0..3 behind the `Backend` port: the only file that runs it.
 
 What is done here and why:
 - Accumulation is 1 and boundaries are set by hand, so that any number of micro-batches makes a step.
@@ -33,7 +33,8 @@ from torch import Tensor
 from penstock.dataflow.errors import CheckpointError, WeightSyncError
 from penstock.kernels.linear_logprob import VocabularyShard
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
-from penstock.trainer.backends.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
+from penstock.trainer.backends.deepspeed_settings import clips_here, deepspeed_settings
+from penstock.trainer.backends.tensor_parallel import TensorSplit, check_splittable, splits_of
 from penstock.trainer.backends.torch import (
     Loader,
     build_adamw,
@@ -47,7 +48,7 @@ from penstock.trainer.backends.torch import (
 )
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment, deal
-from penstock.trainer.config import ZERO_BUCKET_ELEMENTS, TrainerConfig
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
 from penstock.trainer.models.policy_model import (
     PolicyModel,
@@ -370,41 +371,7 @@ def build_deepspeed_backend(
         held = {name: parameter.ds_tensor.numel() for name, parameter in hf_parameters(policy)}
         sizes = {name: prod(shape) if split is None else volume(split.box(name)) for name, shape in shapes.items()}
         check_partitions(held, sizes, trainer.num_ranks // trainer.tensor_parallel_size, torch.distributed.get_rank())
-    return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, clips_here=_clips_here(model, trainer))
-
-
-def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
-    """The DeepSpeed configuration. The batch size is nominal: our micro-batches are counted in tokens."""
-    bucket = min(ZERO_BUCKET_ELEMENTS, model.shape.num_parameters)
-    zero: dict[str, Any] = {
-        "stage": trainer.zero_stage,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-    }
-    if trainer.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if _clips_here(model, trainer) else trainer.optimizer.gradient_clip_norm,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    if trainer.tensor_parallel_size > 1:
-        settings["tensor_parallel"] = autotp_settings(
-            trainer.tensor_parallel_size, is_tied=model.shape.tie_word_embeddings
-        )
-    if model.dtype == "bfloat16":
-        settings["bf16"] = {"enabled": True}
-        if trainer.zero_stage > 0:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings
-
-
-def _clips_here(model: ModelConfig, trainer: TrainerConfig) -> bool:
-    return trainer.zero_stage == 0 and model.dtype == "float32"
+    return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, clips_here=clips_here(model, trainer))
 
 
 def _buckets(parameters: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:

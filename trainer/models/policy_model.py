@@ -155,7 +155,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Its dtype and attention implementation are used.
+        model: Its dtype, attention implementation and arguments of loading are used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -170,7 +170,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     register_varlen()
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
         causal_lm = AutoModelForCausalLM.from_pretrained(
-            path, dtype=TORCH_DTYPES[model.dtype], attn_implementation=model.attention
+            path, dtype=TORCH_DTYPES[model.dtype], attn_implementation=model.attention, **model.load
         )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
