@@ -1,9 +1,12 @@
 """Questions about stated facts: rows, held-out rows, larger ones, and an exact reward.
 
-`rows` asks for what one of two sentences says, `hops` for what follows from two of twelve. In `more` and `more_hops`
-there are more facts than any task that is trained on has.
+`rows` asks for what one of two sentences says, `hops` for what two of six say (`hops_of_two`: of four), of which the
+second follows from the first. In `more` and `more_hops` there are more facts than any task that is trained on has.
 
     Nora is a baker in Oslo. Omar is a pilot in Lima. In which city does the pilot work? Answer with the city only.
+
+    Omar is a pilot. The baker works in Oslo. Nora is a baker. The pilot works in Lima. First say what Omar is, then in
+    which city Omar works.
 """
 
 from __future__ import annotations
@@ -48,16 +51,20 @@ def more() -> list[dict]:
     return _split(stated, num_people=4, held_out=True)
 
 
+def hops_of_two() -> list[dict]:
+    return _split(two_hops, num_people=2, held_out=False)
+
+
 def hops() -> list[dict]:
-    return _split(two_hops, num_people=6, held_out=False)
+    return _split(two_hops, num_people=3, held_out=False)
 
 
 def held_out_hops() -> list[dict]:
-    return _split(two_hops, num_people=6, held_out=True)
+    return _split(two_hops, num_people=3, held_out=True)
 
 
 def more_hops() -> list[dict]:
-    return _split(two_hops, num_people=9, held_out=True)
+    return _split(two_hops, num_people=5, held_out=True)
 
 
 def stated(people: list[Person], asked: Person, _rng: random.Random) -> str:
@@ -72,7 +79,7 @@ def two_hops(people: list[Person], asked: Person, rng: random.Random) -> str:
         f"The {job} works in {city}." for _, job, city in people
     ]
     rng.shuffle(facts)
-    return f"{' '.join(facts)} In which city does {asked[0]} work? Answer with the city only."
+    return f"{' '.join(facts)} First say what {asked[0]} is, then in which city {asked[0]} works."
 
 
 def _split(question, *, num_people: int, held_out: bool) -> list[dict]:
@@ -89,12 +96,24 @@ def _split(question, *, num_people: int, held_out: bool) -> list[dict]:
         found[prompt] = {
             "prompt": [{"role": "user", "content": prompt}],
             "answer": asked[2],
+            "name": asked[0],
+            "job": asked[1],
             "is_held_out": digest < HELD_OUT * 2**32,
         }
-    return [{key: row[key] for key in ("prompt", "answer")} for row in found.values() if row["is_held_out"] == held_out]
+    shown = ("prompt", "answer", "name", "job")
+    return [{key: row[key] for key in shown} for row in found.values() if row["is_held_out"] == held_out]
 
 
 def names_the_city(trajectory, answer: str, **_) -> float:
     """1 if the answer names the right city and no other."""
-    named = set(re.findall(r"\w+", trajectory.response)) & set(CITIES)
-    return float(named == {answer})
+    return float(_named(trajectory.response, CITIES) == {answer})
+
+
+def says_the_job(trajectory, name: str, job: str, **_) -> float:
+    """1 if the answer says what the person is and names no other profession."""
+    is_said = re.search(rf"\b{name} is an? {job}\b", trajectory.response) is not None
+    return float(is_said and _named(trajectory.response, JOBS) == {job})
+
+
+def _named(text: str, known: list[str]) -> set[str]:
+    return set(re.findall(r"\w+", text)) & set(known)

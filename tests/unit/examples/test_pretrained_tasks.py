@@ -15,7 +15,8 @@ from penstock.envs.environment import Done, Observation
 
 def facts_of(row: dict) -> frozenset[str]:
     """The sentences of a prompt without its question, in no order."""
-    return frozenset(re.findall(r"[^.?]+\.", row["prompt"][0]["content"].rpartition(" In which city")[0]))
+    stated, _ = re.split(r" In which city does | First say what ", row["prompt"][0]["content"])
+    return frozenset(re.findall(r"[^.]+\.", stated))
 
 
 @pytest.mark.parametrize("task", ["", "_hops"])
@@ -32,7 +33,8 @@ def test_held_out_facts_are_in_no_row_that_is_trained_on(task: str) -> None:
 
 def test_larger_tasks_have_more_facts_and_each_says_its_answer_once() -> None:
     for rows, num_facts in (
-        (facts.rows(), 2), (facts.more(), 4), (facts.hops(), 12), (facts.more_hops(), 18),
+        (facts.rows(), 2), (facts.more(), 4), (facts.hops_of_two(), 4), (facts.hops(), 6),
+        (facts.more_hops(), 10),
     ):  # fmt: skip
         assert {len(facts_of(row)) for row in rows} == {num_facts}
         assert all(row["prompt"][0]["content"].count(row["answer"]) == 1 for row in rows)
@@ -51,6 +53,22 @@ def test_larger_tasks_have_more_facts_and_each_says_its_answer_once() -> None:
 )
 def test_the_right_city_and_no_other_counts(said: str, reward: float) -> None:
     assert facts.names_the_city(SimpleNamespace(response=said), answer="Lima") == reward
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("Omar is a pilot. The pilot works in Lima.", 1.0),
+        ("Omar is a pilot.", 1.0),
+        ("Nora is a pilot.", 0.0),
+        ("Omar is a pilot. Nora is a baker.", 0.0),
+        ("Omar is a baker", 0.0),
+        ("pilot", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_what_is_said_of_the_person_counts(said: str, reward: float) -> None:
+    assert facts.says_the_job(SimpleNamespace(response=said), name="Omar", job="pilot") == reward
 
 
 def play(task, *said: str) -> Done:
