@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest
 from penstock.dataflow.sampling import SamplingParams
+from penstock.platform.run.logprob_parity import LogprobParityCheck
 from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
-from penstock.trainer.models.policy_model import hf_parameters, load_policy
+from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, load_policy
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
@@ -96,44 +100,13 @@ def _environment() -> Iterator[None]:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
 async def test_engine_and_trainer_agree_on_a_model_that_was_published(model_type: str, tmp_path: Path) -> None:
-    from penstock.rollout.engines.vllm.engine import VllmEngine
-
-    served, trained = (make_model(model_type, tmp_path / str(seed), seed) for seed in (1, 2))
-    model = model_config(served)
-    policy = load_policy(str(trained), model, gradient_checkpointing=False).eval()
-    tensors = {name: parameter.detach() for name, parameter in hf_parameters(policy)}
-    training = TrainingSharding(tuple(TensorSpec(name, tuple(one.shape)) for name, one in tensors.items()))
-    spec = EngineSpec(
-        EngineId("e"),
-        str(served),
-        model,
-        VllmEngineConfig(type="vllm", max_num_seqs=8, kv_cache_gib=0.1),
-        "cpu",
-        "keep_kv",
-        seed=0,
-        threads=1,
-    )
-    engine = VllmEngine(spec)
-    await asyncio.wait_for(engine.start(), 240)
-    try:
-        receiving = EngineLayout("vllm", await engine.layout(training.tensors))
-        transfer = ShardTransfer.between(training, receiving, "float32", str(tmp_path))
-        writer = ShardWriter(transfer, 0, ShardFiles(transfer))
-        flat = {name: tensor.flatten() for name, tensor in tensors.items()}
-        writer.write(1, flat)
-        await asyncio.wait_for(engine.update_weights(transfer.manifest(1, writer.sums(flat))), 60)
+    async with published(model_type, tmp_path) as (engine, policy):
         prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 40)]
         answers = await asyncio.gather(*(answer(engine, str(index), prompt) for index, prompt in enumerate(prompts)))
-    finally:
-        await engine.shutdown()
     for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
         assert len(tokens) == NUM_NEW
-        ids = torch.tensor([*prompt, *tokens])
-        index = torch.arange(len(prompt) - 1, len(ids) - 1)
-        with torch.no_grad():
-            ours, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], 1.0)
         assert np.std(logprobs) > 0.05, "the model tells tokens apart"
-        np.testing.assert_allclose(logprobs, ours.numpy(), atol=1e-4)
+        np.testing.assert_allclose(logprobs, logprobs_of(policy, prompt, tokens, 1.0), atol=1e-4)
 
 
 @pytest.mark.integration
@@ -148,6 +121,76 @@ def test_a_model_of_512_positions_is_trained_by_its_path_alone(model_type: str, 
     assert "model.max_context_tokens=512, not the default 1024" in done.stderr
     summary = read_summary(tmp_path / "runs" / "text")
     assert (summary["status"], summary["steps"], summary["ledger"]["failed"]) == ("completed", 3, 0)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+@pytest.mark.parametrize(
+    ("args", "temperature"),
+    [
+        ({}, 0.7),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}}, 1.0),
+        ({"hf_overrides": {"sliding_window": 64}}, 1.0),
+        ({"logprobs_mode": "raw_logprobs"}, 0.7),
+    ],
+    ids=str,
+)
+async def test_the_parity_check_finds_arguments_that_change_logprobs(
+    args: dict[str, Any], temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that do are reserved, so that is lifted here."""
+    from penstock.rollout.engines.vllm import arguments
+
+    class Trainer:
+        async def token_logprobs(self, examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
+            return np.concatenate([logprobs_of(policy, *one, temperature) for one in examples])
+
+    monkeypatch.setattr(arguments, "RESERVED", {})
+    async with published("mistral", tmp_path, **args) as (engine, policy):
+        pool = EnginePool([engine], 8)
+        prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 20, 40, 60)]
+        sampling = SamplingParams(NUM_NEW, temperature)
+        check = LogprobParityCheck(pool, Trainer(), prompts, sampling, "float32", timeout_s=60.0)  # type: ignore[arg-type]
+        if args:
+            with pytest.raises(WeightSyncError, match="logprob parity check at v1"):
+                await check.check(1)
+        else:
+            assert (await check.check(1) or 1.0) < 1e-4
+
+
+@asynccontextmanager
+async def published(model_type: str, folder: Path, **args: Any) -> AsyncIterator[tuple[Any, PolicyModel]]:
+    """An engine that was started with other weights than it was sent, and the policy with the weights that it has."""
+    from penstock.rollout.engines.vllm.engine import VllmEngine
+
+    served, trained = (make_model(model_type, folder / str(seed), seed) for seed in (1, 2))
+    model = model_config(served)
+    policy = load_policy(str(trained), model, gradient_checkpointing=False).eval()
+    tensors = {name: parameter.detach() for name, parameter in hf_parameters(policy)}
+    training = TrainingSharding(tuple(TensorSpec(name, tuple(one.shape)) for name, one in tensors.items()))
+    config = VllmEngineConfig(type="vllm", max_num_seqs=8, kv_cache_gib=0.1, args=args)
+    engine = VllmEngine(EngineSpec(EngineId("e"), str(served), model, config, "cpu", "keep_kv", seed=0, threads=1))
+    await asyncio.wait_for(engine.start(), 240)
+    try:
+        receiving = EngineLayout("vllm", await engine.layout(training.tensors))
+        transfer = ShardTransfer.between(training, receiving, "float32", str(folder))
+        writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+        flat = {name: tensor.flatten() for name, tensor in tensors.items()}
+        writer.write(1, flat)
+        await asyncio.wait_for(engine.update_weights(transfer.manifest(1, writer.sums(flat))), 60)
+        yield engine, policy
+    finally:
+        await engine.shutdown()
+
+
+def logprobs_of(policy: PolicyModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
+    """`[len(tokens)]`: of each token, by the trainer's forward pass."""
+    ids = torch.tensor([*prompt, *tokens])
+    index = torch.arange(len(prompt) - 1, len(ids) - 1)
+    with torch.no_grad():
+        ours, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], temperature)
+    return ours.numpy()
 
 
 async def answer(engine: Any, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
