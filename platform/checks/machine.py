@@ -55,15 +55,19 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
 
 def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check what is passed on to vLLM and DeepSpeed, by their own parsers."""
-    args = {} if command in WITHOUT_ENGINES else getattr(config.rollout.engine, "args", {})
-    questions = {"rollout.engine.args": SettingsQuestion("vllm", args, engine_device(config))}
+    questions: list[SettingsQuestion] = []
+    for view in () if command in WITHOUT_ENGINES else config.rollout_views:
+        question = SettingsQuestion("vllm", getattr(view.rollout.engine, "args", {}), engine_device(view))
+        questions += [] if question in questions else [question]
     if command not in ("eval", "sample"):
-        questions["trainer.deepspeed"] = SettingsQuestion("deepspeed", config.trainer.deepspeed, "cpu")
-    for key, question in questions.items():
+        questions.append(SettingsQuestion("deepspeed", config.trainer.deepspeed, "cpu"))
+    for question in questions:
         try:
             yield from map(error, ask(question) if question.settings else ())
         except RuntimeError as failure:
-            yield warning(f"{key}: could not be checked: {failure}.")
+            yield warning(
+                f"what is passed on to {question.library} could not be checked: {failure}.", "rollout", "trainer"
+            )
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
