@@ -56,9 +56,9 @@ class VllmEngineConfig(BaseModel):
 
     def block_tokens(self, device: Literal["cpu", "gpu", "cuda"]) -> int:
         """Tokens of a block of the KV cache, which only sequences that begin with all of them share."""
-        stated = self.args.get("block_size")
-        if isinstance(stated, int) and stated > 0:  # anything else is refused by vLLM's parser
-            return stated
+        stated = str(self.args.get("block_size"))
+        if stated.isdigit() and int(stated) > 0:  # anything else is refused by vLLM's parser
+            return int(stated)
         return CPU_BLOCK_TOKENS if device == "cpu" else BLOCK_TOKENS
 
     def vllm_utilization(self, weights_bytes: float, staged_bytes: float, device_bytes: float) -> float:

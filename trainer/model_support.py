@@ -131,7 +131,7 @@ def _of_config(hf_config: Any) -> str | None:
 
 
 def _of_argument(hf_config: Any, name: str) -> str | None:
-    """Why an argument is no argument of loading; None if it may be. What nobody knows, loading refuses itself."""
+    """Why `model.load` may not have an argument, or None. A name that transformers does not know fails in the load."""
     if reason := LOAD_RESERVED.get(name):
         return f"model.load.{name} is reserved: {reason}"
     if name in hf_config.to_dict() or hasattr(hf_config, name):

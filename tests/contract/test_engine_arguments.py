@@ -37,7 +37,6 @@ ACCEPTED: list[tuple[str, Any, str, Any]] = [
     ("max_num_scheduled_tokens", 512, "scheduler_config.max_num_scheduled_tokens", 512),
     ("distributed_timeout_seconds", 99, "parallel_config.distributed_timeout_seconds", 99),
     ("max_parallel_loading_workers", None, "parallel_config.max_parallel_loading_workers", None),
-    ("trust_remote_code", True, "model_config.trust_remote_code", True),
     ("use_tqdm_on_load", False, "load_config.use_tqdm_on_load", False),
     ("download_dir", "elsewhere", "load_config.download_dir", "elsewhere"),
     ("additional_config", {"some": {"key": 3}}, "additional_config", {"some": {"key": 3}}),
@@ -62,6 +61,7 @@ REFUSED = [
     ("data_parallel_size", 2, "rollout.num_engines"),
     ("scheduler_cls", "mine.Scheduler", "is reserved, since it decides how tokens get their policy version"),
     ("enable_lora", True, "trainer=lora"),
+    ("trust_remote_code", True, "code from a model's repository is not run"),
     ("hf_token", "hf_1", "set HF_TOKEN in the environment"),
     ("tensor_parallel_size", 2, "set rollout.engine.tensor_parallel_size instead"),
     ("max_model_len", 99, "set model.max_context_tokens instead"),
@@ -136,7 +136,7 @@ def test_a_step_of_a_cpu_engine_computes_about_a_second_and_a_user_may_change_it
     tokens = step_of_a_cpu(of_large, engine)["max_num_batched_tokens"]
     assert tokens == max(64, int(CPU_STEP_FLOPS / (2 * large.shape.active_parameters)))
     assert tokens < 2048
-    theirs = VllmEngineConfig(type="vllm", max_num_seqs=64, args={"max_num_batched_tokens": 99, "block_size": 64})
+    theirs = VllmEngineConfig(type="vllm", max_num_seqs=64, args={"max_num_batched_tokens": 99, "block_size": "64"})
     asked = engine_args(of_large, theirs)
     assert (asked.max_num_batched_tokens, asked.block_size, theirs.block_tokens("cpu")) == (99, 64, 64)
 

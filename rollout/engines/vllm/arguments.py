@@ -52,7 +52,7 @@ _LAYOUT = "weights are written into the engine's live parameters, whose layout i
 _PARALLEL = "Penstock places engines itself: rollout.num_engines and tensor_parallel_size"
 _RECORDED = "the logprob of every token is recorded as it was sampled, which it would change"
 _VERSIONS = "it decides how tokens get their policy version and weights are swapped"
-_ADAPTERS = "adapters arrive merged (trainer=lora)"
+_ADAPTERS = "trainer=lora adds its adapters to the engine's own weights"
 _TOKENS = "engines take token ids and return tokens"
 RESERVED: dict[str, str] = {
     **dict.fromkeys(
@@ -98,6 +98,7 @@ RESERVED: dict[str, str] = {
         ["runner", "convert", "pooler_config", "skip_tokenizer_init", "tokens_only", "enable_prompt_embeds"],
         _TOKENS,
     ),
+    "trust_remote_code": "code from a model's repository is not run",
     "hf_token": "a configuration is saved with the run: set HF_TOKEN in the environment",
 }  # fmt: skip
 """Arguments that are refused, with the reason."""
