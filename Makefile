@@ -46,7 +46,6 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 	else $(PIP) install $(PIP_ARGS) "$$torch+cpu" 2>/dev/null || \
 		$(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) "$$torch+cpu"; fi; \
 	$(PIP) install $(PIP_ARGS) -e '.[$(FLAVOR),$(EXTRAS)]'; \
-	if [ "$(FLAVOR)" = cpu ]; then $(PIP) uninstall -y torchvision torchaudio torchcodec; fi; \
 	echo "$$wanted" > $(STAMP); \
 	echo "Installed."
 

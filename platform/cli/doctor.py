@@ -53,7 +53,7 @@ def run_doctor(console: Console | None = None) -> int:
     """Print one line per diagnosis; returns 1 if something is broken, else 0."""
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
-    looks = (check_python, check_packages, check_torchvision, check_devices, check_engines, check_free_space)
+    looks = (check_python, check_packages, check_devices, check_engines, check_free_space)
     for look in (*looks, check_sandbox_support):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
@@ -117,18 +117,6 @@ def check_packages() -> Iterator[Diagnosis]:
             yield Diagnosis(name, "warn", f"{found}, tested with {wanted}", f"pip install {name}=={wanted}")
     if all_are_there:
         yield Diagnosis("packages", "ok", f"all {len(pins)} pinned packages at their pins")
-
-
-def check_torchvision() -> Iterator[Diagnosis]:
-    """Check that there is no CUDA build of torchvision or torchaudio next to the CPU build of torch.
-
-    Such a build makes `import transformers` fail.
-    """
-    strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if hardware.installed_version(name)]
-    if hardware.is_cpu_build() and strays:
-        names = " ".join(strays)
-        why = "CUDA builds next to the CPU build of torch, which make `import transformers` fail"
-        yield Diagnosis("torchvision", "bad", f"{names}: {why}", f"pip uninstall -y {names}")
 
 
 def check_devices() -> Iterator[Diagnosis]:

@@ -19,7 +19,8 @@ SCRIPT_FOLDERS = (ROOT / "benchmarks", ROOT / "examples", ROOT)
 AS_IN_TRLS_ENVIRONMENT = """
 import sys, types
 sys.path.insert(0, "benchmarks")
-sys.modules["penstock"] = None  # not installed there
+for name in ("penstock", "torchvision", "torchaudio", "torchcodec"):  # not installed there
+    sys.modules[name] = None
 trl = types.ModuleType("trl")
 trl.GRPOConfig = trl.GRPOTrainer = object
 sys.modules["trl"] = trl

@@ -51,21 +51,13 @@ def test_an_import_that_hangs_is_bad(monkeypatch):
     assert "does not import within" in diagnosis.found
 
 
-def test_torchvision_with_cpu_torch_is_broken(monkeypatch):
-    monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(hardware, "installed_version", lambda name: "1.0" if name == "torchvision" else None)
-    (diagnosis,) = doctor.check_torchvision()
-    assert diagnosis.status == "bad"
-    assert diagnosis.advice == "pip uninstall -y torchvision"
-
-
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])
 def test_the_exit_code_is_1_if_something_is_broken(monkeypatch, status, code):
-    for look in ("python", "packages", "torchvision", "devices", "engines", "free_space"):
+    for look in ("python", "packages", "devices", "engines", "free_space"):
         monkeypatch.setattr(doctor, f"check_{look}", lambda: iter([Diagnosis("x", status, "found", "do this")]))
     stream = io.StringIO()
     assert doctor.run_doctor(Console(file=stream, width=100)) == code
-    assert stream.getvalue().count("do this") == 6
+    assert stream.getvalue().count("do this") == 5
 
 
 def test_too_little_space_is_bad(monkeypatch):

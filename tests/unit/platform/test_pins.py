@@ -118,6 +118,4 @@ def test_pip_resolves_what_make_setup_installs_without_a_gpu() -> None:
         timeout=780,
     )
     assert resolved.returncode == 0, resolved.stderr[-3000:]
-    # The CUDA builds that `make setup` takes away again.
-    would_install = resolved.stdout.rpartition("Would install ")[2].split()
-    assert {one.partition("-")[0] for one in would_install} <= {"torchvision", "torchaudio", "torchcodec"}
+    assert "Would install" not in resolved.stdout, "all of it is installed"
