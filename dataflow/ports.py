@@ -58,6 +58,7 @@ class EngineLoad:
         tokens_generated: Absolute counter since the engine started.
         busy_s: Absolute seconds with at least one request running, since the engine started.
         num_preemptions: Absolute counter of requests whose KV cache was evicted in favour of other requests.
+        request_s: Absolute seconds, summed over the requests, since the engine started.
     """
 
     version: int
@@ -67,6 +68,7 @@ class EngineLoad:
     tokens_generated: int
     busy_s: float
     num_preemptions: int = 0
+    request_s: float = 0.0
 
 
 class Engine(Protocol):

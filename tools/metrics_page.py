@@ -25,7 +25,8 @@ _FAMILIES = {
     "eval": "Evaluation on held-out tasks ([guide](guides/evaluation.md)).",
     "trainer": "Computation of the trainer.",
     "partner": "The second policy of a run with two policies (`partner` in the configuration).",
-    "rank": "Consistency of the trainer ranks (only with several ranks).",
+    "rank": "Speed of each trainer rank, and their consistency (with several).",
+    "engine": "Each engine.",
     "preference": "Learning from preference pairs (`penstock rm`, `penstock dpo`).",
     "sft": "Supervised warm start (`penstock sft`).",
 }

@@ -118,6 +118,8 @@ class TrainerConfig(BaseModel):
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
     """Skipped steps in a row (non-finite numbers) before the run stops."""
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps of which every rank writes a torch profile to `profiles/` of the run, and every engine one of 5 s."""
     start_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
     """Longest wait for all ranks to start, seconds: a download, loading. Those that are not up are named every minute.
     """

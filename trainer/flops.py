@@ -1,4 +1,4 @@
-"""Counts the computation of a trainer: model FLOPs, tokens per second, utilization of the device (MFU).
+"""Counts the computation of a trainer: model FLOPs, tokens per second, utilization of the device (MFU), its speed.
 
 Symbols: n tokens of a sequence, m of them loss tokens, W weights of the layers, V vocabulary, H hidden, L layers,
 A query heads times their size.
@@ -9,9 +9,12 @@ A query heads times their size.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+
+import torch
 
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.weights.model_config import DType, ModelShape
@@ -39,6 +42,26 @@ def peak_flops(device_name: str | None, dtype: DType) -> float | None:
         return None
     words = device_name.replace("-", " ").split()
     return next((peak for name, peak in BF16_FLOPS.items() if set(name.split()) <= set(words)), None)
+
+
+def product_tflops(device: torch.device) -> float:
+    """How fast this device multiplies matrices now, in 10^12 FLOP/s: a product of fixed size, timed.
+
+    A step tells nothing about one rank, since each waits for the slowest in every collective. This product waits for
+    nobody, so a rank whose device is throttled, or shared with another process, has a lower rate than its peers.
+    """
+    is_cuda = device.type == "cuda"
+    size, repeats = (2048, 16) if is_cuda else (384, 4)
+    factor = torch.ones(size, size, dtype=torch.bfloat16 if is_cuda else torch.float32, device=device)
+    product = factor @ factor
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        torch.mm(factor, factor, out=product)
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    return 2.0 * size**3 * repeats / (time.perf_counter() - start) / 1e12
 
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:

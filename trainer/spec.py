@@ -29,6 +29,7 @@ class TrainerSpec:
         pass_reward: Reward from which an answer passes, for `algorithm.nll_coefficient`.
         record_every: The tokens of one group in so many are reported with a step; 0: of none.
         streams: Whether parts of a batch are trained while the rest is still being generated.
+        profile_in: Folder for the profiles of `trainer.profile_steps`.
         shares_devices: Whether engines use the ranks' devices between their calls (colocated).
     """
 
@@ -42,6 +43,7 @@ class TrainerSpec:
     temperature: float
     max_new_tokens: int
     publish_in: str | None = None
+    profile_in: str = "profiles"
     shares_devices: bool = False
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"

@@ -29,6 +29,8 @@ Answer = TokenDelta | EngineLostError | TrajectoryError
 EngineOutput = tuple[RequestId, Answer]
 
 
+PROFILE_S = 5.0
+"""Length of a profile of an engine, seconds."""
 _LACKS_MEMORY = re.compile("Free memory on device|No available memory for the cache|out of memory", re.IGNORECASE)
 _MORE_MEMORY = (
     "The device has less free memory than planned. End the other processes on it (nvidia-smi), set "
@@ -58,6 +60,7 @@ class EngineActor:
         self._aborted: set[RequestId] = set()
         self._outbox: Outbox[EngineOutput] = Outbox()
         self._inbound: Path | None = None
+        self._profiling: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Load the model; returns the node this engine runs on.
@@ -95,6 +98,13 @@ class EngineActor:
 
     async def update_weights(self, manifest: WeightManifest, payload: np.ndarray | None = None) -> WeightAck:
         """Swap weights in flight. `payload` carries the version's file for engines on other nodes."""
+        ack = await self._update(manifest, payload)
+        step = manifest.version + 1  # that is trained from this version
+        if step in self._spec.profile_steps and (self._profiling is None or self._profiling.done()):
+            self._profiling = asyncio.create_task(self._profile(f"{self._spec.engine_id}-step-{step}"))
+        return ack
+
+    async def _update(self, manifest: WeightManifest, payload: np.ndarray | None) -> WeightAck:
         if payload is None:
             return await self._running().update_weights(manifest)
         if self._inbound is None:
@@ -126,6 +136,8 @@ class EngineActor:
     async def shutdown(self) -> None:
         if self._inbound is not None:
             shutil.rmtree(self._inbound, ignore_errors=True)
+        if self._profiling is not None:
+            self._profiling.cancel()
         for job in self._requests.values():
             job.cancel()
         if self._engine is not None:
@@ -135,6 +147,12 @@ class EngineActor:
         if self._engine is None:
             raise EngineLostError(f"{self._spec.engine_id}: not started")
         return self._engine
+
+    async def _profile(self, name: str) -> None:
+        try:
+            await self._running().profile(name, PROFILE_S)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a profile, the engine serves
+            print(f"trainer.profile_steps: no profile {name}: {type(error).__name__}: {error}; the engine serves on.")
 
     async def _pump(self, request: GenerateRequest) -> None:
         """Answer one request. `EngineLostError` concerns all requests of the engine, any other error only this one."""

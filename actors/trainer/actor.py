@@ -32,6 +32,7 @@ from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, beside_the_step, on_cpu
 from penstock.trainer.spec import TrainerSpec, free_port
+from penstock.trainer.step_profile import profiled
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.sides import TrainingSharding
@@ -78,6 +79,8 @@ class TrainerRank:
         self._spec = spec
         self.shares_devices = spec.shares_devices
         self._rank = rank
+        partner = "" if spec.policy_id == POLICY else f"{spec.policy_id}-"
+        self._role = f"{partner}trainer-{rank}"
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
@@ -106,8 +109,7 @@ class TrainerRank:
         Raises:
             TrainingError: If a rank does not reach rank 0.
         """
-        partner = "" if self._spec.policy_id == POLICY else f"{self._spec.policy_id}-"
-        keep_output(f"{partner}trainer-{self._rank}")
+        keep_output(self._role)
         if (num_ranks := self._spec.trainer.num_ranks) > 1:
             limit_s = min(MEETING_S, self._spec.trainer.start_timeout_s)
             own = ray.util.get_node_ip_address()
@@ -127,7 +129,10 @@ class TrainerRank:
     @gives_memory_back
     def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
         """Train a batch, or the last part of a batch that was sent in parts."""
-        return self._running().step(payloads_of(groups), version)
+        if version + 1 not in self._spec.trainer.profile_steps:
+            return self._running().step(payloads_of(groups), version)
+        with profiled(Path(self._spec.profile_in) / f"{self._role}-step-{version + 1}.json.gz"):
+            return self._running().step(payloads_of(groups), version)
 
     def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""

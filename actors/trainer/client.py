@@ -103,10 +103,10 @@ class TrainerClient:
                 raise
             self._in_step = False
             self.version = self._version_before = reports[0].version
-        report: StepReport = reports[0]
-        if _DESYNCHRONISED in report.metrics:  # ranks of another tensor-parallel part compare their own
-            worst = max(one.metrics[_DESYNCHRONISED] for one in reports)
-            report = replace(report, metrics={**report.metrics, _DESYNCHRONISED: worst})
+        metrics = {name: value for one in reversed(reports) for name, value in one.metrics.items()}
+        if _DESYNCHRONISED in metrics:  # ranks of another tensor-parallel part compare their own
+            metrics[_DESYNCHRONISED] = max(one.metrics[_DESYNCHRONISED] for one in reports)
+        report: StepReport = replace(reports[0], metrics=metrics)
         self.busy_s += report.busy_s
         return report
 

@@ -47,7 +47,7 @@ from penstock.platform.cluster.weight_routes import GROUP_ROUTES, MULTI_LAYOUT_R
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.metrics.flow_stats import sampled_every
-from penstock.platform.metrics.run_files import LOGS_FOLDER
+from penstock.platform.metrics.run_files import LOGS_FOLDER, PROFILES_FOLDER
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
@@ -380,6 +380,7 @@ def trainer_spec(
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
+        profile_in=profiles_folder(config),
         shares_devices=cluster.colocated,
         kind=kind,
         policy_id=policy_id,
@@ -472,9 +473,16 @@ def engine_spec(config: RunConfig, index: int) -> EngineSpec:
         # Shorter than the driver's time limit, because the engine's own error has more detail.
         stage_timeout_s=0.9 * config.weights.timeout_s,
         publish_in=config.weights.directory,
+        profile_steps=config.trainer.profile_steps,
+        profile_in=profiles_folder(config),
         seed=config.seed + index,
         threads=cluster.threads_per_process,
     )
+
+
+def profiles_folder(config: RunConfig) -> str:
+    """Where ranks and engines write their profiles."""
+    return str(Path(config.run_dir).absolute() / PROFILES_FOLDER)
 
 
 def engine_index(engine_id: EngineId) -> int:

@@ -219,6 +219,8 @@ class RunConsole:
             self._fact("", "the ledger does not balance: this is a bug in Penstock", "bold red")
         for reason, count in sorted(summary.failed_attempts.items(), key=lambda item: -item[1]):
             self._fact("failed", f"{count} attempts, {reason}", "yellow")
+        for sentence in summary.slow_parts.values():
+            self._fact("slow", sentence, "yellow")
         self._fact("tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained")
         if summary.policy_version is not None:
             self._fact("policy", f"{run_dir / 'policy'}  (v{summary.policy_version})")

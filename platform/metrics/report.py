@@ -109,6 +109,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         health=health_charts(record),
         waits=_wait_bars(record),
         ledger=_ledger(record),
+        slow_parts=list(record.summary.get("slow_parts", {}).values()),
         failed_attempts=sorted(record.summary.get("failed_attempts", {}).items(), key=lambda item: -item[1]),
         retries=int(sum(record.values("flow/retries")[-1:])),
         failures=record.failures,

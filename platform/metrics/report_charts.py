@@ -26,6 +26,8 @@ STALENESS_COLORS = ("#14b8a6", "#3b82f6", "#f59e0b", "#f97316", "#e11d48")
 _SMOOTHING_STEPS = 10
 _MAX_POINTS = 600
 """Of a line; neighbouring steps of a longer run are drawn as their mean."""
+_MAX_LINES = 12
+"""Of one chart with a line for each rank or engine."""
 _COLORS = (TEAL, BLUE, AMBER, VIOLET, "#db2777", "#65a30d")
 
 
@@ -177,10 +179,20 @@ def flow_charts(record: RunRecord) -> list[Chart]:
         ("trained", "throughput/trained_tokens_per_s", BLUE),
     ]
     idle = [("trainer", "idle/trainer_share", BLUE), ("engines", "idle/engine_share", TEAL)]
+    ranks, engines = _lines_of(record, "rank/product_tflops/", "rank "), _lines_of(record, "engine/kv_cache_usage/")
     return [
         *_line_chart(record, "Throughput", "Tokens per second, sampled by the engines and trained.", throughput),
         *_line_chart(record, "Idle over the run", "Idle share of each step.", idle, ".0%"),
+        *_line_chart(record, "Speed of the ranks", "TFLOP/s of a product of fixed size, once a step.", ranks),
+        *_line_chart(record, "KV cache", "Largest share of each engine's cache that was in use.", engines, ".0%"),
     ]
+
+
+def _lines_of(record: RunRecord, prefix: str, kind: str = "") -> list[tuple[str, str, str]]:
+    """Lines of a metric of several ranks or engines: of the `_MAX_LINES` with the smallest mean."""
+    means = {name: sum(one.values) / len(one.values) for name, one in record.series.items() if name.startswith(prefix)}
+    names = sorted(sorted(means, key=means.__getitem__)[:_MAX_LINES])
+    return [(kind + name.removeprefix(prefix), name, color) for name, color in zip(names, itertools.cycle(_COLORS))]
 
 
 def health_charts(record: RunRecord) -> list[Chart]:

@@ -80,6 +80,7 @@ class RunSummary:
         skipped_prompts: Tasks that were skipped before they were admitted.
         untrained: Groups that ended untrained, by `state(reason)`.
         failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
+        slow_parts: Trainer rank or engine that was slow -> how slow, since the run or its resume began.
     """
 
     name: str
@@ -111,6 +112,7 @@ class RunSummary:
     skipped_prompts: SkippedPrompts = SkippedPrompts()
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    slow_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_graded(self) -> bool:

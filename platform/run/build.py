@@ -213,7 +213,9 @@ async def policy_runtime(
     max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
     try:
-        async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
+        are_equal = not config.cluster.extra_rollout_pools
+        watching = EngineMonitor(pool, adapts_concurrency=True, has_equal_engines=are_equal)
+        async with restarts.running(), watching.running() as monitor:
             yield PolicyRuntime(
                 runner,
                 trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,

@@ -1,4 +1,4 @@
-"""Polls the load of the engines once a second: measures their idle share and adapts their concurrency limits."""
+"""Polls the load of the engines once a second: measures their idle share and speed, adapts their concurrency limits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from collections.abc import AsyncIterator, Mapping
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, EngineLoad
+from penstock.platform.run.slow_parts import Speed
 from penstock.rollout.engine_pool.concurrency import ConcurrencyLimit
 from penstock.rollout.engine_pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
 WINDOW_POLLS = 6
+SPEED_WINDOW_S, WARM_UP_S = 60.0, 30.0
+"""Busy seconds over which the speed of an engine is measured, and those after its start that do not count."""
 
 
 class EngineMonitor:
@@ -28,9 +31,17 @@ class EngineMonitor:
     Attributes:
         idle_share: 1 − busy seconds ÷ wall seconds, both summed over the engines, 0..1.
         num_preemptions: Preemptions of all engines since the run began; absolute.
+        has_equal_engines: Whether all should be equally fast.
     """
 
-    def __init__(self, pool: EnginePool, period_s: float = 1.0, *, adapts_concurrency: bool = False) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        period_s: float = 1.0,
+        *,
+        adapts_concurrency: bool = False,
+        has_equal_engines: bool = True,
+    ) -> None:
         self._pool = pool
         self._period_s = period_s
         self._adapts_concurrency = adapts_concurrency
@@ -38,8 +49,11 @@ class EngineMonitor:
         self._observed_s = self._busy_s = 0.0
         self._polls: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=WINDOW_POLLS)
         self._limits: dict[EngineId, ConcurrencyLimit] = {}
+        self._speeds: dict[EngineId, EngineSpeed] = {}
+        self._cache_usage: dict[EngineId, float] = {}
         self.idle_share = 0.0
         self.num_preemptions = 0
+        self.has_equal_engines = has_equal_engines
 
     @property
     def num_engines(self) -> int:
@@ -50,6 +64,17 @@ class EngineMonitor:
     def num_restarts(self) -> int:
         """Restarts of all engines since the run began; absolute."""
         return self._pool.num_returned
+
+    def speeds(self) -> dict[EngineId, Speed]:
+        """Of the engines in service that were busy for long enough."""
+        serving = [engine.engine_id for engine in self._pool.engines()]
+        found = {engine_id: self._speeds[engine_id].measured() for engine_id in serving if engine_id in self._speeds}
+        return {engine_id: speed for engine_id, speed in found.items() if speed is not None}
+
+    def take_cache_usage(self) -> dict[EngineId, float]:
+        """Largest share of each engine's KV cache that was in use at a poll since the last call, 0..1."""
+        taken, self._cache_usage = self._cache_usage, {}
+        return taken
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
@@ -86,6 +111,10 @@ class EngineMonitor:
         for engine_id, load in loads.items():
             polled_at, before = self._last_load.get(engine_id, (now, None))
             self._last_load[engine_id] = now, load
+            self._cache_usage[engine_id] = max(load.kv_cache_usage, self._cache_usage.get(engine_id, 0.0))
+            if before is None or _has_restarted(before, load):
+                self._speeds[engine_id] = EngineSpeed()
+            self._speeds[engine_id].observe(load)
             if before is None or _has_restarted(before, load):
                 self.num_preemptions += load.num_preemptions
                 continue
@@ -96,6 +125,40 @@ class EngineMonitor:
         observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
         if observed_s > 0:
             self.idle_share = min(max(1 - busy_s / observed_s, 0.0), 1.0)
+
+
+class EngineSpeed:
+    """Speed of one process of an engine, from its absolute counters.
+
+    Invariant: `_loads` spans the newest `SPEED_WINDOW_S` busy seconds, or all of them if they are fewer.
+    """
+
+    def __init__(self) -> None:
+        self._first: EngineLoad | None = None
+        self._loads: deque[EngineLoad] = deque()
+
+    def observe(self, load: EngineLoad) -> None:
+        """Add what a poll has found."""
+        if load.busy_s < WARM_UP_S:
+            return
+        self._first = self._first or load
+        self._loads.append(load)
+        while len(self._loads) > 1 and load.busy_s - self._loads[1].busy_s >= SPEED_WINDOW_S:
+            self._loads.popleft()
+
+    def measured(self) -> Speed | None:
+        """The speed in the window, and before it; None while the window is not full."""
+        if self._first is None or (now := _rates(self._loads[0], self._loads[-1])) is None:
+            return None
+        return Speed(now, _rates(self._first, self._loads[0]))
+
+
+def _rates(start: EngineLoad, end: EngineLoad) -> tuple[float, float] | None:
+    """Tokens per busy second and per request second; None if it was busy for less than `SPEED_WINDOW_S`."""
+    if end.busy_s - start.busy_s < SPEED_WINDOW_S:
+        return None
+    num_tokens = end.tokens_generated - start.tokens_generated
+    return num_tokens / (end.busy_s - start.busy_s), num_tokens / max(end.request_s - start.request_s, 1e-9)
 
 
 def _has_restarted(before: EngineLoad, now: EngineLoad) -> bool:

@@ -104,6 +104,11 @@ class Run:
         """Number of groups that ended untrained, by state and reason."""
         return self._flow.core.ledger.reasons
 
+    @property
+    def slow_parts(self) -> Mapping[str, str]:
+        """Rank or engine that was slow -> how slow."""
+        return self._log.slow_parts.named
+
     def skipped_prompts(self) -> SkippedPrompts:
         """The tasks that were skipped because their prompt leaves no space for an answer."""
         taken, skipped, first = self._flow.skipped_tasks()

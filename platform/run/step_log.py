@@ -17,6 +17,7 @@ from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
+from penstock.platform.run.slow_parts import SlowParts
 
 
 class Publish(NamedTuple):
@@ -33,6 +34,7 @@ class StepLog:
 
     Attributes:
         skipped_steps: Steps with a non-finite loss or gradient, over the whole run.
+        slow_parts: Ranks and engines that were found to be slow.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StepLog:
             max_bad_steps: Skipped steps in a row that end the run.
         """
         self.skipped_steps = 0
+        self.slow_parts = SlowParts(instruments.note)
         self._flow = flow
         self._monitor = monitor
         self._instruments = instruments
@@ -128,6 +131,7 @@ class StepLog:
         }
         self._instruments.hub.log(version, metrics)
         self._flow.stats.anomalies.step_trained(metrics)
+        self.slow_parts.observe(version, metrics, self._monitor.speeds(), equal_engines=self._monitor.has_equal_engines)
         # A skipped step keeps the version, so its file would overwrite that of the last trained batch.
         if not report.skipped:
             self._instruments.trajectories.write_step(
@@ -200,6 +204,7 @@ class StepLog:
             "idle/trainer_wait_s": sum(waited_s.values()),
             **{f"idle/trainer_wait_for/{wait_reason}": seconds for wait_reason, seconds in waited_s.items()},
             "idle/engine_share": self._monitor.idle_share,
+            **{f"engine/kv_cache_usage/{name}": share for name, share in self._monitor.take_cache_usage().items()},
             **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
         }
 

@@ -503,4 +503,5 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         skipped_prompts=run.skipped_prompts(),
         untrained={f"{state}({reason})": count for (state, reason), count in run.untrained().items()},
         failed_attempts=dict(run.stats.anomalies.failed_attempts),
+        slow_parts=dict(run.slow_parts),
     )

@@ -61,6 +61,8 @@ class SimulationConfig(BaseModel):
     """Seconds to prefill one prompt token; decoding is paused during prefill."""
     engine_speeds: tuple[float, ...] = (1.0,)
     """Relative speed per engine, repeated over the engines."""
+    rank_speeds: tuple[float, ...] = (1.0,)
+    """Relative speed per trainer rank, repeated over the ranks; a step takes as long as the slowest needs."""
     train_s_per_token: float = Field(default=100e-6, gt=0)
     """Device-seconds to train one token."""
     train_fixed_s: float = Field(default=0.5, gt=0)
@@ -158,7 +160,7 @@ def parse_as(schema: type[Schema], overrides: list[str]) -> Schema:
             problems.append(f"simulate: {override!r} is not KEY=VALUE. Write e.g. eta=2.")
         elif key == "pools":
             values.update(_pools(value, problems))
-        elif key == "engine_speeds":
+        elif key in ("engine_speeds", "rank_speeds"):
             values[key] = tuple(value.strip("[]()").split(","))
         elif key not in schema.model_fields:
             near = get_close_matches(key, [*schema.model_fields, "pools"], n=1)

@@ -138,6 +138,7 @@ class Counters:
 
     tokens: int = 0
     busy_s: float = 0.0
+    request_s: float = 0.0
     prefilled: int = 0
     prefix_hits: int = 0
     preempted: int = 0
@@ -146,6 +147,7 @@ class Counters:
         """Sum over engines."""
         self.tokens += other.tokens
         self.busy_s += other.busy_s
+        self.request_s += other.request_s
         self.prefilled += other.prefilled
         self.prefix_hits += other.prefix_hits
         self.preempted += other.preempted
@@ -192,6 +194,7 @@ class DecodeBatch:
     def advance(self, elapsed_s: float, speed: float) -> None:
         """Decode for some seconds."""
         self.counters.busy_s += elapsed_s
+        self.counters.request_s += elapsed_s * (len(self.running) + len(self.waiting))
         paid = min(elapsed_s, self._prefill_debt_s)
         self._prefill_debt_s -= paid
         self.tau += (elapsed_s - paid) / self.step_s(speed)
@@ -358,6 +361,7 @@ class SimulatedEngine:
             kv_cache_usage=min(batch.kv_used / batch.cost.kv_tokens, 1.0),
             tokens_generated=batch.counters.tokens,
             busy_s=batch.counters.busy_s,
+            request_s=batch.counters.request_s,
             num_preemptions=batch.counters.preempted,
         )
 

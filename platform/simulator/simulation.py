@@ -10,7 +10,7 @@ import contextlib
 import math
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class Outcome:
         engines: Counters summed over the engines.
         num_turns: Iterations of the event loop.
         environment_s: Seconds that environments were open for training, summed over them.
+        slow_parts: Rank or engine that was found to be slow -> how slow.
     """
 
     seed: int
@@ -129,6 +130,7 @@ class Outcome:
     engines: Counters
     num_turns: int
     environment_s: float
+    slow_parts: Mapping[str, str]
 
 
 class Simulation:
@@ -390,4 +392,5 @@ def outcome_of(simulation: Simulation) -> Outcome:
         engines=total,
         num_turns=num_turns,
         environment_s=world.environment_s,
+        slow_parts=dict(simulation.run.slow_parts) if hasattr(simulation, "run") else {},
     )

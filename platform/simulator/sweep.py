@@ -117,6 +117,7 @@ def summary(
         "kept_p99": rounded(sweep.bias.kept_p99),
         "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sum(sweep.bias.trained), 1)),
         "engine_busy_share": rounded(float(np.mean(sweep.busy_share)) if sweep.busy_share else None),
+        "slow_parts": sorted(sweep.first.slow_parts) if sweep.first else [],
         "virtual_s": rounded(sweep.virtual_s),
         "trace_hash": sweep.hashes[0] if len(sweep.hashes) == 1 else None,
         "wall_s": rounded(time.monotonic() - started),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ray.actor import ActorHandle
@@ -22,6 +22,8 @@ from penstock.platform.simulator.virtual_actor import VirtualProcess
 from penstock.platform.simulator.world import World, task_of
 
 NUM_RANKS = 2
+RATE_SIGMA = 0.15
+"""σ of the logarithm of a rank's rate as measured in one step (benchmarks/results/slow_parts.md)."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,9 @@ class SimulatedRank:
         return self._trainer.node_id, self._trainer.version
 
     async def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
-        return cast("StepReport", await self._together("step", groups, version))
+        report: StepReport = await self._together("step", groups, version)
+        rate = {f"rank/product_tflops/{self._index}": self._trainer.product_tflops(self._index)}
+        return replace(report, metrics={**report.metrics, **rate})
 
     async def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
         await self._together("accumulate", groups, version)
@@ -107,6 +111,7 @@ class SimulatedTrainer:
         self._parts: list[GroupRef] = []
         self._world = world
         self._config = config
+        self._rates = world.rng("rank speeds")
 
     @property
     def ranks(self) -> list[ActorHandle]:
@@ -144,8 +149,17 @@ class SimulatedTrainer:
         """Write the weights of this version for the engines."""
         return WeightManifest(version, "simulated", (), self._config.weight_bytes, checksum=version * 31 + 7)
 
+    def product_tflops(self, rank: int) -> float:
+        """Speed of a rank, as measured."""
+        return self._speed_of(rank) * self._rates.lognormvariate(0.0, RATE_SIGMA)
+
+    def _speed_of(self, rank: int) -> float:
+        return self._config.rank_speeds[rank % len(self._config.rank_speeds)]
+
     def _compute_s(self, num_tokens: int) -> float:
-        return num_tokens * (self._config.train_s_per_token * self._config.grain) / self._config.trainer_devices
+        slowest = min(map(self._speed_of, range(NUM_RANKS)))
+        per_token_s = self._config.train_s_per_token * self._config.grain
+        return num_tokens * per_token_s / (self._config.trainer_devices * slowest)
 
     def _account(self, groups: Sequence[GroupRef], step_s: float, batch_tokens: int) -> None:
         trained = self.trained

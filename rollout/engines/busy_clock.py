@@ -1,4 +1,4 @@
-"""Seconds during which at least one request was running: the basis of an engine's idle share."""
+"""Seconds during which requests were running: the basis of an engine's idle share and of its speed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,41 @@ from collections.abc import Callable
 
 
 class BusyClock:
-    """Counts the seconds between `enter` and `leave`; overlapping uses count once."""
+    """Counts the seconds between `enter` and `leave`.
+
+    Attributes:
+        active: Requests that run now.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._total_s = 0.0
-        self._since = 0.0
+        self._counted_until = now()
+        self._busy_s = self._request_s = 0.0
         self.active = 0
 
     def enter(self) -> None:
-        if self.active == 0:
-            self._since = self._now()
+        self._count()
         self.active += 1
 
     def leave(self) -> None:
         assert self.active > 0, "leave without enter"
+        self._count()
         self.active -= 1
-        if self.active == 0:
-            self._total_s += self._now() - self._since
 
     @property
     def seconds(self) -> float:
-        """Absolute busy seconds so far, including the current busy period."""
-        return self._total_s + (self._now() - self._since if self.active else 0.0)
+        """Absolute seconds so far with at least one request; overlapping ones count once."""
+        self._count()
+        return self._busy_s
+
+    @property
+    def request_seconds(self) -> float:
+        """Absolute seconds so far, summed over the requests."""
+        self._count()
+        return self._request_s
+
+    def _count(self) -> None:
+        now = self._now()
+        elapsed_s, self._counted_until = now - self._counted_until, now
+        self._busy_s += elapsed_s if self.active else 0.0
+        self._request_s += elapsed_s * self.active

@@ -31,6 +31,7 @@ class EngineSpec:
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
         bucket_bytes: Stage at most this much of a version, which is then applied in place; None: stage all of it.
         stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
+        profile_steps: Training steps during which it writes a profile to the folder `profile_in`.
     """
 
     engine_id: EngineId
@@ -44,6 +45,8 @@ class EngineSpec:
     bucket_bytes: int | None = None
     stage_timeout_s: float = 120.0
     publish_in: str | None = None
+    profile_steps: tuple[int, ...] = ()
+    profile_in: str = "profiles"
 
 
 class LocalEngine(Engine, Protocol):
@@ -68,6 +71,13 @@ class LocalEngine(Engine, Protocol):
         """Abort all requests and go back to no version (-1), with empty caches.
 
         After a rollback of the trainer the same version numbers are published again, with other weights.
+        """
+        ...
+
+    async def profile(self, name: str, seconds: float) -> None:
+        """Write a torch profile of the next seconds, in files in `EngineSpec.profile_in` whose names begin with `name`.
+
+        Requests continue, more slowly; they wait while the files are written.
         """
         ...
 

@@ -35,9 +35,9 @@ def is_metric_name(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def is_declared(name: str) -> bool:
-    if not name.endswith("*"):
+    if not name.endswith(("*", "/")):
         return not hub.undeclared([name])
-    prefix = name[:-1]
+    prefix = name.removesuffix("*")
     return any(declared.startswith(prefix) or prefix.startswith(declared.rstrip("*")) for declared in catalog())
 
 

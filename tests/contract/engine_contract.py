@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,6 +159,16 @@ class EngineContract:
         assert (after.num_running, after.num_waiting) == (0, 0)
         assert after.tokens_generated - before.tokens_generated == 8 * 300
         assert after.busy_s > during.busy_s > before.busy_s
+        assert after.request_s - before.request_s > 2 * (after.busy_s - before.busy_s), "of 8 requests"
+
+    async def test_a_profile_holds_what_was_computed_and_requests_go_on(self, harness: Harness) -> None:
+        profiling = asyncio.create_task(harness.engine.profile("engine-0-step-1", 0.5))
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(4)], max_new_tokens=300)
+        await crowd.all_finished()
+        await asyncio.wait_for(profiling, 60)
+        (written,) = Path(harness.spec.profile_in).glob("engine-0-step-1*.json.gz")
+        events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
+        assert any(event["name"] in {"aten::mm", "aten::addmm", "aten::linear"} for event in events)
 
     async def test_adapters_are_added_to_the_unchanged_base_for_every_version(self, harness: Harness) -> None:
         await harness.publish(seed=0)

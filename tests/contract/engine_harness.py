@@ -54,6 +54,8 @@ def make_spec(
         seed=7,
         threads=1,
         bucket_bytes=bucket_bytes,
+        profile_steps=(1,),
+        profile_in=str(model.path / "profiles"),
     )
 
 

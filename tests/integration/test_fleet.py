@@ -42,9 +42,9 @@ def scale(run_dir: Path, num_engines: int) -> subprocess.CompletedProcess[str]:
     return run_cli("scale", str(run_dir), "--engines", str(num_engines), cwd=run_dir.parent)
 
 
-def training(folder: Path, name: str) -> subprocess.Popen[bytes]:
+def training(folder: Path, name: str, *more: str) -> subprocess.Popen[bytes]:
     """Start a run that lasts until it is stopped, and wait for its second step. Its output goes into a file."""
-    overrides = small_run_overrides(folder, name, character_tokenizer(), *SETTINGS)
+    overrides = small_run_overrides(folder, name, character_tokenizer(), *SETTINGS, *more)
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             [PENSTOCK, "train", *overrides],

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -144,6 +145,7 @@ class TorchEngine:
             kv_cache_usage=batch.kv_cache_usage if batch else 0.0,
             tokens_generated=batch.tokens_generated if batch else 0,
             busy_s=self._busy.seconds,
+            request_s=self._busy.request_seconds,
         )
 
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
@@ -160,6 +162,18 @@ class TorchEngine:
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Whole, under the trainer's own names. See `LocalEngine`."""
         return training_layout(tensors)
+
+    async def profile(self, name: str, seconds: float) -> None:
+        """See `LocalEngine`."""
+        profile = torch.profiler.profile()
+        await self._between_steps(lambda _: profile.start())  # it records the thread that starts it
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await self._between_steps(lambda _: profile.stop())
+        path = Path(self._spec.profile_in) / f"{name}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(profile.export_chrome_trace, str(path))
 
     async def forget_versions(self) -> None:
         """See `LocalEngine`."""

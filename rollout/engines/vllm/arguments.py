@@ -12,7 +12,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from vllm.config import WeightTransferConfig
+from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -44,6 +44,7 @@ OTHER_KEYS = {
     "stream_interval": "rollout.engine.journal_interval_tokens",
     "generation_config": "rollout.sampling",
     "override_generation_config": "rollout.sampling",
+    "profiler_config": "trainer.profile_steps",
     "seed": "seed",
 }
 """Arguments that have a key of their own."""
@@ -139,6 +140,10 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         "enable_log_requests": False,
         "disable_log_stats": False,
     }
+    if spec.profile_steps:
+        derived["profiler_config"] = ProfilerConfig(
+            profiler="torch", torch_profiler_dir=spec.profile_in, torch_profiler_with_stack=False, ignore_frontend=True
+        )
     return AsyncEngineArgs(**(derived | step_of_a_cpu(spec, config) | parsed(config.args)))
 
 

@@ -163,6 +163,7 @@ class VllmEngine:
             kv_cache_usage=self._usage.kv_cache_usage if self._usage else 0.0,
             tokens_generated=self._tokens_generated,
             busy_s=self._busy.seconds,
+            request_s=self._busy.request_seconds,
             num_preemptions=self._usage.num_preemptions if self._usage else 0,
         )
 
@@ -218,6 +219,15 @@ class VllmEngine:
         self.version = manifest.version
         await llm.resume_generation()
         return checksum, time.monotonic() - frozen
+
+    async def profile(self, name: str, seconds: float) -> None:
+        """See `LocalEngine`."""
+        llm = self._open()
+        await llm.start_profile(profile_prefix=name)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            await llm.stop_profile()
 
     async def forget_versions(self) -> None:
         """See `LocalEngine`."""

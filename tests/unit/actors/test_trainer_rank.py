@@ -45,7 +45,9 @@ def test_what_torch_has_cached_goes_back_to_a_shared_device_after_each_call(
     calls: list[str] = []
     monkeypatch.setattr(actor, "payloads_of", lambda groups: groups)  # it asks Ray, which would start one
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    rank = TrainerRank(SimpleNamespace(shares_devices=shares, device="cpu", model=SimpleNamespace(dtype="float32")), 1)  # type: ignore[arg-type]
+    model, trainer = SimpleNamespace(dtype="float32"), SimpleNamespace(profile_steps=())
+    spec = SimpleNamespace(shares_devices=shares, device="cpu", model=model, trainer=trainer, policy_id="policy")
+    rank = TrainerRank(spec, 1)  # type: ignore[arg-type]
     rank._trainer = Trainer(calls)  # type: ignore[assignment]
     if what == "logprobs":  # also after a call that fails
         with pytest.raises(torch.OutOfMemoryError):
