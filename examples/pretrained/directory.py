@@ -1,11 +1,12 @@
-"""A task of two turns with a slow tool: whom to ask, then what that person's entry in a directory says.
+"""A task of two turns with a slow tool: whom to look up in a directory, then what the entry says.
 
-    user       Nora is a baker. Omar is a pilot. Whom do you ask where the pilot works? Answer with the name only.
-    assistant  Omar
-    user       Omar works in Lima. In which city does the pilot work? Answer with the city only.
-    assistant  Lima
+    user       Nora is a baker. Omar is a pilot. Ada is a nurse. Who is the pilot?
+    assistant  Omar is the pilot.
+    user       Omar works in Lima. In which city does the pilot work?
+    assistant  The pilot works in Lima.
 
-The directory takes 0.2 s and more, sometimes seconds. `make real TASK=directory` trains on it.
+The directory takes 0.2 s and more, sometimes seconds. Half of the reward is for the person, half for the city.
+`make real TASK=directory` trains on it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Directory(GeneratedTasks):
         names, jobs, cities = (rng.sample(one, 3) for one in (NAMES, JOBS, CITIES))
         asked = rng.randrange(3)
         people = [f"{name} is a {job}." for name, job in zip(names, jobs, strict=True)]
-        question = f"{' '.join(people)} Whom do you ask where the {jobs[asked]} works? Answer with the name only."
+        question = f"{' '.join(people)} Who is the {jobs[asked]}?"
         return {
             "prompt": [{"role": "user", "content": question}],
             "people": people,
             "entries": dict(zip(names, cities, strict=True)),
             "job": jobs[asked],
+            "person": names[asked],
             "answer": cities[asked],
         }
 
@@ -45,26 +47,27 @@ class Directory(GeneratedTasks):
         return Enquiry()
 
     def gold_actions(self, task) -> list[str]:
-        name = next(name for name, city in task.fields["entries"].items() if city == task.fields["answer"])
-        return [name, task.fields["answer"]]
+        return [task.fields["person"], task.fields["answer"]]
 
 
 class Enquiry(Environment):
-    has_asked = False
+    looked_up: str | None = None
 
     async def step(self, action: Action) -> Observation | Done:
-        words = set(re.findall(r"\w+", action.text))
-        if self.has_asked:
-            return Done(float(words & set(CITIES) == {self.task.fields["answer"]}))
-        self.has_asked = True
-        people = words & set(self.task.fields["entries"])
+        words, task = set(re.findall(r"\w+", action.text)), self.task.fields
+        if self.looked_up is not None:
+            return self.done(names_the_city=words & set(CITIES) == {task["answer"]})
+        people = words & set(task["entries"])
         if len(people) != 1:  # nobody, or several at once
-            return Done(0.0, counts={"asked_nobody": 1})
-        name = people.pop()
-        await asyncio.sleep(latency_s(f"{self.task.task_id} {name}"))
-        city = self.task.fields["entries"][name]
-        question = f"In which city does the {self.task.fields['job']} work? Answer with the city only."
-        return Observation(f"{name} works in {city}. {question}", counts={"lookups": 1})
+            return self.done(names_the_city=False)
+        (self.looked_up,) = people
+        await asyncio.sleep(latency_s(f"{self.task.task_id} {self.looked_up}"))
+        entry = f"{self.looked_up} works in {task['entries'][self.looked_up]}."
+        return Observation(f"{entry} In which city does the {task['job']} work?", counts={"lookups": 1})
+
+    def done(self, *, names_the_city: bool) -> Done:
+        is_right = self.looked_up == self.task.fields["person"]
+        return Done({"names_the_person": 0.5 * is_right, "names_the_city": 0.5 * names_the_city})
 
 
 def latency_s(call: str) -> float:
