@@ -15,19 +15,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from countdown import evaluate
-
 from penstock.dataflow.task import Task
 from penstock.envs.environment import Environment
 from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.tools.calculator import calculate
 from penstock.envs.tools.tool_environment import ToolEnvironment
 
 _NUMBER = re.compile(r"-?\d+(?:/\d+)?")
-
-
-def calculate(expression: str) -> str:
-    """Evaluate an expression of numbers, + - * / and parentheses exactly."""
-    return str(evaluate(expression)[0])
 
 
 class CalculatorTasks(GeneratedTasks):
@@ -58,7 +52,7 @@ class CalculatorTasks(GeneratedTasks):
         expression = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         question = f"What is {expression}? Use the calculator, then answer with the number alone."
         prompt = [{"role": "user", "content": question}]
-        return {"prompt": prompt, "expression": expression, "answer": str(evaluate(expression)[0])}
+        return {"prompt": prompt, "expression": expression, "answer": calculate(expression)}
 
     def environment(self) -> Environment:
         """A calculator."""

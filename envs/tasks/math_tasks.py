@@ -134,15 +134,18 @@ def math_verify_reward(trajectory: Trajectory, answer: AnswerValue, **_: object)
     Raises:
         ValueError: If no response could equal the answer (envs/rewards/answers.py).
     """
+    answer = checked_answer(answer)
+    return float(trajectory.finish_reason == "stop" and has_answer(trajectory.response, answer))
+
+
+def has_answer(text: str, answer: AnswerValue) -> bool:
+    """Whether math-verify finds the final (boxed) answer of a text equal to `answer`."""
     import math_verify
 
-    answer = checked_answer(answer)
-    if trajectory.finish_reason != "stop":
-        return 0.0
-    predicted = math_verify.parse(trajectory.response, parsing_timeout=None)
+    predicted = math_verify.parse(text, parsing_timeout=None)
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
     golds = (math_verify.parse(f"\\boxed{{{gold}}}", parsing_timeout=None) for gold in dict.fromkeys(written))
-    return float(any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds))
+    return any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds)
 
 
 def _positional(answer: AnswerValue) -> str:

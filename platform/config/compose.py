@@ -151,10 +151,13 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
     overrides = sort_overrides(typed, groups)
-    result.has_experiment = any(choice.startswith("experiment=") for choice in overrides.choices)
+    result.has_experiment = any(choice.startswith(("experiment=", "task=")) for choice in overrides.choices)
     if not result.has_experiment and not overrides.problems:
         choices = ", ".join(groups["experiment"])
-        overrides.problems.append(f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}.")
+        overrides.problems.append(
+            f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}; or "
+            f"task=, model= and scale= (docs/guides/recipes.md)."
+        )
     result.problems += overrides.problems
     result.typed = [*overrides.typed, *overrides.types]
     result.raw = _compose_values(overrides, config_dir, result)

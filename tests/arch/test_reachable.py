@@ -38,7 +38,6 @@ DECORATORS = [
 ALLOWED = {
     "envs/tools/mcp_tools.py": "users name it in their own environment (docs/guides/tools-and-agents.md)",
     "envs/tools/mcp_tools.py:McpToolEnvironment": "the same",
-    "envs/tools/tool_environment.py": "the same",
     "envs/rewards/formats.py:*": "rewards of a form, which users name in reward.parts (docs/guides/sandbox.md)",
     "envs/workers/episode_child.py:main": "what the supervisor calls in the process that it started for this module",
     "envs/workers/reward_child.py:main": "the same",

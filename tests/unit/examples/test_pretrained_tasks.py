@@ -90,10 +90,14 @@ def test_only_who_asks_the_right_person_learns_the_city(monkeypatch: pytest.Monk
     task = next(source.train())
     name, city = source.gold_actions(task)
     other, elsewhere = next(one for one in task.fields["entries"].items() if one[0] != name)
-    assert play(task, f"Ask {name}.", f"In {city}.").reward == 1.0
-    assert play(task, other, elsewhere).reward == 0.0
-    assert play(task, f"{name} or {other}").reward == 0.0
-    assert play(task, "nobody").reward == 0.0
+    for said, person, right_city in (
+        ((f"Ask {name}.", f"In {city}."), 0.5, 0.5),
+        ((f"Ask {name}.", elsewhere), 0.5, 0.0),
+        ((other, elsewhere), 0.0, 0.0),
+        ((f"{name} or {other}",), 0.0, 0.0),
+        (("nobody",), 0.0, 0.0),
+    ):
+        assert play(task, *said).reward == {"names_the_person": person, "names_the_city": right_city}, said
 
 
 def test_people_of_a_held_out_task_are_in_no_other() -> None:

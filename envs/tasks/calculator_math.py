@@ -1,0 +1,34 @@
+"""Word problems with a calculator: the policy calls it as often as it likes, then answers in `\\boxed{}`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.dataflow.task import Task
+from penstock.envs.environment import Environment
+from penstock.envs.tasks.math_tasks import MathTasks, has_answer
+from penstock.envs.tools.calculator import calculate
+from penstock.envs.tools.tool_environment import ToolEnvironment
+
+
+@dataclass(eq=False)
+class CalculatorMath(MathTasks):
+    """`MathTasks` whose environment offers the tool `calculate`."""
+
+    def environment(self) -> Environment:
+        """A calculator."""
+        return WithCalculator()
+
+    def gold_actions(self, task: Task) -> list[str]:
+        """The answer, without a call."""
+        return [self.gold_response(task)]
+
+
+class WithCalculator(ToolEnvironment):
+    """Reward 1 if math-verify finds the answer of the last turn equal, else 0."""
+
+    tools = (calculate,)
+
+    def score(self, task: Task, answer: str) -> float:
+        """1 or 0."""
+        return float(has_answer(answer, task.fields["answer"]))
