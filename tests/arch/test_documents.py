@@ -26,6 +26,7 @@ DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "README.md",
+    ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)

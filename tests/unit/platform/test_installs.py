@@ -9,6 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+from penstock import __version__
 
 ROOT = Path(__file__).parents[3]
 FAKE_PYTHON = """#!/bin/sh
@@ -145,3 +148,16 @@ def test_what_is_left_out_of_the_image_is_not_needed_by_the_installation() -> No
     }
     assert not needed & set(left_out)
     assert {".git", ".venv", "runs"} <= set(left_out)
+
+
+def test_the_workflow_calls_targets_that_there_are() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {step.split()[1] for step in steps} <= targets
+    assert steps[-3:] == ["make lint", "make test", "make docs"]
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (__version__, project()["license"])
