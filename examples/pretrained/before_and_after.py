@@ -22,6 +22,8 @@ def accuracy(run: Path) -> None:
         if "reward/mean" in metrics:
             sampled.append(metrics["reward/mean"])
         sets = {name.rpartition("/")[2]: one for name, one in metrics.items() if name.startswith("eval/accuracy/")}
+        if not sets and "eval/accuracy" in metrics:
+            sets = {"all": metrics["eval/accuracy"]}
         if sets:
             last = sampled[-3:]
             of_sets = "  ".join(f"{name} {one:.2f}" for name, one in sets.items())
@@ -39,9 +41,10 @@ def transcripts(run: Path) -> None:
         if name not in after or shown.setdefault(of_set, 0) == NUM_SHOWN:
             continue
         shown[of_set] += 1
-        print(f"\n{of_set}: {row['prompt'].strip()}")
+        print(f"\n{of_set or 'held out'}: {row['prompt'].strip()}")
         for when, one in (("before", row), ("after", after[name])):
-            print(f"  {when:6} {one['reward']:g}  {one['response']!r}")
+            turns = [turn["text"] for turn in json.loads(one["turns"]) if turn["role"] == "policy"]
+            print(f"  {when:6} {one['reward']:g}  {', then '.join(map(repr, turns or [one['response']]))}")
 
 
 if __name__ == "__main__":

@@ -114,13 +114,12 @@ class EngineMonitor:
             self._cache_usage[engine_id] = max(load.kv_cache_usage, self._cache_usage.get(engine_id, 0.0))
             if before is None or _has_restarted(before, load):
                 self._speeds[engine_id] = EngineSpeed()
-            self._speeds[engine_id].observe(load)
-            if before is None or _has_restarted(before, load):
                 self.num_preemptions += load.num_preemptions
-                continue
-            self.num_preemptions += load.num_preemptions - before.num_preemptions
-            self._busy_s += load.busy_s - before.busy_s
-            self._observed_s += now - polled_at
+            else:
+                self.num_preemptions += load.num_preemptions - before.num_preemptions
+                self._busy_s += load.busy_s - before.busy_s
+                self._observed_s += now - polled_at
+            self._speeds[engine_id].observe(load)
         self._polls.append((self._observed_s, self._busy_s))
         observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
         if observed_s > 0:
