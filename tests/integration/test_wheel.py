@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,14 +32,16 @@ def run(*words: str | Path, cwd: Path, timeout_s: float = 600) -> str:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="installs the CPU build")
 def test_the_wheel_in_an_empty_environment_trains_the_demo(tmp_path: Path) -> None:
     pip = ("-m", "pip", "-q", "--disable-pip-version-check", "--no-input")
-    run(sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path, ROOT, cwd=tmp_path)
+    aside = shutil.ignore_patterns(".*", "runs", "site", "build", "__pycache__")  # building leaves files in the tree
+    shutil.copytree(ROOT, tmp_path / "tree", symlinks=True, ignore=aside)
+    run(sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path, tmp_path / "tree", cwd=tmp_path)
     (wheel,) = tmp_path.glob("penstock-*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     programs = tmp_path / "venv" / "bin"
     run(programs / "python", *pip, "install", f"{wheel}[cpu]", cwd=tmp_path, timeout_s=1500)
     where = run(programs / "python", "-c", "import penstock.platform as p; print(*p.__path__)", cwd=tmp_path)
     assert where.startswith(str(tmp_path))
-    run(programs / "penstock", "sft", "experiment=arithmetic_sft", "sft.num_steps=40", *SHORT, cwd=tmp_path)
+    run(programs / "penstock", "sft", "experiment=arithmetic_sft", "sft.max_steps=40", *SHORT, cwd=tmp_path)
     run(programs / "penstock", "train", "experiment=arithmetic", "name=demo", "total_steps=3", *SHORT, cwd=tmp_path)
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["ledger"]["trained"]) == ("completed", 3, 96)
