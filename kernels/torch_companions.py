@@ -51,42 +51,53 @@ _declared: list[Any] = []
 
 def mend_imports() -> None:
     """Hide what cannot be imported, and have torchvision's operators declared when it is. Imports none of them."""
-    if not is_cuda_build("torch"):
-        for name in HIDDEN:
-            if name not in sys.modules and is_cuda_build(name):
-                sys.modules[name] = None  # type: ignore[assignment] # Python's own mark for "not to be found"
-        if "torchvision" not in sys.modules and is_cuda_build("torchvision"):
-            sys.meta_path.insert(0, _Declaring())
+    if "cuda" in built_for("torch"):
+        return
+    for name in HIDDEN:
+        if name not in sys.modules and "cuda" in built_for(name):
+            sys.modules[name] = None  # type: ignore[assignment] # Python's own mark for "not to be found"
+    if "torchvision" not in sys.modules and "cuda" in built_for("torchvision"):
+        sys.meta_path.insert(0, _Declaring())
 
 
 def vllm_plugin() -> None:
     """Called by vLLM in each of its processes before it imports a model; importing this has mended them."""
 
 
-def is_cuda_build(name: str) -> bool:
-    """Whether an installed package was built for CUDA, by its `version.py`; False if it has none."""
+def built_for(name: str) -> str:
+    """`cuda` if an installed package was built for it, by its `version.py`; else nothing."""
     spec = PathFinder.find_spec(name)
-    if spec is None or spec.origin is None:
-        return False
-    file = Path(spec.origin).with_name("version.py")
-    return file.exists() and re.search(r"""__version__ = ['"][^'"]*\+cu\d""", file.read_text()) is not None
+    if spec is None or spec.origin is None or not (file := Path(spec.origin).with_name("version.py")).exists():
+        return ""
+    is_cuda = r"""^__version__ = ['"].*\+cu\d|^cuda\b[^=\n]*= ['"]"""  # the second: a torch built from source
+    return "cuda" if re.search(is_cuda, file.read_text(encoding="utf-8"), re.MULTILINE) else ""
 
 
 class _Declaring(MetaPathFinder):
-    """Declares the operators before torchvision is imported."""
+    """Finds torchvision, whose operators are declared before it is executed, and not while it is only looked for."""
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002
-        target: ModuleType | None = None,  # noqa: ARG002
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
-            import torch
+        if fullname != "torchvision":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-            library = torch.library.Library("torchvision", "DEF")
-            for schema in SCHEMAS:
-                library.define(schema)
-            _declared.append(library)
-        return None  # the usual finders find it
+            def declare_and_execute(module: ModuleType) -> None:
+                if not _declared:
+                    _declare()
+                execute(module)
+
+            spec.loader.exec_module = declare_and_execute  # type: ignore[method-assign]
+        return spec
+
+
+def _declare() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    _declared.append(library)

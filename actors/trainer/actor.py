@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -81,6 +82,7 @@ class TrainerRank:
         self._rank = rank
         partner = "" if spec.policy_id == POLICY else f"{spec.policy_id}-"
         self._role = f"{partner}trainer-{rank}"
+        self._num_parts = 0
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
@@ -129,14 +131,21 @@ class TrainerRank:
     @gives_memory_back
     def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
         """Train a batch, or the last part of a batch that was sent in parts."""
-        if version + 1 not in self._spec.trainer.profile_steps:
-            return self._running().step(payloads_of(groups), version)
-        with profiled(Path(self._spec.profile_in) / f"{self._role}-step-{version + 1}.json.gz"):
+        self._num_parts = 0
+        with self._profile(version + 1, ""):
             return self._running().step(payloads_of(groups), version)
 
     def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(payloads_of(groups), version)
+        self._num_parts += 1
+        with self._profile(version + 1, f"-part-{self._num_parts}"):
+            self._running().accumulate(payloads_of(groups), version)
+
+    def _profile(self, step: int, part: str) -> AbstractContextManager[None]:
+        """Writes a profile if one of this step is wanted."""
+        if step not in self._spec.trainer.profile_steps:
+            return nullcontext()
+        return profiled(Path(self._spec.profile_in) / f"{self._role}-step-{step}{part}.json.gz")
 
     def early_logprobs(self, groups: Sequence[GroupRef], version: int) -> None:
         """Compute logprobs of groups of a batch that is not complete yet. Collective."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.dataflow.task import Task
-from penstock.envs.environment import Environment
+from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.tasks.math_tasks import MathTasks, has_answer
 from penstock.envs.tools.calculator import calculate
+from penstock.envs.tools.functions import parse_calls
 from penstock.envs.tools.tool_environment import ToolEnvironment
 
 
@@ -28,6 +29,12 @@ class WithCalculator(ToolEnvironment):
     """Reward 1 if math-verify finds the answer of the last turn equal, else 0."""
 
     tools = (calculate,)
+
+    async def step(self, action: Action) -> Observation | Done:
+        """A turn that was cut off is no answer."""
+        if action.is_truncated and not parse_calls(action.text):
+            return Done(0.0)
+        return await super().step(action)
 
     def score(self, task: Task, answer: str) -> float:
         """1 or 0."""

@@ -134,14 +134,19 @@ def math_verify_reward(trajectory: Trajectory, answer: AnswerValue, **_: object)
     Raises:
         ValueError: If no response could equal the answer (envs/rewards/answers.py).
     """
-    answer = checked_answer(answer)
-    return float(trajectory.finish_reason == "stop" and has_answer(trajectory.response, answer))
+    found = has_answer(trajectory.response, answer)
+    return float(found and trajectory.finish_reason == "stop")
 
 
 def has_answer(text: str, answer: AnswerValue) -> bool:
-    """Whether math-verify finds the final (boxed) answer of a text equal to `answer`."""
+    """Whether math-verify finds the final (boxed) answer of a text equal to `answer`.
+
+    Raises:
+        ValueError: If no text could equal the answer (envs/rewards/answers.py).
+    """
     import math_verify
 
+    answer = checked_answer(answer)
     predicted = math_verify.parse(text, parsing_timeout=None)
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
     golds = (math_verify.parse(f"\\boxed{{{gold}}}", parsing_timeout=None) for gold in dict.fromkeys(written))

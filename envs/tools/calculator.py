@@ -1,19 +1,35 @@
-"""A calculator as a tool: exact arithmetic, of numbers, + - * / and parentheses only."""
+"""A calculator as a tool: exact arithmetic, of numbers, + - * / and parentheses only.
+
+Decimals that never end are rounded to twelve digits.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
 _SIGNS = re.compile(r"[\d\s.+\-*/()]+")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_DIGITS = 12
+"""Of a value whose decimals never end."""
 
 
 def calculate(expression: str) -> str:
     """Compute an arithmetic expression, for example (12.5 + 3) * 4."""
-    exact = evaluate(expression.replace(",", ""))  # of thousands
-    return str(exact.numerator) if exact.denominator == 1 else f"{float(exact):.10g}"
+    exact = evaluate(_THOUSANDS.sub("", expression))
+    with localcontext(prec=_DIGITS if _repeats(exact.denominator) else 4 * MAX_CHARACTERS):
+        value = Decimal(exact.numerator) / Decimal(exact.denominator)
+    return f"{value:f}"
+
+
+def _repeats(denominator: int) -> bool:
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator > 1
 
 
 def evaluate(expression: str) -> Fraction:
@@ -36,6 +52,8 @@ def _value(node: ast.AST, expression: str) -> Fraction:
     match node:
         case ast.Constant(int() | float()):
             return Fraction(ast.get_source_segment(expression.strip(), node) or "")  # 0.1 is a tenth
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return _value(operand, expression)
         case ast.UnaryOp(ast.USub(), operand):
             return -_value(operand, expression)
         case ast.BinOp(left, ast.Add(), right):

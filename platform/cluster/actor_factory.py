@@ -185,7 +185,9 @@ class RunActors:
         need = replace(need, near=near or need.near)
         if self.devices is not None:
             need = replace(need, place=self.devices.place(("engine", self.policy_id, index)))
-        (engine,) = await start_engines([engine_spec(config, index)], [need], config.rollout.start_timeout_s)
+        (engine,) = await start_engines(
+            [engine_spec(config, index, self.policy_id)], [need], config.rollout.start_timeout_s
+        )
         engine.shards = self.shards.get(rollout_pool_of(config, engine))
         return engine
 
@@ -380,7 +382,7 @@ def trainer_spec(
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
-        profile_in=profiles_folder(config),
+        profile_in=profiles_folder(config, policy_id),
         shares_devices=cluster.colocated,
         kind=kind,
         policy_id=policy_id,
@@ -447,15 +449,15 @@ async def start_engine_group(
     if after is not None:
         await after
     needs = resources(config, "engine", command, devices, policy_id)
-    return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
+    return await start_engines(engine_specs(config, policy_id), needs, config.rollout.start_timeout_s)
 
 
-def engine_specs(config: RunConfig) -> list[EngineSpec]:
+def engine_specs(config: RunConfig, policy_id: PolicyId = POLICY) -> list[EngineSpec]:
     """Settings of the engines that a run begins with."""
-    return [engine_spec(config, index) for index in range(config.num_engines)]
+    return [engine_spec(config, index, policy_id) for index in range(config.num_engines)]
 
 
-def engine_spec(config: RunConfig, index: int) -> EngineSpec:
+def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY) -> EngineSpec:
     """Settings of the engine `engine-<index>`."""
     view = config.rollout_view_of(index)
     cluster, engine = view.cluster, view.rollout.engine
@@ -474,15 +476,16 @@ def engine_spec(config: RunConfig, index: int) -> EngineSpec:
         stage_timeout_s=0.9 * config.weights.timeout_s,
         publish_in=config.weights.directory,
         profile_steps=config.trainer.profile_steps,
-        profile_in=profiles_folder(config),
+        profile_in=profiles_folder(config, policy_id),
         seed=config.seed + index,
         threads=cluster.threads_per_process,
     )
 
 
-def profiles_folder(config: RunConfig) -> str:
-    """Where ranks and engines write their profiles."""
-    return str(Path(config.run_dir).absolute() / PROFILES_FOLDER)
+def profiles_folder(config: RunConfig, policy_id: PolicyId) -> str:
+    """Where the ranks and engines of a policy write their profiles."""
+    folder = Path(config.run_dir).absolute() / PROFILES_FOLDER
+    return str(folder if policy_id == POLICY else folder / policy_id)
 
 
 def engine_index(engine_id: EngineId) -> int:

@@ -151,7 +151,8 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
     overrides = sort_overrides(typed, groups)
-    result.has_experiment = any(choice.startswith(("experiment=", "task=")) for choice in overrides.choices)
+    parts = ("experiment=", "task=", "scale=")
+    result.has_experiment = any(choice.startswith(parts) for choice in overrides.choices)
     if not result.has_experiment and not overrides.problems:
         choices = ", ".join(groups["experiment"])
         overrides.problems.append(

@@ -179,7 +179,7 @@ def flow_charts(record: RunRecord) -> list[Chart]:
         ("trained", "throughput/trained_tokens_per_s", BLUE),
     ]
     idle = [("trainer", "idle/trainer_share", BLUE), ("engines", "idle/engine_share", TEAL)]
-    ranks, engines = _lines_of(record, "rank/product_tflops/", "rank "), _lines_of(record, "engine/kv_cache_usage/")
+    ranks, engines = _lines_of(record, "rank/product_tflops/", 1.0), _lines_of(record, "engine/kv_cache_usage/", -1.0)
     return [
         *_line_chart(record, "Throughput", "Tokens per second, sampled by the engines and trained.", throughput),
         *_line_chart(record, "Idle over the run", "Idle share of each step.", idle, ".0%"),
@@ -188,11 +188,17 @@ def flow_charts(record: RunRecord) -> list[Chart]:
     ]
 
 
-def _lines_of(record: RunRecord, prefix: str, kind: str = "") -> list[tuple[str, str, str]]:
-    """Lines of a metric of several ranks or engines: of the `_MAX_LINES` with the smallest mean."""
+def _lines_of(record: RunRecord, prefix: str, sign: float) -> list[tuple[str, str, str]]:
+    """Lines of a metric of each rank or engine: of the `_MAX_LINES` with the smallest mean, with −1 the largest."""
     means = {name: sum(one.values) / len(one.values) for name, one in record.series.items() if name.startswith(prefix)}
-    names = sorted(sorted(means, key=means.__getitem__)[:_MAX_LINES])
-    return [(kind + name.removeprefix(prefix), name, color) for name, color in zip(names, itertools.cycle(_COLORS))]
+    shown = sorted(means, key=lambda name: sign * means[name])[:_MAX_LINES]
+    names = sorted(shown, key=lambda name: (len(name), name))  # engine-2 before engine-10
+    kind = prefix.partition("/")[0]
+    labels = [name.removeprefix(prefix) for name in names]
+    return [
+        (label if label.startswith(kind) else f"{kind} {label}", name, color)
+        for label, name, color in zip(labels, names, itertools.cycle(_COLORS))
+    ]
 
 
 def health_charts(record: RunRecord) -> list[Chart]:

@@ -141,6 +141,8 @@ class EngineSpeed:
         if load.busy_s < WARM_UP_S:
             return
         self._first = self._first or load
+        if self._loads and self._loads[-1].busy_s == load.busy_s:  # it was idle
+            self._loads.pop()
         self._loads.append(load)
         while len(self._loads) > 1 and load.busy_s - self._loads[1].busy_s >= SPEED_WINDOW_S:
             self._loads.popleft()

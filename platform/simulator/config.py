@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -59,9 +59,9 @@ class SimulationConfig(BaseModel):
     """Seconds that each running sequence adds to a decode step."""
     prefill_s_per_token: float = Field(default=28e-6, ge=0)
     """Seconds to prefill one prompt token; decoding is paused during prefill."""
-    engine_speeds: tuple[float, ...] = (1.0,)
+    engine_speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Relative speed per engine, repeated over the engines."""
-    rank_speeds: tuple[float, ...] = (1.0,)
+    rank_speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Relative speed per trainer rank, repeated over the ranks; a step takes as long as the slowest needs."""
     train_s_per_token: float = Field(default=100e-6, gt=0)
     """Device-seconds to train one token."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.platform.run.slow_parts import SLOW_SHARE
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_metric, read_summary
 from tests.integration.test_fleet import end, output_of, training
@@ -25,7 +24,7 @@ def test_one_of_two_engines_that_is_held_14_of_every_20_seconds_is_named(tmp_pat
     run_dir = tmp_path / "runs" / "held"
     process = training(tmp_path, "held", "rollout.num_engines=2", "rollout.engine.max_num_seqs=4")
     try:
-        held = engine_process(process.pid, run_dir, "engine-1")
+        held = engine_process(run_dir, "engine-1")
         deadline = time.monotonic() + LONGEST_S
         while (said := named(run_dir)) == "" and time.monotonic() < deadline:
             held.send_signal(signal.SIGSTOP)
@@ -47,12 +46,10 @@ def named(run_dir: Path) -> str:
     return next((line for line in lines if "A rank or an engine is slow" in line), "")
 
 
-def engine_process(driver: int, run_dir: Path, engine_id: str) -> psutil.Process:
+def engine_process(run_dir: Path, engine_id: str) -> psutil.Process:
     """The process that wrote the log of an engine."""
     first = (run_dir / "logs" / f"{engine_id}.log").read_text().splitlines()[0]
-    process = psutil.Process(int(first.split("process ")[1].split(",")[0]))
-    assert process.is_running(), driver
-    return process
+    return psutil.Process(int(first.split("process ")[1].split(",")[0]))
 
 
 def test_two_healthy_ranks_are_measured_and_profiled_and_none_is_named(tmp_path: Path) -> None:
@@ -63,7 +60,7 @@ def test_two_healthy_ranks_are_measured_and_profiled_and_none_is_named(tmp_path:
     assert min(map(min, rates)) > 0
     assert [len(read_metric(run_dir, f"rank/busy_s/{rank}")) for rank in range(2)] == [40, 40]
     assert max(read_metric(run_dir, "engine/kv_cache_usage/engine-0")) > 0
-    assert read_summary(run_dir)["slow_parts"] == {}, SLOW_SHARE
+    assert read_summary(run_dir)["slow_parts"] == {}
     for rank in range(2):
         profile = gzip.decompress((run_dir / "profiles" / f"trainer-{rank}-step-2.json.gz").read_bytes())
         assert any(event["name"] == "aten::mm" for event in json.loads(profile)["traceEvents"])

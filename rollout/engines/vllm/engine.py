@@ -53,6 +53,8 @@ from penstock.weights.transport.in_place import IN_PLACE
 from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 UNPUBLISHED = -1
+PROFILED_STEPS = 256
+"""Steps of the engine in one profile: writing a long one would keep a publish waiting."""
 MAX_LOST_PROBABILITY = 1e-3
 """Of tokens that a truncated distribution kept and that vLLM did not list; rounding in float32 explains 1e-5."""
 
@@ -223,7 +225,7 @@ class VllmEngine:
     async def profile(self, name: str, seconds: float) -> None:
         """See `LocalEngine`."""
         llm = self._open()
-        await llm.start_profile(profile_prefix=name)
+        await llm.start_profile(profile_prefix=name, max_iterations=PROFILED_STEPS)
         try:
             await asyncio.sleep(seconds)
         finally:

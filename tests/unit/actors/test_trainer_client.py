@@ -23,6 +23,7 @@ class FakeRank:
         self.calls: list[tuple[str, list[str]]] = []
         self.fails = fails
         self.versions: list[int] = []
+        self.metrics: dict[str, float] = {}
 
     def __getattr__(self, method: str) -> Any:
         return type("Method", (), {"remote": staticmethod(lambda *arguments: self._call(method, *arguments))})
@@ -34,7 +35,7 @@ class FakeRank:
         if self.fails:
             answer.set_exception(RuntimeError("planted"))
         else:
-            answer.set_result(None if method == "accumulate" else StepReport(1, False, {}, 2.0))
+            answer.set_result(None if method == "accumulate" else StepReport(1, False, self.metrics, 2.0))
         return answer
 
 
@@ -258,3 +259,11 @@ async def test_a_checkpoint_that_is_not_written_says_why_and_names_its_limit() -
         await TrainerClient([Stopped()], 0.05).write_checkpoint("/folder")
     with pytest.raises(CheckpointError, match=r"trainer: checkpoint /folder: a process died: .*low on memory"):
         await TrainerClient([Dead()], 10.0).write_checkpoint("/folder")
+
+
+async def test_what_only_one_rank_measures_is_in_the_report_of_all() -> None:
+    ranks = [FakeRank(), FakeRank()]
+    for number, rank in enumerate(ranks):
+        rank.metrics = {"loss/policy": 10.0 + number, f"rank/busy_s/{number}": float(number)}
+    report = await TrainerClient(ranks, 10.0).step(batch([5]))
+    assert report.metrics == {"loss/policy": 10.0, "rank/busy_s/0": 0.0, "rank/busy_s/1": 1.0}

@@ -22,16 +22,22 @@ TASK = Task(TaskId("t"), [{"role": "user", "content": "?"}], {"answer": "62"})
         ("12*34", "408"),
         ("(12.5+3)*4", "62"),
         ("0.1+0.2", "0.3"),
-        ("1/3", "0.3333333333"),
-        ("-(2)", "-2"),
+        ("1/3", "0.333333333333"),
+        ("-(2) + +3", "1"),
         ("1,234*2", "2468"),
+        ("24691357803/2", "12345678901.5"),
+        ("1234567890.25+0", "1234567890.25"),
+        ("0.00001*1", "0.00001"),
+        ("1000000*1000000*10", "10000000000000"),
     ],
 )
 def test_it_computes_exactly(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["2**9", "1/0", "__import__('os')", "1e5", "3 4", "", "(" * 150, "9" * 201])
+@pytest.mark.parametrize(
+    "expression", ["2**9", "1/0", "1,5", "__import__('os')", "1e5", "3 4", "", "(" * 150, "9" * 201]
+)
 def test_it_refuses_everything_else(expression: str) -> None:
     with pytest.raises(ValueError, match=r"is no expression|only \+ - \* / are known|division by zero"):
         calculate(expression)
@@ -50,6 +56,13 @@ async def test_a_call_is_answered_and_the_boxed_answer_after_it_is_scored() -> N
         ended = await environment.step(Action(answer))
         assert isinstance(ended, Done)
         assert ended.reward == reward
+
+
+async def test_a_turn_that_was_cut_off_is_no_answer() -> None:
+    environment = WithCalculator()
+    environment.reset(TASK)
+    ended = await environment.step(Action("so it is 31 + 31 = 62", is_truncated=True))
+    assert ended == Done(0.0)
 
 
 def test_its_tasks_are_those_of_the_dataset(tmp_path: Path) -> None:

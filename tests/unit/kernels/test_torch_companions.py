@@ -47,6 +47,14 @@ def test_a_cuda_build_is_imported_and_its_operators_say_that_they_are_missing(tm
     assert "NotImplementedError: Could not run 'torchvision::nms'" in run(tmp_path, program)
 
 
+def test_looking_for_it_imports_no_torch(tmp_path: Path) -> None:
+    package(tmp_path, "torchvision", "0.28.0+cu130", NEEDS_ITS_OPERATORS)
+    program = (
+        "import penstock, sys, importlib.util as util; util.find_spec('torchvision'); print('torch' in sys.modules)"
+    )
+    assert run(tmp_path, program) == "False\n"
+
+
 @pytest.mark.parametrize("name", ["torchaudio", "torchcodec"])
 def test_packages_for_sound_and_video_are_hidden_if_they_are_built_for_cuda(tmp_path: Path, name: str) -> None:
     package(tmp_path, name, "2.11.1+cu132", "raise OSError('Could not load this library')")

@@ -152,7 +152,7 @@ def test_what_is_left_out_of_the_image_is_not_needed_by_the_installation() -> No
 
 def test_the_workflow_calls_targets_that_there_are() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
-    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if step.get("run", "").startswith("make")]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert {step.split()[1] for step in steps} <= targets
     assert steps[-3:] == ["make lint", "make test", "make docs"]

@@ -19,6 +19,7 @@ from tests.tiers import by_tier
 PARAMETERS = {
     "qwen2_5_0_5b_instruct": 494_032_768,
     "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_7b_instruct": 7_615_616_512,
     "qwen3_0_6b": 596_049_920,
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_4b": 4_022_468_096,
@@ -30,7 +31,7 @@ PARAMETERS = {
     "smollm2_360m": 361_821_120,
     "smollm2_1_7b": 1_711_376_384,
 }
-"""Of each public model, as its page on the Hub counts its safetensors."""
+"""Of each public model, a tied head counted once (some files on the Hub have it twice)."""
 TASKS = sorted(path.stem for path in (CONF_DIR / "task").glob("*.yaml"))
 SCALES = sorted(path.stem for path in (CONF_DIR / "scale").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
@@ -55,7 +56,7 @@ def test_the_packaged_shape_of_a_model_has_its_number_of_parameters(name: str) -
     assert counted == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
-def test_there_are_twelve_recipes_for_gpus_and_each_says_that_it_was_not_run() -> None:
+def test_each_recipe_is_in_the_guide_and_says_that_it_was_not_run() -> None:
     assert len(RECIPES) >= 15
     guide = (CONF_DIR.parent / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8")
     assert [name for name in RECIPES if f"| `{name}` |" not in guide] == []
@@ -93,6 +94,12 @@ def test_each_model_is_planned_for_each_task_on_each_scale_or_is_too_large_for_i
             fitting.append(model)
     least = {"one_gpu": 4, "one_gpu_80gib": 8}.get(scale, len(PARAMETERS))
     assert len(fitting) >= least, fitting
+
+
+def test_a_scale_and_rows_of_ones_own_need_no_experiment_either() -> None:
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 40)
+    parts = ["model=qwen3_0_6b", "scale=one_gpu", "env=dataset", "env.args.path=rows.jsonl", "reward=exact_match"]
+    assert compose_config(parts).cluster.colocated
 
 
 def test_a_task_needs_no_experiment_and_nothing_at_all_says_what_there_is() -> None:
