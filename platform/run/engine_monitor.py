@@ -18,8 +18,8 @@ from penstock.rollout.engine_pool.pool import EnginePool
 logger = logging.getLogger(__name__)
 
 WINDOW_POLLS = 6
-SPEED_WINDOW_S, WARM_UP_S = 60.0, 30.0
-"""Busy seconds over which the speed of an engine is measured, and those after its start that do not count."""
+SPEED_WINDOW_S, LEAST_BUSY_S, WARM_UP_S = 60.0, 20.0, 10.0
+"""Over what the speed of an engine is measured: seconds, and busy seconds in them; those that do not count at first."""
 
 
 class EngineMonitor:
@@ -119,7 +119,7 @@ class EngineMonitor:
                 self.num_preemptions += load.num_preemptions - before.num_preemptions
                 self._busy_s += load.busy_s - before.busy_s
                 self._observed_s += now - polled_at
-            self._speeds[engine_id].observe(load)
+            self._speeds[engine_id].observe(now, load)
         self._polls.append((self._observed_s, self._busy_s))
         observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
         if observed_s > 0:
@@ -129,37 +129,39 @@ class EngineMonitor:
 class EngineSpeed:
     """Speed of one process of an engine, from its absolute counters.
 
-    Invariant: `_loads` spans the newest `SPEED_WINDOW_S` busy seconds, or all of them if they are fewer.
+    Invariant: `_polls` is the shortest newest stretch that is long enough to measure, or all of them.
     """
 
     def __init__(self) -> None:
-        self._first: EngineLoad | None = None
-        self._loads: deque[EngineLoad] = deque()
+        self._first: tuple[float, EngineLoad] | None = None
+        self._polls: deque[tuple[float, EngineLoad]] = deque()
 
-    def observe(self, load: EngineLoad) -> None:
-        """Add what a poll has found."""
+    def observe(self, now: float, load: EngineLoad) -> None:
+        """Add what a poll has found, at `now` seconds."""
         if load.busy_s < WARM_UP_S:
             return
-        self._first = self._first or load
-        if self._loads and self._loads[-1].busy_s == load.busy_s:  # it was idle
-            self._loads.pop()
-        self._loads.append(load)
-        while len(self._loads) > 1 and load.busy_s - self._loads[1].busy_s >= SPEED_WINDOW_S:
-            self._loads.popleft()
+        self._first = self._first or (now, load)
+        if self._polls and self._polls[-1][1].busy_s == load.busy_s:  # it was idle
+            self._polls.pop()
+        self._polls.append((now, load))
+        while len(self._polls) > 1 and _rates(self._polls[1], self._polls[-1]) is not None:
+            self._polls.popleft()
 
     def measured(self) -> Speed | None:
-        """The speed in the window, and before it; None while the window is not full."""
-        if self._first is None or (now := _rates(self._loads[0], self._loads[-1])) is None:
+        """The speed in the newest stretch, and before it; None while that is too short."""
+        if self._first is None or (now := _rates(self._polls[0], self._polls[-1])) is None:
             return None
-        return Speed(now, _rates(self._first, self._loads[0]))
+        return Speed(now, _rates(self._first, self._polls[0]))
 
 
-def _rates(start: EngineLoad, end: EngineLoad) -> tuple[float, float] | None:
-    """Tokens per busy second and per request second; None if it was busy for less than `SPEED_WINDOW_S`."""
-    if end.busy_s - start.busy_s < SPEED_WINDOW_S:
+def _rates(start: tuple[float, EngineLoad], end: tuple[float, EngineLoad]) -> tuple[float, float] | None:
+    """Tokens per busy second and per request second between two polls; None if that is too short."""
+    (began_at, before), (ended_at, after) = start, end
+    busy_s = after.busy_s - before.busy_s
+    if ended_at - began_at < SPEED_WINDOW_S or busy_s < LEAST_BUSY_S:
         return None
-    num_tokens = end.tokens_generated - start.tokens_generated
-    return num_tokens / (end.busy_s - start.busy_s), num_tokens / max(end.request_s - start.request_s, 1e-9)
+    num_tokens = after.tokens_generated - before.tokens_generated
+    return num_tokens / busy_s, num_tokens / max(after.request_s - before.request_s, 1e-9)
 
 
 def _has_restarted(before: EngineLoad, now: EngineLoad) -> bool:

@@ -1,7 +1,7 @@
 """Says, once, which trainer rank or engine is slow: beside its peers, or beside what it was.
 
     a rank      rate of a product of fixed size (trainer/flops.py), median of the newest steps
-    an engine   tokens per busy second, and per second of its requests, in its newest busy minute
+    an engine   tokens per busy second, and per second of its requests, in its newest minute or more
 
 An engine with more requests samples more tokens per second, and fewer for each request. One that has less to do is low
 in the first rate only, and one that has more in the second; only a slow one is low in both. An engine that is given
@@ -126,7 +126,7 @@ class SlowParts:
             tokens_per_s, per_request = engines[name].now
             self._name(
                 name,
-                f"v{version}: {name} samples {tokens_per_s:.3g} tokens/s in its newest busy minute, "
+                f"v{version}: {name} samples {tokens_per_s:.3g} tokens per busy second in its newest minute, "
                 f"{_of(slow, 'engines')}, and {per_request:.3g} instead of {slow.expected[1]:.3g} for each request. "
                 f"{_SEE}",
             )

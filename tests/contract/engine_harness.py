@@ -55,7 +55,7 @@ def make_spec(
         threads=1,
         bucket_bytes=bucket_bytes,
         profile_steps=(1,),
-        profile_in=str(model.path / "profiles"),
+        profile_in=f"{model.path}/profiles",
     )
 
 

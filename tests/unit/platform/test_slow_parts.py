@@ -9,7 +9,7 @@ import pytest
 
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
-from penstock.platform.run.engine_monitor import SPEED_WINDOW_S, WARM_UP_S, EngineSpeed
+from penstock.platform.run.engine_monitor import LEAST_BUSY_S, SPEED_WINDOW_S, WARM_UP_S, EngineSpeed
 from penstock.platform.run.slow_parts import PRODUCT, SlowParts, Speed, slow_ones
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import simulate
@@ -107,10 +107,23 @@ def test_the_speed_of_an_engine_is_that_of_its_newest_busy_minute() -> None:
         fast = second < 200
         tokens = load.tokens_generated + (100 if fast else 25)
         load = replace(load, tokens_generated=tokens, busy_s=second + 1.0, request_s=4.0 * (second + 1))
-        speed.observe(load)
+        speed.observe(float(second), load)
         seen.append(speed.measured())
     first = next(second for second, one in enumerate(seen) if one is not None)
-    assert first == WARM_UP_S + SPEED_WINDOW_S - 1
+    assert first == WARM_UP_S + SPEED_WINDOW_S - 1, "seconds, all of them busy"
     assert seen[first] == Speed((100.0, 25.0), None)
     assert seen[-1] == Speed((25.0, 6.25), pytest.approx((100.0, 25.0), rel=0.2))
     assert list(slow_ones({EngineId("a"): seen[-1]}, depends_on_work=True)) == ["a"]
+
+
+def test_an_engine_that_is_often_idle_is_measured_over_a_longer_time() -> None:
+    speed = EngineSpeed()
+    busy = LEAST_BUSY_S / SPEED_WINDOW_S / 2
+    for second in range(1000):
+        tokens, busy_s = 100 * second, WARM_UP_S + busy * second
+        speed.observe(float(second), EngineLoad(0, 1, 0, 0.5, tokens, busy_s, request_s=busy_s))
+        assert (speed.measured() is None) == (second < 2 * SPEED_WINDOW_S), second
+    assert len(speed._polls) <= 2 * SPEED_WINDOW_S + 2
+    for second in range(1000, 2000):  # nothing to do for long
+        speed.observe(float(second), EngineLoad(0, 0, 0, 0.0, tokens, busy_s, request_s=busy_s))
+    assert len(speed._polls) <= 2 * SPEED_WINDOW_S + 2
