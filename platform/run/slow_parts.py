@@ -61,7 +61,7 @@ def slow_ones(speeds: Mapping[Part, Speed], *, depends_on_work: bool, are_equal:
     Args:
         speeds: Name of a part -> its speed.
         depends_on_work: Whether all may become slower at once since their work has changed, as engines with longer
-            prompts do. What a part has lost is then compared to what its peers have lost.
+            prompts do. What a part has lost is then compared to what its peers have lost; one alone is not slow.
         are_equal: Whether they should be equally fast.
     """
     found: dict[Part, Slow] = {}
@@ -75,7 +75,9 @@ def slow_ones(speeds: Mapping[Part, Speed], *, depends_on_work: bool, are_equal:
         if speed.before is None:
             continue
         kept = [_share(peer.now, peer.before) for peer in peers if peer.before is not None]
-        usual = min(median(kept), 1.0) if kept and depends_on_work else 1.0
+        if depends_on_work and not kept:
+            continue
+        usual = min(median(kept), 1.0) if depends_on_work else 1.0
         if (share := _share(speed.now, speed.before)) < SLOW_SHARE * usual:
             found[name] = Slow(share, speed.before, of_peers=False)
     return found

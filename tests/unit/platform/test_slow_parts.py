@@ -113,7 +113,9 @@ def test_the_speed_of_an_engine_is_that_of_its_newest_busy_minute() -> None:
     assert first == WARM_UP_S + SPEED_WINDOW_S - 1, "seconds, all of them busy"
     assert seen[first] == Speed((100.0, 25.0), None)
     assert seen[-1] == Speed((25.0, 6.25), pytest.approx((100.0, 25.0), rel=0.2))
-    assert list(slow_ones({EngineId("a"): seen[-1]}, depends_on_work=True)) == ["a"]
+    alone = {EngineId("a"): seen[-1]}
+    assert not slow_ones(alone, depends_on_work=True), "its answers may have become shorter"
+    assert list(slow_ones(alone, depends_on_work=False)) == ["a"]
 
 
 def test_an_engine_that_is_often_idle_is_measured_over_a_longer_time() -> None:
