@@ -11,6 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+AS_MODULE = """
+import penstock  # before transformers, which else stumbles over a torchvision for CUDA
+import runpy, sys
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 def run_ranks(
     program: str, arguments: Sequence[Sequence[object]], *, timeout_s: float, may_die: frozenset[int] = frozenset()
 ) -> None:
@@ -24,7 +32,7 @@ def run_ranks(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", program, *map(str, own)],
+            [sys.executable, "-c", AS_MODULE, program, *map(str, own)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

@@ -42,7 +42,7 @@ from penstock.trainer.batches.mini_batches import batch_normaliser, mini_batches
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.flops import FlopCounter, product_tflops
+from penstock.trainer.flops import FlopCounter
 from penstock.trainer.micro_batches import MicroBatchPasses, TeacherForced
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.optimizer_steps import (
@@ -153,17 +153,9 @@ class PolicyTrainer:
             metrics["checkpoint/copy_wait_s"], self._copy_wait_s = self._copy_wait_s, None
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         busy_s = step_s + ahead_s
-        metrics |= self._flops.take(busy_s) | self._of_this_rank(busy_s)
+        metrics |= self._flops.take(busy_s)
         told = trained_tokens if self.backend.rank == 0 else {}
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s, told)
-
-    def _of_this_rank(self, busy_s: float) -> dict[str, float]:
-        rank, device = self.backend.rank, self.backend.device
-        metrics = {f"rank/busy_s/{rank}": busy_s, f"rank/product_tflops/{rank}": product_tflops(device)}
-        if device.type == "cuda":
-            metrics[f"rank/peak_device_gib/{rank}"] = torch.cuda.max_memory_allocated(device) / 2**30
-            torch.cuda.reset_peak_memory_stats(device)
-        return metrics
 
     def accumulate(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.

@@ -31,6 +31,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.kernels.portable.products import use_onednn
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
+from penstock.trainer.flops import product_tflops
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, beside_the_step, on_cpu
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.trainer.step_profile import profiled
@@ -133,7 +134,17 @@ class TrainerRank:
         """Train a batch, or the last part of a batch that was sent in parts."""
         self._num_parts = 0
         with self._profile(version + 1, ""):
-            return self._running().step(payloads_of(groups), version)
+            report = self._running().step(payloads_of(groups), version)
+        return replace(report, metrics={**report.metrics, **self._measured(report.busy_s)})
+
+    def _measured(self, busy_s: float) -> dict[str, float]:
+        """What this process knows of its own device, as metrics of this rank."""
+        device = torch.device(self._spec.device)
+        metrics = {f"rank/busy_s/{self._rank}": busy_s, f"rank/product_tflops/{self._rank}": product_tflops(device)}
+        if device.type == "cuda":
+            metrics[f"rank/peak_device_gib/{self._rank}"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+        return metrics
 
     def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""

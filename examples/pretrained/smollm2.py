@@ -15,6 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import penstock  # noqa: F401 - before transformers, which else stumbles over a torchvision for CUDA
+
 FLOAT32_OVER_4_BITS = 32 / 4.5
 """Bytes of the model over those of its file; while it is read, both the model and a copy of it are in memory."""
 

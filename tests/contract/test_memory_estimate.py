@@ -21,6 +21,7 @@ from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.weights.model_config import DType
 from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes
 from tests.live_bytes import LiveBytes
+from tests.rank_processes import AS_MODULE
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -79,7 +80,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Measured]:
     folder = tmp_path_factory.mktemp("memory")
     (folder / "cases").write_bytes(pickle.dumps(CASES))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.contract.memory_of_a_rank", str(folder / "cases"), str(folder / "answers")],
+        [
+            sys.executable,
+            "-c",
+            AS_MODULE,
+            "tests.contract.memory_of_a_rank",
+            str(folder / "cases"),
+            str(folder / "answers"),
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"},
         check=False,

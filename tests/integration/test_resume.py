@@ -37,7 +37,17 @@ REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 1
 OWN_REWARD = ("dataflow.batch_groups=2", "reward.fn=own:letters")
 EVERY_STEP = ["checkpoint.every_steps=1", f"total_steps={STEPS}", *OWN_REWARD, *SMALL]
 FRESH = ("dataflow.max_staleness=0", "rollout.engine.deterministic=true", "rollout.engine.max_num_seqs=4")
-METRICS_OF_TIME = ("throughput/", "idle/", "memory/", "checkpoint/", "weights/", "trainer/", "flow/")
+METRICS_OF_TIME = (
+    "throughput/",
+    "idle/",
+    "memory/",
+    "checkpoint/",
+    "weights/",
+    "trainer/",
+    "flow/",
+    "rank/",
+    "engine/",
+)
 
 
 class KilledError(Exception):

@@ -11,15 +11,16 @@ import torch
 
 from penstock.actors.trainer import actor
 from penstock.actors.trainer.actor import TrainerRank
+from penstock.dataflow.ports import StepReport
 
 
 class Trainer:
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
-    def step(self, _groups: object, _version: int) -> str:
+    def step(self, _groups: object, _version: int) -> StepReport:
         self._calls.append("step")
-        return "report"
+        return StepReport(1, skipped=False, metrics={"loss/policy": 0.5}, busy_s=2.0)
 
     def token_logprobs(self, _examples: object) -> str:
         self._calls.append("logprobs")
@@ -53,5 +54,8 @@ def test_what_torch_has_cached_goes_back_to_a_shared_device_after_each_call(
         with pytest.raises(torch.OutOfMemoryError):
             CALLS[what](rank)
     else:
-        assert CALLS[what](rank) == ("report" if what == "step" else None)
+        answer = CALLS[what](rank)
+        if isinstance(answer, StepReport):
+            assert (answer.metrics["loss/policy"], answer.metrics["rank/busy_s/1"]) == (0.5, 2.0)
+            assert answer.metrics["rank/product_tflops/1"] > 0
     assert calls == [what, "empty"] if shares else [what]
