@@ -51,12 +51,12 @@ _declared: list[Any] = []
 
 def mend_imports() -> None:
     """Hide what cannot be imported, and have torchvision's operators declared when it is. Imports none of them."""
-    if "cuda" in built_for("torch"):
+    if is_for_cuda("torch"):
         return
     for name in HIDDEN:
-        if name not in sys.modules and "cuda" in built_for(name):
+        if name not in sys.modules and is_for_cuda(name):
             sys.modules[name] = None  # type: ignore[assignment] # Python's own mark for "not to be found"
-    if "torchvision" not in sys.modules and "cuda" in built_for("torchvision"):
+    if "torchvision" not in sys.modules and is_for_cuda("torchvision"):
         sys.meta_path.insert(0, _Declaring())
 
 
@@ -64,13 +64,13 @@ def vllm_plugin() -> None:
     """Called by vLLM in each of its processes before it imports a model; importing this has mended them."""
 
 
-def built_for(name: str) -> str:
-    """`cuda` if an installed package was built for it, by its `version.py`; else nothing."""
+def is_for_cuda(name: str) -> bool:
+    """Whether an installed package was built for CUDA, by its `version.py`; False if it has none."""
     spec = PathFinder.find_spec(name)
     if spec is None or spec.origin is None or not (file := Path(spec.origin).with_name("version.py")).exists():
-        return ""
-    is_cuda = r"""^__version__ = ['"].*\+cu\d|^cuda\b[^=\n]*= ['"]"""  # the second: a torch built from source
-    return "cuda" if re.search(is_cuda, file.read_text(encoding="utf-8"), re.MULTILINE) else ""
+        return False
+    mark = r"""^__version__ = ['"].*\+cu\d|^cuda\b[^=\n]*= ['"]"""  # the second: a torch built from source
+    return re.search(mark, file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 class _Declaring(MetaPathFinder):

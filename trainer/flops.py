@@ -49,8 +49,8 @@ def product_tflops(device: torch.device) -> float:
     """How fast this device multiplies matrices now, in 10^12 FLOP/s: a product of fixed size, timed.
 
     A step tells nothing about one rank, since each waits for the slowest in every collective. This product waits for
-    nobody, so a rank whose device is throttled, or shared with another process, has a lower rate than its peers. On a
-    CPU the fastest of four products counts: the engines of the run may use the same cores.
+    no other rank, so one whose device is throttled has a lower rate than its peers. On a CPU the fastest of four
+    products counts: the engines of the run may use the same cores.
     """
     is_cuda = device.type == "cuda"
     size, repeats, tries = (4096, 64, 1) if is_cuda else (384, 1, 4)  # 10 ms on an H200 or a CPU core

@@ -95,7 +95,7 @@ def test_only_who_asks_the_right_person_learns_the_city(monkeypatch: pytest.Monk
         ((f"Ask {name}.", elsewhere), 0.5, 0.0),
         ((other, elsewhere), 0.0, 0.0),
         ((f"{name} or {other}",), 0.0, 0.0),
-        (("nobody",), 0.0, 0.0),
+        (("I do not know.",), 0.0, 0.0),
     ):
         assert play(task, *said).reward == {"names_the_person": person, "names_the_city": right_city}, said
 
