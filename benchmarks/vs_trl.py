@@ -30,7 +30,6 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -56,8 +55,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 def trl_python() -> Path:
     """The python of TRL's environment, which is made the first time."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {pin.partition("==")[0]: pin for pin in project["dependencies"]}
+    lock = (ROOT / "requirements" / "cpu.lock").read_text().splitlines()
+    pins = {pin.partition("==")[0]: pin for pin in lock}
     return make_environment(BENCH / "trl-venv", [*(pins[name] for name in SHARED_PINS), TRL])
 
 

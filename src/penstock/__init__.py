@@ -2,6 +2,6 @@
 
 from penstock.kernels.torch_companions import mend_imports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 mend_imports()

@@ -439,8 +439,8 @@ def of_deepspeed(owner: Any, name: str) -> Any:
     if found is of_deepspeed:
         raise CheckpointError(
             f"trainer: {type(owner).__name__} of DeepSpeed {version('deepspeed')} has no `{name}`, where the float32 "
-            "parameters and moments are found. Without it no checkpoint can be taken or restored. Install the version "
-            "that pyproject.toml pins."
+            "parameters and moments are found. Without it no checkpoint can be taken or restored. Install a version "
+            "that pyproject.toml allows."
         )
     return found
 

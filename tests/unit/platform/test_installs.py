@@ -49,23 +49,32 @@ def installed(tmp_path: Path, *variables: str, refused: str = "nothing") -> list
     return [line.partition("--no-input ")[2] for line in lines]
 
 
-def torch_pin() -> str:
-    (pin,) = [one for one in project()["dependencies"] if one.startswith("torch==")]  # type: ignore[attr-defined]
+def torch_pin(flavor: str) -> str:
+    lock = (ROOT / "requirements" / f"{flavor}.lock").read_text(encoding="utf-8")
+    (pin,) = re.findall(r"^torch==.*", lock, re.MULTILINE)
     return pin
 
 
 def test_a_gpu_gets_the_cuda_build_of_torch_first(tmp_path: Path) -> None:
     torch, rest = installed(tmp_path, "FLAVOR=cuda", "HAS_DRIVER=yes")
-    assert torch == f"install {torch_pin()}"
-    assert rest == "install -e .[cuda,dev]"
+    assert torch == f"install {torch_pin('cuda')}"
+    assert "+" not in torch
+    assert rest == "install -c requirements/cuda.lock -e .[cuda,dev]"
 
 
 @pytest.mark.parametrize("refused", ["nothing", "+cpu"], ids=["the index has it", "the index does not have it"])
 def test_a_machine_without_a_gpu_gets_the_cpu_build_of_torch(tmp_path: Path, refused: str) -> None:
     *torch, rest = installed(tmp_path, "FLAVOR=cpu", "EXTRAS=envs", refused=refused)
-    elsewhere = f"install --extra-index-url https://download.pytorch.org/whl/cpu {torch_pin()}+cpu"
-    assert torch == [f"install {torch_pin()}+cpu", *([elsewhere] if refused == "+cpu" else [])]
-    assert rest == "install -e .[cpu,envs]"
+    pin = torch_pin("cpu")
+    assert pin.endswith("+cpu")
+    elsewhere = f"install --extra-index-url https://download.pytorch.org/whl/cpu {pin}"
+    assert torch == [f"install {pin}", *([elsewhere] if refused == "+cpu" else [])]
+    assert rest == "install -c requirements/cpu.lock -e .[cpu,envs]"
+
+
+def test_another_lock_may_be_named(tmp_path: Path) -> None:
+    _, rest = installed(tmp_path, "FLAVOR=cpu", "LOCK=requirements/oldest.lock")
+    assert rest == "install -c requirements/oldest.lock -e .[cpu,dev]"
 
 
 def test_a_second_setup_does_nothing_and_other_extras_install_again(tmp_path: Path) -> None:
@@ -129,7 +138,7 @@ def test_the_image_installs_what_make_setup_installs(
             rf"^{variable.partition('=')[0]} [:?]=|\$\({variable.partition('=')[0]}\)", makefile, re.MULTILINE
         )
     calls = installed(tmp_path, *variables)
-    assert f"install --no-cache-dir -e .[{flavor},envs]" in calls
+    assert f"install --no-cache-dir -c requirements/{flavor}.lock -e .[{flavor},envs]" in calls
     extras = project()["optional-dependencies"]
     assert {flavor, "envs"} <= set(extras)  # type: ignore[call-overload]
     (path,) = [argument for word, argument in dockerfile if word == "ENV"]
@@ -141,6 +150,7 @@ def test_what_is_left_out_of_the_image_is_not_needed_by_the_installation() -> No
     left_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     needed = {
         "pyproject.toml",
+        "requirements",
         "Makefile",
         "README.md",
         "src",

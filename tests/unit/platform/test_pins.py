@@ -1,8 +1,4 @@
-"""The pins of both extras, and of the GPU and driver that the cuda extra needs.
-
-The pins of the cuda extra are compared with what the CUDA wheel of torch requires, which no machine without a GPU
-installs.
-"""
+"""What pyproject.toml allows and requirements/*.lock pin, and the GPU and driver that the cuda extra needs."""
 
 from __future__ import annotations
 
@@ -17,54 +13,55 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from penstock.platform.cluster.hardware import MIN_COMPUTE_CAPABILITY, MIN_NVIDIA_DRIVER
 
 ROOT = Path(__file__).parents[3]
-RECORDED = ROOT / "tests" / "data" / "torch_cuda_requires.txt"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-LINUX = {"platform_system": "Linux", "python_version": "3.11", "extra": ""}
+EXTRAS_OF_LOCKS = {"cpu": ("cpu", "envs", "models", "dev"), "cuda": ("cuda", "envs", "models", "dev")}
 
 
 def project() -> dict[str, object]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def pins(extra: str) -> list[Requirement]:
-    """What the project pins with an extra, its core included."""
-    texts = [*project()["dependencies"], *project()["optional-dependencies"][extra]]
+def allowed(*extras: str) -> list[Requirement]:
+    """What the project depends on with these extras."""
+    texts = [
+        *project()["dependencies"],
+        *(text for extra in extras for text in project()["optional-dependencies"][extra]),
+    ]
     return [requirement for text in texts if (requirement := Requirement(text)).specifier]
 
 
-def recorded() -> list[Requirement]:
-    lines = [line for line in RECORDED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    found = [Requirement(line) for line in lines]
-    return [one for one in found if one.marker is None or one.marker.evaluate(LINUX)]
+def lock(name: str) -> dict[str, Version]:
+    """Package -> version in requirements/NAME.lock."""
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(package): Version(text) for package, text in pairs}
 
 
-def contradictions(pinned: list[Requirement], required: list[Requirement]) -> list[str]:
-    """Pins that are outside of what is required of the same package."""
-    exact = {one.name: next(iter(one.specifier)).version for one in pinned}
-    return [
-        f"{one.name}=={exact[one.name]}, required is {one.specifier}"
-        for one in required
-        if one.name in exact and not one.specifier.contains(exact[one.name])
-    ]
+@pytest.mark.parametrize("name", ["cpu", "cuda", "oldest"])
+def test_a_lock_pins_what_the_project_allows(name: str) -> None:
+    pinned = lock(name)
+    ranges = allowed(*EXTRAS_OF_LOCKS["cuda" if name == "cuda" else "cpu"])
+    assert [str(one) for one in ranges if pinned[canonicalize_name(one.name)] not in one.specifier] == []
 
 
-def test_no_pin_of_the_cuda_extra_contradicts_the_cuda_wheel_of_torch() -> None:
-    required = recorded()
-    assert {"triton", "cuda-toolkit"} <= {one.name for one in required}
-    assert contradictions(pins("cuda"), required) == []
-    planted = [*pins("cuda"), Requirement("triton==3.9.0")]
-    assert contradictions(planted, required) == ["triton==3.9.0, required is ==3.7.1"]
+def test_the_oldest_lock_is_the_lower_end_of_every_range() -> None:
+    pinned, differ = lock("oldest"), []
+    for one in allowed(*EXTRAS_OF_LOCKS["cpu"]):
+        (lower,) = [part.version for part in one.specifier if part.operator in (">=", "==")]
+        if Version(pinned[canonicalize_name(one.name)].base_version) != Version(lower):
+            differ.append(f"{one}: {pinned[canonicalize_name(one.name)]}")
+    assert differ == []
 
 
-def test_the_record_is_of_the_torch_that_is_pinned_and_of_the_cuda_that_the_driver_is_for() -> None:
-    (torch_pin,) = [one for one in pins("cuda") if one.name == "torch"]
-    assert f"torch {next(iter(torch_pin.specifier)).version}'s Linux wheel" in RECORDED.read_text(encoding="utf-8")
-    (toolkit,) = [one for one in recorded() if one.name == "cuda-toolkit"]
-    assert toolkit.specifier.contains("13.0.3"), "another CUDA: MIN_NVIDIA_DRIVER and the README change with it"
+def test_the_driver_is_for_the_cuda_that_is_locked() -> None:
+    runtime = lock("cuda")["nvidia-cuda-runtime"]
+    assert runtime.release[:2] == (13, 0), "another CUDA: MIN_NVIDIA_DRIVER and the README change with it"
     assert f"driver {MIN_NVIDIA_DRIVER}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -90,7 +87,7 @@ def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: 
         pytest.skip("no package index can be reached: whether it resolves the cuda extra cannot be asked")
     (newest,) = tmp_path.glob("pip-*.whl")
     options = ["--dry-run", "--ignore-installed", "--no-cache-dir", "--use-feature=fast-deps"]
-    wanted = [str(one) for one in {*pins("cuda"), *pins("envs"), *pins("dev")}]
+    wanted = ["-c", str(ROOT / "requirements" / "cuda.lock"), *map(str, allowed(*EXTRAS_OF_LOCKS["cuda"]))]
     resolved = subprocess.run(
         [sys.executable, str(newest / "pip"), "install", *options, *wanted],
         env=environment,
@@ -101,7 +98,7 @@ def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: 
     )
     assert resolved.returncode == 0, resolved.stderr[-3000:]
     would_install = resolved.stdout.rpartition("Would install ")[2].split()
-    assert {"torch-2.13.0", "triton-3.7.1", "vllm-0.32.0"} <= set(would_install)
+    assert {f"{name}-{lock('cuda')[name]}" for name in ("torch", "triton", "vllm")} <= set(would_install)
 
 
 @pytest.mark.full
@@ -110,8 +107,10 @@ def test_pip_resolves_what_make_setup_installs_without_a_gpu() -> None:
     """What is installed is not fetched again: its wheels are of gigabytes, and its metadata is here."""
     if version("torch").partition("+")[2] != "cpu":
         pytest.skip("this environment has the CUDA build of torch")
+    here = "oldest" if version("transformers") == str(lock("oldest")["transformers"]) else "cpu"
+    wanted = ["-c", str(ROOT / "requirements" / f"{here}.lock"), *map(str, allowed(*EXTRAS_OF_LOCKS["cpu"]))]
     resolved = subprocess.run(
-        [*PIP, "install", "--dry-run", *map(str, {*pins("cpu"), *pins("envs"), *pins("dev")})],
+        [*PIP, "install", "--dry-run", *wanted],
         check=False,
         capture_output=True,
         text=True,

@@ -32,6 +32,6 @@ def test_another_size_is_named_with_both_numbers(found: int) -> None:
 def test_a_version_of_deepspeed_without_a_private_name_is_refused_when_a_checkpoint_needs_it() -> None:
     assert of_deepspeed(TENSORS[0], "shape") == (7,)
     with pytest.raises(
-        CheckpointError, match=r"TensorSpec of DeepSpeed \d.* has no `_hp_mapping`.*Install the version that pyproject"
+        CheckpointError, match=r"TensorSpec of DeepSpeed \d.* has no `_hp_mapping`.*Install a version that pyproject"
     ):
         of_deepspeed(TENSORS[0], "_hp_mapping")
