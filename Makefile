@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo real real-sampled docs sweep test test-full soak simulate-faults chaos coverage lint lock format bench fidelity gpu-check weights-plan calibrate cluster clean
+.PHONY: help setup verifiers-env demo real real-sampled docs sweep test test-full soak simulate-faults chaos coverage lint lock format bench fidelity gpu-check weights-plan calibrate cluster clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,6 +50,13 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 	$(PIP) install $(PIP_ARGS) -c $(LOCK) -e '.[$(FLAVOR),$(EXTRAS)]'; \
 	echo "$$wanted" > $(STAMP); \
 	echo "Installed."
+
+VERIFIERS_ENV ?= .venv-verifiers
+verifiers-env:  ## Install verifiers 0.4, which does not fit beside our packages, into a folder for env.python (VERIFIERS_ENV=.venv-verifiers)
+	@if [ -z "$(PYTHON)" ]; then echo "verifiers needs Python >= 3.11: make $@ PYTHON=/path/to/python3.11" >&2; exit 2; fi
+	@$(PYTHON) -m venv --clear $(VERIFIERS_ENV)
+	@$(VERIFIERS_ENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install $(PIP_ARGS) 'verifiers>=0.4,<0.5' uv
+	@echo "env.python=$(VERIFIERS_ENV)/bin/python"
 
 demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on this machine (SEED=0)
 	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true

@@ -127,6 +127,9 @@ class EnvConfig(BaseModel):
     environment (`penstock env list`)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
+    python: str | None = None
+    """Interpreter in which tasks and episodes run, with packages that do not fit beside ours: a path, or a program on
+    PATH; it needs Python 3.11, numpy and pydantic. None is the interpreter of the run."""
     streams: dict[str, StreamConfig] = Field(default_factory=dict)
     """Name -> stream of training tasks, mixed by weight; empty: one stream, that of the factory. Held-out tasks are
     always the factory's."""

@@ -63,7 +63,9 @@ def import_extra(library: str) -> Any:
         return importlib.import_module(library)
     except ImportError as error:
         name = library.replace("_", "-")
-        message = f"env: {name} cannot be imported ({error}). Install it: pip install 'penstock[envs]'."
+        message = (
+            f"env: {name} cannot be imported by {sys.executable} ({error}). Install it: pip install 'penstock[envs]'."
+        )
         raise ConfigError(message) from error
 
 

@@ -18,6 +18,8 @@ from penstock.envs.registry import factory_path
 from penstock.envs.rewards.composition import WeightedPart, WeightedSum
 from penstock.envs.rewards.peer_styles import PEERS, recognise
 
+_IN_ANOTHER_INTERPRETER = "penstock.envs.workers.task_host:HostedTasks"
+
 
 def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     """Build the task source that `env.factory` names.
@@ -25,6 +27,8 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     Raises:
         ConfigError: If the path does not resolve, the arguments do not fit, or the result is not a task source.
     """
+    if config.python is not None:
+        return cast("TaskSource", load_object(_IN_ANOTHER_INTERPRETER)(config, seed))
     factory = load_object(factory_path(config.factory), "env.factory")
     if not callable(factory):
         raise ConfigError(_not_callable("env.factory", config.factory, factory))

@@ -86,6 +86,7 @@ def stream_factories(config: EnvConfig) -> dict[str, EnvConfig]:
 
 def stream_env(config: EnvConfig, stream: StreamConfig) -> EnvConfig:
     """The environment of one stream. It inherits `env.args` only if it has the same factory."""
-    if stream.factory is None or stream.factory == config.factory:
-        return EnvConfig(factory=config.factory, args={**config.args, **stream.args})
-    return EnvConfig(factory=stream.factory, args=stream.args)
+    factory, args = stream.factory or config.factory, stream.args
+    if factory == config.factory:
+        args = {**config.args, **args}
+    return EnvConfig(factory=factory, args=args, python=config.python, episode=config.episode)

@@ -144,6 +144,12 @@ def open_client(access: EndpointAccess) -> AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)
 
 
+def without_proxy() -> dict[str, str]:
+    """Variables with which a program's requests to this machine, where the endpoint is, bypass proxies."""
+    no_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, [no_proxy, "127.0.0.1,localhost,::1"])))
+
+
 async def _run_command(command: Sequence[str], task: Task, access: EndpointAccess) -> RewardResult | None:
     """Run a program to its end, and keep the tail of its output. Cancelling the call kills the program.
 
@@ -153,11 +159,8 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
     Raises:
         RuntimeError: If it cannot be started, or its exit code is not 0; with the tail of its output.
     """
-    no_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-    direct = ",".join(filter(None, [no_proxy, "127.0.0.1,localhost,::1"]))  # requests to the endpoint bypass proxies
     variables = {
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        **without_proxy(),
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,

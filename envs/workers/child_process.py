@@ -23,6 +23,7 @@ from penstock.envs.contract import Device
 from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.workers.interpreter import Interpreter, find_interpreter, link_source, users_import_path
 from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
 from penstock.envs.workers.permissions import environment_for, grants_of_reward
 from penstock.envs.workers.reward_child import HEADER, MAX_REPLY_BYTES
@@ -32,6 +33,8 @@ MAX_LOADS = 3
 """Processes that may be killed in a row while they load the user's code, before that ends the run."""
 _KILLED = how_it_ended(-signal.SIGKILL)
 _MAX_REPORT_BYTES = 500
+_SOURCE = "source"
+"""Name of the folder with a link to our package, in the folder for temporary files."""
 _EXIT_GRACE_S, _SUPERVISOR_S = 0.2, 2.0
 _NO_NAMESPACES = (
     "{section}.isolation=strict, but this host allows no user namespaces: {problem}. Allow user namespaces (sysctl "
@@ -53,6 +56,7 @@ class ChildSpec:
         is_hello: Whether its first frame is well-formed.
         is_reply: Whether a later frame is well-formed. The user's code can write into the socket, so after a malformed
             frame the process counts as dead.
+        python: Its interpreter, `env.python`; None is ours.
     """
 
     label: str
@@ -64,6 +68,7 @@ class ChildSpec:
     grants: IsolationConfig | None
     is_hello: Callable[[object], bool]
     is_reply: Callable[[object], bool]
+    python: str | None = None
 
 
 def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) -> ChildSpec:
@@ -106,6 +111,7 @@ class ChildProcess:
         self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
+        self._interpreter: Interpreter | None = None
         self._sent_malformed_frame = False
         self.hello: dict[str, Any] = {}
 
@@ -117,11 +123,13 @@ class ChildProcess:
 
         Raises:
             ConfigError: If the function does not load in time, or should be isolated but the host allows no user
-                namespaces.
+                namespaces, or its interpreter cannot run it.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
         if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_namespaces)):
             raise ConfigError([_NO_NAMESPACES.format(section=self._spec.section, problem=problem)])
+        if self._spec.python is not None:
+            self._interpreter = await asyncio.to_thread(find_interpreter, self._spec.python)
         for loads_left in reversed(range(MAX_LOADS)):
             how = await self._load(startup_timeout_s)
             if not how:
@@ -180,13 +188,22 @@ class ChildProcess:
         raise EOFError
 
     def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        grants, memory_gib = self._spec.grants, self._spec.max_memory_gib
+        grants, memory_gib, other = self._spec.grants, self._spec.max_memory_gib, self._interpreter
         self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        environment = environment_for(grants) | {"PYTHONPATH": paths, "TMPDIR": self._temporary}
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        environment = environment_for(grants) | {"TMPDIR": self._temporary}
+        if other is not None:
+            environment = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
+            environment |= other.variables()
+            link_source(source := f"{self._temporary}/{_SOURCE}")
+            paths = [source, *users_import_path()]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         bwrap: list[str] = []
         if grants is not None:
-            bwrap = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
+            read = grants.read if other is None else (*grants.read, *other.folders)
+            bwrap = user_code_arguments(read, self._temporary, has_network=grants.network)
+            if other is not None:  # the folder for temporary files has another name inside
+                bwrap += ["--setenv", "PYTHONPATH", os.pathsep.join([f"{TMP}/{_SOURCE}", *paths[1:]])]
             section = f"{self._spec.section} network" if grants.network else self._spec.section
             environment |= {"TMPDIR": TMP, ISOLATION_VARIABLE: section}
         settings = {
@@ -202,7 +219,13 @@ class ChildProcess:
             json.dump(settings, file)
             file.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.envs.workers.supervisor", str(file.fileno())],
+                [
+                    sys.executable if other is None else other.path,
+                    "-P",
+                    "-m",
+                    "penstock.envs.workers.supervisor",
+                    str(file.fileno()),
+                ],
                 pass_fds=[connection.fileno(), file.fileno()],
                 env=environment,
                 stdin=subprocess.PIPE,

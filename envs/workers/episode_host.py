@@ -123,7 +123,9 @@ class EpisodeHost:
 
     def __init__(self, env: EnvConfig, seed: int) -> None:
         self._limits: EpisodeConfig = env.episode
-        factories = {name: config.model_dump(mode="json") for name, config in stream_factories(env).items()}
+        factories = {
+            name: config.model_dump(mode="json", exclude={"python"}) for name, config in stream_factories(env).items()
+        }
         self._spec = ChildSpec(
             f"env.factory={env.factory!r}",
             "env.episode",
@@ -134,6 +136,7 @@ class EpisodeHost:
             grants_of_episodes(env),
             is_episode_hello,
             is_episode_reply,
+            env.python,
         )
         self._workers: list[_Worker] = []
         self._has_loaded = False

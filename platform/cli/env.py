@@ -73,14 +73,15 @@ def run_env_list(console: Console) -> int:
     return 0
 
 
-def run_env_show(factory: str, pairs: list[str], console: Console) -> int:
-    """Print the arguments of a factory, its first tasks, and whether they have several turns."""
-    path = factory_path(factory)
-    made_by = load_object(path, "env.factory")
-    source = load_task_source(EnvConfig(factory=factory, args=parse_args(pairs)), 0)
-    console.print(f"{path}{inspect.signature(made_by)}", markup=False)
-    if documentation := inspect.getdoc(made_by):
-        console.print(documentation, markup=False)
+def run_env_show(factory: str, pairs: list[str], console: Console, python: str | None = None) -> int:
+    """Print the arguments of a factory of ours, its first tasks, and whether they have several turns."""
+    source = load_task_source(EnvConfig(factory=factory, args=parse_args(pairs), python=python), 0)
+    if python is None:
+        path = factory_path(factory)
+        made_by = load_object(path, "env.factory")
+        console.print(f"{path}{inspect.signature(made_by)}", markup=False)
+        if documentation := inspect.getdoc(made_by):
+            console.print(documentation, markup=False)
     kind = "several turns, with an environment" if isinstance(source, EnvironmentSource) else "a single turn"
     console.print(f"\ntasks of {kind}; the first two:")
     for task in islice(source.train(), 2):
@@ -97,13 +98,14 @@ def run_env_check(
     style: str | None,
     isolation: str | None,
     console: Console,
+    python: str | None = None,
 ) -> int:
     """Play an environment with a scripted agent, or score scripted answers; returns 1 if a check failed, else 0."""
     if style not in (None, *get_args(PeerStyle)):
         raise ConfigError([f"--style={style}: it is one of {', '.join(get_args(PeerStyle))}, or left out."])
     wanted = _isolation(isolation)
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
-    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
+    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits, python=python)
     scored_by = (
         None
         if reward is None
@@ -139,10 +141,16 @@ def _check_as_a_run(config: EnvConfig, scored_by: RewardConfig | None) -> Iterat
 
 
 def run_env_play(
-    factory: str, pairs: list[str], ask: Callable[[], str], console: Console, isolation: str | None = None
+    factory: str,
+    pairs: list[str],
+    ask: Callable[[], str],
+    console: Console,
+    isolation: str | None = None,
+    python: str | None = None,
 ) -> int:
     """Play one episode by hand until an empty line or the end of the input."""
-    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=EpisodeConfig(isolation=_isolation(isolation)))
+    episode = EpisodeConfig(isolation=_isolation(isolation))
+    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=episode, python=python)
     source = load_task_source(config, 0)
     if not isinstance(source, EnvironmentSource):
         raise ConfigError(

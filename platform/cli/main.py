@@ -52,6 +52,7 @@ Isolation = Annotated[
         show_default=False,
     ),
 ]
+Python = Annotated[str | None, typer.Option(help="Interpreter of the environment, as env.python.")]
 Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name from `penstock env list`, or module:name.")]
 EnvArgs = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.", show_default=False)
@@ -587,11 +588,11 @@ def env_list() -> int:
 
 @environments.command("show")
 @exits
-def env_show(factory: Factory, args: EnvArgs = None) -> int:
+def env_show(factory: Factory, args: EnvArgs = None, *, python: Python = None) -> int:
     """Print the arguments and the first tasks of an environment."""
     from penstock.platform.cli.env import run_env_show
 
-    return run_env_show(factory, args or [], plain_console())
+    return run_env_show(factory, args or [], plain_console(), python)
 
 
 @environments.command("check")
@@ -607,6 +608,7 @@ def env_check(
         str | None, typer.Option(help="As reward.style: trl or verl, for a reward function written for them.")
     ] = None,
     isolation: Isolation = None,
+    python: Python = None,
 ) -> int:
     """Check types, determinism, speed and rewards of an environment by playing it with a scripted agent.
 
@@ -614,16 +616,17 @@ def env_check(
     """
     from penstock.platform.cli.env import run_env_check
 
-    return run_env_check(factory, args or [], max_turns, timeout_s, reward, style, isolation, plain_console())
+    console = plain_console()
+    return run_env_check(factory, args or [], max_turns, timeout_s, reward, style, isolation, console, python)
 
 
 @environments.command("play")
 @exits
-def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = None) -> int:
+def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = None, python: Python = None) -> int:
     """Play one episode by hand. An empty line ends it."""
     from penstock.platform.cli.env import run_env_play
 
-    return run_env_play(factory, args or [], input, plain_console(), isolation)
+    return run_env_play(factory, args or [], input, plain_console(), isolation, python)
 
 
 def main() -> None:

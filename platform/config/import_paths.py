@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the child of checks/imports.py imports this module, and should import little
+    from penstock.envs.config import EnvConfig
     from penstock.platform.config.schema import RunConfig
 
 
 def import_paths(config: RunConfig) -> dict[str, str]:
-    """Return key -> import path for every function or class that the configuration names."""
+    """Return key -> import path for every function or class that the configuration names and we import."""
     env, flow, algorithm = config.env, config.dataflow, config.algorithm
     named: dict[str, str | None] = {
-        "env.factory": env.factory,
-        **{f"env.streams.{name}.factory": stream.factory for name, stream in env.streams.items()},
+        **({} if env.python is not None else _of_environment(env)),
         "env.curriculum": env.curriculum,
         "reward.fn": config.reward.fn,
         **{f"reward.parts.{name}.fn": part.fn for name, part in config.reward.parts.items()},
@@ -23,11 +23,17 @@ def import_paths(config: RunConfig) -> dict[str, str]:
         "algorithm.advantage.function": algorithm.advantage.name,
         "algorithm.loss.function": algorithm.loss.name,
     }
+    return {key: path for key, path in named.items() if path is not None and ("." in path or ":" in path)}
+
+
+def _of_environment(env: EnvConfig) -> dict[str, str | None]:
+    named: dict[str, str | None] = {"env.factory": env.factory}
+    named |= {f"env.streams.{name}.factory": stream.factory for name, stream in env.streams.items()}
     # Arguments that environments import by themselves (envs/adapters/rows.py, envs/tasks/agents.py).
     for name in ("rows", "agent"):
         value = env.args.get(name)
         named[f"env.args.{name}"] = value if isinstance(value, str) else None
-    return {key: path for key, path in named.items() if path is not None and ("." in path or ":" in path)}
+    return named
 
 
 def module_of(path: str) -> str:

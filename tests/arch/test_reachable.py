@@ -41,6 +41,7 @@ ALLOWED = {
     "envs/rewards/formats.py:*": "rewards of a form, which users name in reward.parts (docs/guides/sandbox.md)",
     "envs/workers/episode_child.py:main": "what the supervisor calls in the process that it started for this module",
     "envs/workers/reward_child.py:main": "the same",
+    "envs/workers/task_child.py:main": "the same",
     "envs/sandbox/runner.py:main": "local.py sends this module to the interpreter in a sandbox, which calls it",
     "envs/sandbox/runner.py:get_source": "the standard library's linecache calls it",
     "envs/endpoint/requests.py:include_obfuscation": "clients of the OpenAI API send it; it changes nothing here",
