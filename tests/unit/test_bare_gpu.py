@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,17 @@ def test_what_is_required_is_sent_but_not_what_the_machine_has() -> None:
 def test_a_package_that_is_not_installed_is_named() -> None:
     with pytest.raises(SystemExit, match=r"no-such-package is not installed for .*\.venv/bin/python"):
         build.required(["no-such-package"], set())
+
+
+def test_programs_in_a_wheel_stay_executable(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for name, mode in {"ray/gcs_server": 0o755, "ray/worker.py": 0o644, "ray/plain": 0}.items():
+            member = zipfile.ZipInfo(name)
+            member.external_attr = mode << 16
+            wheel.writestr(member, "x")
+    build.extract_wheel(tmp_path / "a.whl", tmp_path / "site")
+    found = {path.name: os.access(path, os.X_OK) for path in (tmp_path / "site" / "ray").iterdir()}
+    assert found == {"gcs_server": True, "worker.py": False, "plain": False}
 
 
 def test_no_piece_is_larger_than_the_limit(tmp_path: Path) -> None:

@@ -137,9 +137,17 @@ def fill(site: Path, wheels: Path) -> list[str]:
         if not download(requirement, wheels) and not copy_pure(name, site) and not download(name, wheels):
             missing.append(requirement)
     for wheel in wheels.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as file:
-            file.extractall(site)
+        extract_wheel(wheel, site)
     return missing
+
+
+def extract_wheel(wheel: Path, site: Path) -> None:
+    """Unpack a wheel, and keep what is executable so, as Ray's servers must be; zipfile does not."""
+    with zipfile.ZipFile(wheel) as file:
+        for member in file.infolist():
+            path = Path(file.extract(member, site))
+            if mode := member.external_attr >> 16 & 0o777:
+                path.chmod(mode | 0o600 if path.is_file() else 0o755)
 
 
 def pack(part: str, files: dict[str, Path], folder: Path) -> None:
