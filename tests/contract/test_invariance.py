@@ -46,6 +46,7 @@ def test_the_gradient_is_that_of_one_sequence_after_the_other(
     way: WeightRoute, results: dict[WeightRoute, Result], reference: Result
 ) -> None:
     result = results[way]
-    assert result.num_micro_batches == way.num_micro_batches
+    # A prompt that several sequences of a micro-batch share is computed once, so fewer may do.
+    assert 0.7 * way.num_micro_batches < result.num_micro_batches <= way.num_micro_batches
     assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
     assert relative_error(result.change, reference.change) < 1e-5
