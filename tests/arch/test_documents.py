@@ -253,7 +253,12 @@ def options_of(command: Any) -> frozenset[str]:
 @cache
 def options_of_programs() -> frozenset[str]:
     """Options of the scripts that documents tell a reader to run."""
-    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "tests").glob("*.py")]
+    scripts = [
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "tools").glob("**/*.py"),
+        *(ROOT / "examples").glob("*.py"),
+        *(ROOT / "tests").glob("*.py"),
+    ]
     return frozenset(OPTION.findall("\n".join(path.read_text(encoding="utf-8") for path in scripts)))
 
 
