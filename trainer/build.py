@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.flops import FlopCounter, peak_flops
 from penstock.trainer.models.critic import Critic
 from penstock.trainer.models.lora import load_adapted_policy
+from penstock.trainer.models.model_form import settings_for
 from penstock.trainer.models.policy_model import load_policy
 from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer
@@ -68,6 +70,9 @@ def build_trainer(
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }
+    critic_path = (spec.critic and spec.critic.path) or spec.model_path
+    # Before DeepSpeed's configuration is set, which transformers looks at wherever it builds a model.
+    own = model if critic_path == spec.model_path else settings_for(critic_path, model, spec.device)
     load: Loader = load_policy if spec.kind == "policy" else load_value_model
     if trainer.lora is not None:
         load = partial(load_adapted_policy, trainer.lora, spec.seed)
@@ -77,9 +82,8 @@ def build_trainer(
     critic = None
     if spec.critic is not None and algorithm.needs_critic:
         critic_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})
-        critic_path = spec.critic.path or spec.model_path
-        critic_backend = build_backend(load_value_model, critic_path, model, critic_trainer, spec.device)
-        critic = Critic(critic_backend, spec, spec.critic, flops)
+        critic_backend = build_backend(load_value_model, critic_path, own, critic_trainer, spec.device)
+        critic = Critic(critic_backend, replace(spec, model=own), spec.critic, flops)
     return PolicyTrainer(backend, spec, flops, critic)
 
 

@@ -14,10 +14,9 @@ from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
 from penstock.trainer.batches.packing import (
     BatchPlan,
-    RowLayout,
     TrainingSequence,
-    plan_batch,
-    plan_with_shared_prompts,
+    plan_rows,
+    row_layout,
 )
 from penstock.trainer.batches.samples import all_sequences, sampled_tokens
 from penstock.trainer.flops import FlopCounter, attention_share
@@ -48,21 +47,12 @@ class MicroBatchPasses:
         trainer, num_ranks = self.spec.trainer, self.backend.data_parallel_size
         max_tokens = trainer.max_tokens_per_micro_batch * trainer.sequence_parallel_size
         share = attention_share(self.spec.model.shape)
-        layout: RowLayout = "rows" if self.spec.model.attention == "sdpa" else "single_row"
-        if trainer.share_prompts:
-            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share, layout=layout)
-        return plan_batch(
-            [sequence.num_inputs for sequence in sequences],
-            num_ranks,
-            max_tokens,
-            units=[sequence.unit for sequence in sequences],
-            attention_share=share,
-            layout=layout,
-        )
+        layout = row_layout(self.spec.model)
+        return plan_rows(sequences, num_ranks, max_tokens, share, layout, share_prompts=trainer.share_prompts)
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this rank as tensors."""
-        backend, needs_mask = self.backend, self.spec.model.attention == "sdpa"
+        backend, needs_mask = self.backend, row_layout(self.spec.model) != "single_row"
         for planned in plan.ranks[backend.data_parallel_rank]:
             micro_batch = collate(planned, sequences, device=backend.device, needs_mask=needs_mask)
             if backend.sequence_parallel_size == 1:

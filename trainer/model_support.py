@@ -9,10 +9,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
-
-_PACKED = {"full_attention", "sliding_attention"}
-"""Layers for which rows of several sequences are masked (trainer/models/policy_model.py)."""
-
+from penstock.weights.model_config import Attention, ModelForm
 
 ModelRole = Literal["policy", "frozen", "value", "reward"]
 """`policy`: trained. `frozen`: a reference or teacher, which scores tokens. `value`: a critic, or a reward model to be
@@ -45,9 +42,7 @@ LOAD_RESERVED: dict[str, str] = {
 """Arguments of `from_pretrained` that `model.load` may not have, with the reason."""
 
 
-def unsupported(
-    folder: Path, attention: str, role: ModelRole = "policy", load: Mapping[str, Any] | None = None
-) -> list[str]:
+def unsupported(folder: Path, role: ModelRole = "policy", load: Mapping[str, Any] | None = None) -> list[str]:
     """Why this model cannot have its role; empty if it can.
 
     The model is loaded on the meta device by transformers itself, so missing tensors and wrong shapes are those that it
@@ -55,7 +50,6 @@ def unsupported(
 
     Args:
         folder: Hugging Face directory.
-        attention: `model.attention`.
         role: What the run does with it.
         load: `model.load`.
     """
@@ -75,22 +69,18 @@ def unsupported(
     auto, kind = AutoModelForSequenceClassification, "sequence classifier"
     if gives_logprobs:
         auto, kind = AutoModelForCausalLM, "language model"
-    # With sdpa in any case: varlen computes the same, and no model is asked whether a function of ours suits it. A
-    # finished reward model is loaded with the attention and the labels that it has.
-    attention_of = {} if role == "reward" else {"attn_implementation": "sdpa"}
     labels = {"num_labels": 1} if role == "value" else {}
     try:
         with torch.device("meta"):
-            auto.from_config(hf_config, **attention_of)
+            auto.from_config(hf_config)
     except Exception as error:  # noqa: BLE001 - each model refuses in its own way, which is the answer
-        return [f"transformers cannot build a {kind} of it with plain attention (sdpa): {_line(error)}"]
+        return [f"transformers cannot build a {kind} of it: {_line(error)}"]
     try:
         model, loading = auto.from_pretrained(
             folder,
             device_map="meta",
             output_loading_info=True,
             local_files_only=True,
-            **attention_of,
             **labels,
             **(load or {}),
         )
@@ -104,28 +94,25 @@ def unsupported(
             f"would be random. The checkpoint is of {' or '.join(hf_config.architectures or ['an unknown class'])}. "
             f"Use a complete checkpoint of a {kind}"
         )
-    if role != "reward" and (of_body := _of_body(model, attention)):
-        return [*problems, *of_body]
-    return [*problems, *(_of_logprobs(model) if gives_logprobs else _of_scores(model))]
+    return [*problems, *([] if gives_logprobs else _of_scores(model))]
+
+
+def form_of(folder: Path, attention: Attention) -> ModelForm:
+    """How the trainer computes the language model of a folder.
+
+    Raises:
+        ConfigError: If it is not causal.
+    """
+    from penstock.trainer.models.model_form import model_form
+
+    return model_form(transformers_config(folder / CONFIG_FILE), attention)
 
 
 def _of_config(hf_config: Any) -> str | None:
-    text = hf_config.get_text_config(decoder=True)
     if getattr(hf_config, "quantization_config", None) is not None:
         return (
             "its weights are quantised (quantization_config), and the trainer's code needs floating-point weights. Use "
             "the original model"
-        )
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED)
-    if kinds:
-        return (
-            f"it has layers of {', '.join(kinds)}. The trainer packs several sequences in a row and can separate them "
-            "only in full and sliding-window attention. Use a model with attention layers only"
-        )
-    if (cap := getattr(text, "attn_logit_softcapping", None)) is not None:
-        return (
-            f"it caps attention scores (attn_logit_softcapping={cap:g}), which the trainer's attention leaves out, so "
-            "its logprobs would differ from the engine's. Use a model without it"
         )
     return None
 
@@ -142,23 +129,6 @@ def _of_argument(hf_config: Any, name: str) -> str | None:
     return None
 
 
-def _of_body(model: Any, attention: str) -> list[str]:
-    import inspect
-
-    body = model.base_model
-    if "position_ids" not in inspect.signature(body.forward).parameters:
-        return [
-            f"{type(body).__name__} takes no position_ids, so several sequences cannot be packed in a row. Use a model "
-            "with rotary position embeddings"
-        ]
-    if attention == "varlen" and not model._supports_attention_backend:  # noqa: SLF001 - what vLLM asks as well
-        return [
-            f"{type(model).__name__} passes no arguments on to its attention function, which model.attention=varlen "
-            "must tell where sequences begin. Use model.attention=sdpa"
-        ]
-    return []
-
-
 def _of_scores(model: Any) -> list[str]:
     head = getattr(model, _HEAD, None)
     if not isinstance(head, torch.nn.Linear):
@@ -169,57 +139,6 @@ def _of_scores(model: Any) -> list[str]:
             "with one label"
         ]
     return []
-
-
-def _of_logprobs(model: Any) -> list[str]:
-    if model.get_output_embeddings() is None:
-        return [f"{type(model).__name__} has no output embeddings from which logprobs are computed"]
-    if changed := _changes_logits(model):
-        return [
-            f"{type(model).__name__} {changed} (as with final_logit_softcapping or logits_scaling), and logprobs are "
-            "computed from the head's weight alone. Use a model whose logits are those of its head"
-        ]
-    return []
-
-
-class _Output:
-    """The output of a body: its last hidden state, and None for everything else."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> torch.Tensor | None:
-        return self.last_hidden_state if index == 0 else None
-
-
-def _changes_logits(model: Any) -> str:
-    """What a model does to hidden states before its head, or to logits after it; empty if nothing.
-
-    Its body is replaced, so only the few operations around the head run, on the meta device.
-    """
-    head, seen = model.get_output_embeddings(), []
-    hidden = torch.empty(1, 2, head.weight.shape[1], dtype=head.weight.dtype, device="meta")
-    hook = head.register_forward_hook(lambda _module, given, logits: seen.append((given[0], logits)))
-    model.base_model.forward = lambda *_args, **_kwargs: _Output(hidden)
-    try:
-        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta")).logits
-    except Exception as error:  # noqa: BLE001 - its forward pass needs more of its body than is replaced here
-        return f"has a forward pass around its head that cannot be followed ({_line(error)})"
-    finally:
-        hook.remove()
-    if len(seen) != 1:
-        return f"calls its head {len(seen)} times"
-    given, of_head = seen[0]
-    if _storage(given) != _storage(hidden):
-        return "changes hidden states before its head"
-    return "" if _storage(logits) == _storage(of_head) else "changes the logits of its head"
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - storages without memory have no data_ptr
 
 
 def _line(error: Exception) -> str:

@@ -56,6 +56,18 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
             f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: Ulysses drops attention "
             "masks, so the sequences of a row would see each other. Use model.attention=varlen."
         )
+    if sharing > 1 and model.rows == "padded":
+        yield (
+            f"model.rows=padded with trainer.sequence_parallel_size={sharing}: Ulysses exchanges stretches of one row "
+            "of several sequences for heads, and layers with a state along the sequence would lose it between "
+            "stretches. Use trainer.sequence_parallel_size=1."
+        )
+    if trainer.tensor_parallel_size > 1 and model.head == "model" and not model.shape.tie_word_embeddings:
+        yield (
+            f"model.head=model with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP gives each "
+            "rank a part of the vocabulary, and the model's own code expects all logits. Use "
+            "trainer.tensor_parallel_size=1."
+        )
     if trainer.compile and trainer.zero_stage == 3:
         yield (
             "trainer.compile=true with trainer.zero_stage=3: weights are gathered before every module inside a layer, "

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16"]
 NewTokenizer = Literal["characters", "bytes"]
-Attention = Literal["sdpa", "varlen"]
+Attention = Literal["sdpa", "varlen", "eager"]
+Rows = Literal["packed", "padded"]
+Head = Literal["fused", "model"]
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+
+
+class ModelForm(NamedTuple):
+    """How the trainer computes a model (trainer/models/model_form.py).
+
+    Attributes:
+        because: Why that is not packed, fused and with the configured attention, one clause each.
+    """
+
+    rows: Rows
+    head: Head
+    attention: Attention
+    because: tuple[str, ...] = ()
 
 
 class ModelShape(BaseModel):
@@ -137,8 +152,14 @@ class ModelConfig(BaseModel):
     max_context_tokens: int = Field(gt=0)
     """Longest prompt plus answer, tokens."""
     attention: Attention = Field(default_factory=attention_for)
-    """Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row) or `sdpa` (masks). Unless
-    set, varlen in bfloat16 and sdpa in float32."""
+    """Attention of the trainer: `varlen` (no mask, one kernel for all sequences of a row), `sdpa` (masks) or `eager`
+    (the model's own code). Unless set, varlen in bfloat16 and sdpa in float32, or what computes this model."""
+    rows: Rows = "packed"
+    """Sequences of the trainer's rows: `packed`, several in a row, or `padded`, one, which computes every causal model.
+    Unless set, a tiny instance of the model is asked whether packed rows compute it."""
+    head: Head = "fused"
+    """Logprobs of the trainer: `fused`, from the head's weight, or from the logits of the `model`, with its soft caps
+    and scales. Unless set, a tiny instance is asked."""
     load: dict[str, Any] = {}
     """Other arguments of transformers' `from_pretrained`, with which the trainer loads the policy and a reference or
     teacher. Values of config.json, which engines read too, are refused."""

@@ -63,7 +63,7 @@ def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
         questions.append(SettingsQuestion("deepspeed", config.trainer.deepspeed, "cpu"))
     for question in questions:
         try:
-            yield from map(error, ask(question) if question.settings else ())
+            yield from map(error, ask(question).problems if question.settings else ())
         except RuntimeError as failure:
             yield warning(
                 f"what is passed on to {question.library} could not be checked: {failure}.", "rollout", "trainer"

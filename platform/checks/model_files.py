@@ -7,7 +7,7 @@ its policy is made by another command, or downloaded later.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from penstock.platform.checks.model_probe import Question, ask
 from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.cluster import hardware
 from penstock.platform.config.checkpoint_shapes import not_here
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, note, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import VllmEngineConfig
@@ -31,6 +31,7 @@ from penstock.weights.hf_folder import (
     transformers_config,
     weight_files,
 )
+from penstock.weights.model_config import ModelForm
 
 _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
 """Path that conf/model/ uses for the policy trained by a configuration of conf/experiment/."""
@@ -295,7 +296,7 @@ def _check_support(config: RunConfig, command: Command, key: str, folder: Path) 
         question = _support_question(view, command, folder)
         if question not in asked and (question.attention is not None or question.engine_dtype is not None):
             asked.append(question)
-            yield from _answers(f"{key}={config.model.path}", question)
+            yield from _answers(f"{key}={config.model.path}", question, config, key.removesuffix(".path"))
 
 
 def _ask_about(
@@ -306,21 +307,36 @@ def _ask_about(
     yield from _answers(what, question if role == "frozen" else question._replace(load={}))
 
 
-def _answers(what: str, question: Question) -> Iterator[Finding]:
+def _answers(
+    what: str, question: Question, config: RunConfig | None = None, section: str = "model"
+) -> Iterator[Finding]:
+    """What the libraries say; of a trained policy also its form, for the keys of `section`."""
     try:
-        problems: Sequence[str] = ask(question)
+        problems, form = ask(question)
     except RuntimeError as failure:
         yield warning(f"{what}: whether it is supported could not be checked: {failure}.", "rollout")
         return
     for problem in problems:
-        needs_sdpa = "model.attention=varlen" in problem
-        yield error(
-            f"{what}: {problem.rstrip('.')}.",
-            *("rollout", "weights", "cluster"),
-            fits=[Fit("model.attention", "sdpa", "the model tells its attention function nothing about sequences")]
-            if needs_sdpa
-            else (),
-        )
+        yield error(f"{what}: {problem.rstrip('.')}.", *("rollout", "weights", "cluster"))
+    if form is not None and config is not None:
+        yield from _form_findings(what, form, config, section)
+
+
+def _form_findings(what: str, form: ModelForm, config: RunConfig, section: str) -> Iterator[Finding]:
+    """Take the form that a tiny instance has asked for, where the user has not chosen another."""
+    model, why = config.model, "; ".join(form.because) or "of what computes it, this is the fastest"
+    chosen = {"rows": form.rows, "head": form.head, "attention": form.attention}
+    slow = {"rows": "padded", "head": "model", "attention": "eager"}
+    for name, value in chosen.items():
+        key, now = f"{section}.{name}", getattr(model, name)
+        if now == value or (now == slow[name] and name != "attention"):
+            continue  # the slower one computes it too
+        said = f"{key}={now} does not compute {what}: {why}"
+        if config.is_typed(key) and name != "attention":
+            yield warning(f"{said}. It was chosen, so logprobs will be wrong. Leave it unset for {key}={value}.")
+        else:
+            yield error(f"{said}. Use {key}={value}.", fits=[Fit(key, value, f"a tiny instance was asked: {why}")])
+    yield note(f"{what}: {form.rows} rows, {form.head} head, {form.attention} attention, asked of a tiny instance.")
 
 
 def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:

@@ -12,14 +12,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from penstock.dataflow.errors import ConfigError
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.hf_folder import CONFIG_FILE, weight_files
-from penstock.weights.model_config import DType
+from penstock.weights.model_config import Attention, DType, ModelForm
 
 TIMEOUT_S = 120.0
 _MARK = "penstock answer: "
@@ -59,7 +60,7 @@ class Question(NamedTuple):
     """
 
     folder: str
-    attention: str | None
+    attention: Attention | None
     engine_dtype: DType | None
     tp_size: int
     context: int
@@ -70,8 +71,20 @@ class Question(NamedTuple):
     load: Mapping[str, Any] = {}
 
 
-def ask(question: Question | SettingsQuestion) -> list[str]:
-    """Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings; empty if nothing.
+class Answer(NamedTuple):
+    """What a library says.
+
+    Attributes:
+        problems: Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings.
+        form: How the trainer's code computes the model; None: it was not asked, or has no answer.
+    """
+
+    problems: Sequence[str]
+    form: ModelForm | None = None
+
+
+def ask(question: Question | SettingsQuestion) -> Answer:
+    """Ask a library; the answer is kept.
 
     Raises:
         RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
@@ -79,22 +92,30 @@ def ask(question: Question | SettingsQuestion) -> list[str]:
     folder = question.folder if isinstance(question, Question) else None
     file = _cache_folder() / f"{_key(question, folder)}.json"
     try:
-        known = json.loads(file.read_text())
-        return [str(one).replace("{folder}", folder or "{folder}") for one in known]
+        problems, form = json.loads(file.read_text())
+        return Answer([one.replace("{folder}", folder or "{folder}") for one in problems], _form(form))
     except (OSError, ValueError):
         pass
     answer = _ask_child(question)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps([one.replace(folder, "{folder}") if folder else one for one in answer]))
+        problems = [one.replace(folder, "{folder}") if folder else one for one in answer.problems]
+        part.write_text(json.dumps([problems, answer.form]))
         part.replace(file)
     except OSError:
         pass  # a cache that cannot be written only costs time
     return answer
 
 
-def _ask_child(question: Question | SettingsQuestion) -> list[str]:
+def _form(stored: Sequence[Any] | None) -> ModelForm | None:
+    if stored is None:
+        return None
+    rows, head, attention, because = stored
+    return ModelForm(rows, head, attention, tuple(because))
+
+
+def _ask_child(question: Question | SettingsQuestion) -> Answer:
     environment = os.environ | vllm_environment(question.device, threads=1) | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", __name__, type(question).__name__]
     try:
@@ -111,7 +132,8 @@ def _ask_child(question: Question | SettingsQuestion) -> list[str]:
         raise RuntimeError(f"no answer within {TIMEOUT_S:g} s") from error
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(_MARK):
-            return [str(one) for one in json.loads(line.removeprefix(_MARK))]
+            problems, form = json.loads(line.removeprefix(_MARK))
+            return Answer(problems, _form(form))
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
 
@@ -141,17 +163,17 @@ def _versions() -> list[str]:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock" / "model_checks"
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock" / "model_answers"
 
 
 def main() -> None:
     """Answer the question on stdin with a line on stdout."""
     asked = json.load(sys.stdin)
     if sys.argv[1] == SettingsQuestion.__name__:
-        problems = _of_settings(SettingsQuestion(*asked))
+        answer = Answer(_of_settings(SettingsQuestion(*asked)))
     else:
-        problems = _of_a_model(Question(*asked))
-    print(_MARK + json.dumps(problems), flush=True)
+        answer = _of_a_model(Question(*asked))
+    print(_MARK + json.dumps(answer), flush=True)
 
 
 def _of_settings(question: SettingsQuestion) -> list[str]:
@@ -164,13 +186,19 @@ def _of_settings(question: SettingsQuestion) -> list[str]:
     return deepspeed_settings.problems(question.settings)
 
 
-def _of_a_model(question: Question) -> list[str]:
+def _of_a_model(question: Question) -> Answer:
     folder = Path(question.folder)
     problems: list[str] = []
+    form = None
     if question.attention is not None:
         from penstock.trainer import model_support
 
-        problems += model_support.unsupported(folder, question.attention, question.role, question.load)
+        problems += model_support.unsupported(folder, question.role, question.load)
+        if question.role != "reward" and not problems:
+            try:
+                form = model_support.form_of(folder, question.attention)
+            except ConfigError as error:
+                problems += error.violations
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 
@@ -182,7 +210,7 @@ def _of_a_model(question: Question) -> list[str]:
             is_traced=question.is_traced,
             device_is_here=question.device_is_here,
         )
-    return problems
+    return Answer(problems, form)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Heavy imports run in child processes with a time limit, so a package that hangs 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
@@ -30,7 +30,6 @@ MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
 """Requirements of the demo."""
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
-_PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +100,22 @@ def check_python() -> Iterator[Diagnosis]:
 
 
 def check_packages() -> Iterator[Diagnosis]:
-    """Check that all pinned requirements, including those of the cpu or cuda extra, have their pinned versions."""
+    """Check that all requirements, including those of the cpu or cuda extra, are there in versions that are allowed."""
     flavor = "cpu" if hardware.is_cpu_build() else "cuda"
-    pins = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
-    pins = [pin for pin in pins if pin["extra"] in (None, flavor)]
+    needed = [Requirement(text) for text in metadata.requires("penstock") or []]
+    needed = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": flavor})]
     all_are_there = True
-    for pin in pins:
-        name, wanted, found = pin["name"], pin["version"], hardware.installed_version(pin["name"])
-        if found is not None and found.partition("+")[0] == wanted:
+    for one in needed:
+        found, wanted = hardware.installed_version(one.name), str(one.specifier)
+        if found is not None and one.specifier.contains(found, prereleases=True):
             continue
         all_are_there = False
         if found is None:
-            yield Diagnosis(name, "bad", f"not installed, {wanted} is needed", "`make setup`")
+            yield Diagnosis(one.name, "bad", f"not installed, {wanted} is needed", "`make setup`")
         else:
-            yield Diagnosis(name, "warn", f"{found}, tested with {wanted}", f"pip install {name}=={wanted}")
+            yield Diagnosis(one.name, "warn", f"{found}, tested with {wanted}", f"pip install '{one.name}{wanted}'")
     if all_are_there:
-        yield Diagnosis("packages", "ok", f"all {len(pins)} pinned packages at their pins")
+        yield Diagnosis("packages", "ok", f"all {len(needed)} required packages in allowed versions")
 
 
 def check_devices() -> Iterator[Diagnosis]:

@@ -19,7 +19,8 @@ from tests.tiers import examples
 
 BUDGET = 64
 LENGTHS = st.lists(st.integers(0, BUDGET), max_size=60)
-LAYOUTS = st.sampled_from(["rows", "single_row"])
+PACKED = st.sampled_from(["rows", "single_row"])
+LAYOUTS = st.sampled_from(["rows", "single_row", "padded"])
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS, st.floats(0.0, 0.1))
@@ -34,7 +35,8 @@ def test_every_sequence_is_placed_exactly_once_within_the_budget(lengths, num_ra
             fills = [sum(lengths[index] for index in row) for row in one.rows]
             assert all(0 < fill <= one.row_length for fill in fills)
             assert max(fills, default=1) == one.row_length
-            assert layout == "rows" or len(one.rows) <= 1
+            assert layout != "single_row" or len(one.rows) <= 1
+            assert layout != "padded" or all(len(row) == 1 for row in one.rows)
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)
@@ -55,7 +57,10 @@ UNITS = st.lists(st.tuples(st.integers(0, 20), st.one_of(st.none(), st.integers(
 @settings(max_examples=examples(200), deadline=None)
 def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num_ranks, layout) -> None:
     lengths, units = [length for length, _ in sequences], [unit for _, unit in sequences]
-    totals = {unit: sum(n for n, theirs in sequences if theirs == unit) for unit in set(units) - {None}}
+    of_units = {unit: [n for n, theirs in sequences if theirs == unit and n] for unit in set(units) - {None}}
+    totals = {
+        unit: max(own, default=0) * len(own) if layout == "padded" else sum(own) for unit, own in of_units.items()
+    }
     if any(total > BUDGET for total in totals.values()):
         with pytest.raises(ShapeError, match="needs all of them in one micro-batch"):
             plan_batch(lengths, num_ranks, BUDGET, units=units, layout=layout)
@@ -136,7 +141,7 @@ def test_costly_attention_prefers_short_rows() -> None:
 ANSWERS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=30)
 
 
-@given(ANSWERS, st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 5), LAYOUTS, st.floats(0.0, 0.1))
+@given(ANSWERS, st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 5), PACKED, st.floats(0.0, 0.1))
 @settings(max_examples=examples(100), deadline=None)
 def test_shared_prompts_are_in_their_row_before_all_that_begin_with_them(
     answers, prompts, num_ranks, layout, attention_share

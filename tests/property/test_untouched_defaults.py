@@ -16,6 +16,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks import model_files, tasks
 from penstock.platform.checks.load import load_config
+from penstock.platform.checks.model_probe import Answer
 from penstock.platform.cluster import hardware
 from penstock.platform.config.field_errors import all_paths
 from penstock.rollout.tokenization import tokenizers
@@ -96,7 +97,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     codec = TokenCodec(byte_tokenizer(), ())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(psutil, "cpu_count", lambda *_args, **_kwargs: 2)
-    monkeypatch.setattr(model_files, "ask", lambda _question: [])
+    monkeypatch.setattr(model_files, "ask", lambda _question: Answer([]))
     monkeypatch.setattr(tokenizers, "load_codec", lambda *_args, **_kwargs: codec)
     # The defaults are here to be checked, and not the reward, which is Penstock's own.
     monkeypatch.setattr(tasks, "check_first_calls", lambda *_args: ())

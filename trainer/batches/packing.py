@@ -30,9 +30,11 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
 from penstock.dataflow.ids import TrajectoryId
+from penstock.weights.model_config import ModelConfig
 
-RowLayout = Literal["rows", "single_row"]
-"""`rows`: several padded rows under a block-diagonal mask (sdpa). `single_row`: one row (variable-length attention)."""
+RowLayout = Literal["rows", "single_row", "padded"]
+"""`rows`: several rows of several sequences under a block-diagonal mask (sdpa). `single_row`: one row of several
+(variable-length attention). `padded`: several rows of one sequence each, padded on the right."""
 
 PLACEHOLDER_ID = 0
 """Token id of a position after the last token, whose logits are a target; the model never sees it."""
@@ -170,6 +172,41 @@ class BatchPlan:
         return BatchPlan(tuple(tuple(map(micro_batch_of, rank)) for rank in self.ranks), self.efficiency)
 
 
+def row_layout(model: ModelConfig) -> RowLayout:
+    """How the rows of a model are formed."""
+    if model.rows == "padded":
+        return "padded"
+    return "single_row" if model.attention == "varlen" else "rows"
+
+
+def plan_rows(
+    sequences: Sequence[TrainingSequence],
+    num_ranks: int,
+    max_tokens: int,
+    attention_share: float,
+    layout: RowLayout,
+    *,
+    share_prompts: bool,
+) -> BatchPlan:
+    """Plan a batch; padded rows each have their own prompt.
+
+    Raises:
+        ShapeError: As in `plan_batch`.
+    """
+    if share_prompts and layout != "padded":
+        return plan_with_shared_prompts(
+            sequences, num_ranks, max_tokens, attention_share=attention_share, layout=layout
+        )
+    return plan_batch(
+        [one.num_inputs for one in sequences],
+        num_ranks,
+        max_tokens,
+        units=[one.unit for one in sequences],
+        attention_share=attention_share,
+        layout=layout,
+    )
+
+
 def plan_batch(
     lengths: Sequence[int],
     num_ranks: int,
@@ -192,17 +229,13 @@ def plan_batch(
     Raises:
         ShapeError: If a sequence or a unit is longer than `max_tokens`.
     """
+    if layout == "padded":
+        return _plan_padded(lengths, num_ranks, max_tokens, units or [None] * len(lengths), attention_share)
     bundles = [] if units is None else _bundles(lengths, units)
     if any(len(bundle) > 1 for bundle in bundles):  # each is packed like one long sequence
         totals = [sum(lengths[index] for index in bundle) for bundle in bundles]
         for bundle, total in zip(bundles, totals, strict=True):
-            if total > max_tokens and len(bundle) > 1:
-                raise ShapeError(
-                    f"trainer.max_tokens_per_micro_batch={max_tokens} is below {total} tokens: answers of a group, in "
-                    f"parts of {', '.join(str(lengths[one]) for one in bundle)} tokens, are compared with each other: "
-                    "their loss needs all of them in one micro-batch. Use at least "
-                    f"{total} or algorithm.loss.pairs=best_worst."
-                )
+            _check_unit(lengths, bundle, total, max_tokens)
         plan = plan_batch(totals, num_ranks, max_tokens, attention_share=attention_share, layout=layout)
         return plan.unpacked(bundles)
     _check_longest(lengths, max_tokens)
@@ -221,6 +254,54 @@ def plan_batch(
         ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
         efficiency=sum(lengths) / padded if padded else 1.0,
     )
+
+
+def _plan_padded(
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    units: Sequence[int | None],
+    attention_share: float,
+) -> BatchPlan:
+    """One sequence per row. Sequences of similar length share a micro-batch, and those of a unit do in any case."""
+    _check_longest(lengths, max_tokens)
+    bundles = [bundle for bundle in _bundles(lengths, units) if lengths[bundle[0]]]
+    widths = [max(lengths[one] for one in bundle) for bundle in bundles]
+    for bundle, width in zip(bundles, widths, strict=True):
+        _check_unit(lengths, bundle, width * len(bundle), max_tokens)
+    costs = [len(bundle) * sequence_cost(width, attention_share) for bundle, width in zip(bundles, widths, strict=True)]
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(bundles)), key=lambda index: (-costs[index], index)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (load + costs[index], rank))
+    plans: list[list[MicroBatchPlan]] = []
+    for share in shares:
+        plan: list[MicroBatchPlan] = []
+        for index in sorted(share, key=lambda index: (-widths[index], index)):
+            rows = tuple((one,) for one in bundles[index])
+            if plan and plan[-1].row_length * (len(plan[-1].rows) + len(rows)) <= max_tokens:
+                plan[-1] = MicroBatchPlan((*plan[-1].rows, *rows), plan[-1].row_length)
+            else:
+                plan.append(MicroBatchPlan(rows, widths[index]))
+        plans.append(plan)
+    count = max(1, *map(len, plans))
+    padded = sum(one.num_padded_tokens for plan in plans for one in plan)
+    return BatchPlan(
+        ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
+        efficiency=sum(lengths) / padded if padded else 1.0,
+    )
+
+
+def _check_unit(lengths: Sequence[int], unit: Sequence[int], num_tokens: int, max_tokens: int) -> None:
+    if num_tokens > max_tokens and len(unit) > 1:
+        raise ShapeError(
+            f"trainer.max_tokens_per_micro_batch={max_tokens} is below {num_tokens} tokens: answers of a group, in "
+            f"parts of {', '.join(str(lengths[one]) for one in unit)} tokens, are compared with each other: "
+            f"their loss needs all of them in one micro-batch. Use at least {num_tokens} or "
+            "algorithm.loss.pairs=best_worst."
+        )
 
 
 def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import collate
-from penstock.trainer.batches.packing import plan_with_shared_prompts
+from penstock.trainer.batches.packing import RowLayout, plan_rows, row_layout
 from penstock.trainer.batches.samples import sampled_tokens
 from penstock.trainer.flops import attention_share
+from penstock.trainer.models.model_form import settings_for
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.trainer.validation import check_vocabulary
-from penstock.weights.model_config import Attention, ModelConfig
+from penstock.weights.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class FrozenPolicy:
 
     model: PolicyModel
     device: torch.device
-    attention: Attention
+    layout: RowLayout
     max_tokens: int
     temperature: float
     attention_share: float
@@ -45,24 +46,19 @@ class FrozenPolicy:
         Raises:
             ConfigError: If there is no such model, it cannot be loaded, or it has another vocabulary than the policy.
         """
-        policy = load_policy(path, model, gradient_checkpointing=False).to(device).eval()
+        own = settings_for(path, model, device)
+        policy = load_policy(path, own, gradient_checkpointing=False).to(device).eval()
         check_vocabulary("frozen policy", path, policy.hf_model.config.vocab_size, model.shape.vocab_size)
         policy.requires_grad_(requires_grad=False)
         share = attention_share(model.shape)
-        return cls(policy, torch.device(device), model.attention, max_tokens, temperature, share)
+        return cls(policy, torch.device(device), row_layout(own), max_tokens, temperature, share)
 
     @torch.no_grad()
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
         """`[n] float32`, natural log, of every sampled token. The prompt of the group is computed once."""
         sequences = sampled_tokens([payload])
-        needs_mask = self.attention == "sdpa"
-        plan = plan_with_shared_prompts(
-            sequences,
-            1,
-            self.max_tokens,
-            attention_share=self.attention_share,
-            layout="rows" if needs_mask else "single_row",
-        )
+        needs_mask = self.layout != "single_row"
+        plan = plan_rows(sequences, 1, self.max_tokens, self.attention_share, self.layout, share_prompts=True)
         starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
         found = np.zeros(int(starts[-1]), np.float32)
         for micro_batch in plan.ranks[0]:

@@ -8,17 +8,21 @@ Shape legend: R rows, L row length, K loss tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
+from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.model_config import ModelConfig
+from penstock.weights.model_config import Head, ModelConfig, Rows
 
 
 class PolicyModel(nn.Module):
@@ -26,13 +30,16 @@ class PolicyModel(nn.Module):
 
     Attributes:
         causal_lm: The Hugging Face model; its parameter names are the published names.
+        rows: Whether a row has several sequences or one.
         vocabulary: Which rows of the head this rank has; None: all of them.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, rows: Rows = "packed", head: Head = "fused") -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.rows = rows
         self.vocabulary: VocabularyShard | None = None
+        self._own_logits = OwnLogits(causal_lm) if head == "model" else None
 
     @property
     def hf_model(self) -> Any:
@@ -68,8 +75,9 @@ class PolicyModel(nn.Module):
             at that temperature and `[K] bool`: no token is likelier than the target.
         """
         body = self.causal_lm.base_model
-        hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
-        head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
+        positions = position_ids if self.rows == "packed" else None
+        hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
+        head, part = self._own_logits or self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
             scored = linear_logprobs(hidden, head, target_ids, temperature=temperature, alternatives=alternatives)
         else:
@@ -79,20 +87,93 @@ class PolicyModel(nn.Module):
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
 
 
+class OwnLogits(nn.Module):
+    """What a `...ForCausalLM` makes of last hidden states: its head, and all that it does before and after it.
+
+    It is a head for `linear_logprobs`, which calls it for some tokens at a time. The model's own forward pass runs,
+    with its body replaced by hidden states that are there.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self._owner = (causal_lm,)  # as a module in a module, its parameters would have two names
+
+    @property
+    def out_features(self) -> int:
+        """Tokens of the vocabulary."""
+        (owner,) = self._owner
+        return int(owner.config.get_text_config(decoder=True).vocab_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[T, V]` logits of hidden states `[T, H]`; a plain head computes in float32, as everywhere."""
+        (owner,) = self._owner
+        num_calls = 0
+
+        def given(*_args: object, **_settings: object) -> _Output:
+            nonlocal num_calls
+            num_calls += 1
+            return _Output(hidden[None])
+
+        head = owner.get_output_embeddings()
+        plain = partial(Float32Head.forward, cast("Float32Head", head)) if type(head) is nn.Linear else None
+        with replaced_forward(owner.base_model, given), replaced_forward(head, plain):
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = owner(input_ids=ids, use_cache=False).logits[0]
+        if num_calls != 1:
+            raise ConfigError(
+                [f"model.head=model: {type(owner).__name__} calls its body {num_calls} times, so its logits cannot be "
+                 "computed from hidden states. Use another model."]
+            )  # fmt: skip
+        return logits
+
+
+class _Output:
+    """The output of a body: its last hidden state, and None for everything else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """A context in which calls of this module, with its hooks, compute something else; None: what they always do."""
+    own = vars(module).get("forward")
+    if forward is not None:
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if forward is not None and own is None:
+            del vars(module)["forward"]
+        elif forward is not None:
+            vars(module)["forward"] = own
+
+
 def hidden_at(
     body: Any,
     input_ids: Tensor,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
     attention_mask: Tensor | None,
     target_index: Tensor,
     boundaries: SequenceBoundaries | None,
 ) -> Tensor:
-    """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted."""
-    mask = None if attention_mask is None else layer_masks(body.config, attention_mask, position_ids)
-    # The body hands what it does not know on to every layer's attention.
-    extra = {} if boundaries is None else {"boundaries": boundaries}
-    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False, **extra)
-    return output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+    """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted.
+
+    Without positions every row is one sequence, which begins at its first token.
+    """
+    given: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if position_ids is not None:
+        mask = None if attention_mask is None else layer_masks(body.config, attention_mask, position_ids)
+        given |= {"position_ids": position_ids, "attention_mask": mask}
+        # The body hands what it does not know on to every layer's attention.
+        given |= {} if boundaries is None else {"boundaries": boundaries}
+    return body(**given).last_hidden_state.flatten(0, 1).index_select(0, target_index)
 
 
 def layer_masks(hf_config: Any, attention_mask: Tensor, position_ids: Tensor) -> Tensor | dict[str, Tensor]:
@@ -155,7 +236,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Its dtype, attention implementation and arguments of loading are used.
+        model: Its dtype, form and arguments of loading are used.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -165,8 +246,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if path.startswith(("/", ".")) and not Path(path).is_dir():
-        raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
+    check_exists(path)
     register_varlen()
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
         causal_lm = AutoModelForCausalLM.from_pretrained(
@@ -174,7 +254,17 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
         )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return PolicyModel(causal_lm).train()
+    return PolicyModel(causal_lm, model.rows, model.head).train()
+
+
+def check_exists(path: str) -> None:
+    """Check that a path that can be no name on the Hub is a folder.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
 
 
 def restore_rotary_buffers(model: nn.Module) -> None:

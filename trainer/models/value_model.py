@@ -17,7 +17,7 @@ from penstock.trainer.models.policy_model import hidden_at
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.model_config import ModelConfig
+from penstock.weights.model_config import ModelConfig, Rows
 
 
 class ValueModel(nn.Module):
@@ -25,11 +25,13 @@ class ValueModel(nn.Module):
 
     Attributes:
         classifier: The Hugging Face model.
+        rows: Whether a row has several sequences or one.
     """
 
-    def __init__(self, classifier: Any) -> None:
+    def __init__(self, classifier: Any, rows: Rows = "packed") -> None:
         super().__init__()
         self.classifier = classifier
+        self.rows = rows
 
     @property
     def hf_model(self) -> Any:
@@ -53,7 +55,8 @@ class ValueModel(nn.Module):
         """
         del target_ids, temperature, alternatives
         body = self.classifier.base_model
-        hidden = hidden_at(body, input_ids, position_ids, attention_mask, target_index, boundaries)
+        positions = position_ids if self.rows == "packed" else None
+        hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
         values = self.classifier.score(hidden)[:, 0].float()
         return values, values.detach()
 
@@ -90,4 +93,4 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
             getattr(head, "ds_tensor", head).zero_()  # under ZeRO-3 every rank has its part
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return ValueModel(classifier).train()
+    return ValueModel(classifier, model.rows).train()

@@ -25,6 +25,7 @@ from penstock.envs.environment import Action
 from penstock.envs.loading import load_task_source
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.envs.workers.scoring import RewardRunner
+from penstock.platform.checks.model_probe import Answer
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer, character_tokenizer
 from tests.answers import answered
 from tests.model_folder import write_model
@@ -52,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             written += 1
     assert written == 15
     character_tokenizer().save_pretrained(write_model(tmp_path / "judge"))
-    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: [])
+    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: Answer([]))
     rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
     pairs = [{"prompt": f"{n}+{n}=", "chosen": f";{2 * n}", "rejected": f";{n}"} for n in range(4096)]
     for name, lines in (("rows", rows), ("pairs", pairs)):

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import load_config
+from penstock.platform.checks.model_probe import Answer
 from penstock.platform.cluster import hardware
 from tests.model_folder import write_model
 
@@ -61,7 +62,7 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_plugin.py").write_text(PLUGIN)
     policy = write_model(tmp_path / "policy")
-    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: [])
+    monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: Answer([]))
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr(
         "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: CharacterCodec()

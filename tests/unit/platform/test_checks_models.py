@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks import model_files
 from penstock.platform.checks.load import load_config
+from penstock.platform.checks.model_probe import Answer
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from tests.chat_tokenizers import chat_tokenizer
 from tests.model_folder import CONFIG, write_model
@@ -50,7 +51,7 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_tasks.py").write_text(PLUGIN)
     policy = write_model(tmp_path / "policy")
-    monkeypatch.setattr(model_files, "ask", lambda _question: [])
+    monkeypatch.setattr(model_files, "ask", lambda _question: Answer([]))
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr(
         "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: CharacterCodec()
@@ -337,9 +338,9 @@ def test_the_torch_engine_refuses_a_window_below_the_context(overrides, tmp_path
 def test_what_trainer_and_engine_refuse_is_refused_before_anything_starts(overrides, monkeypatch):
     asked = []
 
-    def ask(question: model_files.Question) -> list[str]:
+    def ask(question: model_files.Question) -> Answer:
         asked.append(question)
-        return ["vLLM on cpu: head_dim=16"]
+        return Answer(["vLLM on cpu: head_dim=16"])
 
     monkeypatch.setattr(model_files, "ask", ask)
     found = problem(overrides)
@@ -362,9 +363,9 @@ def test_every_model_of_a_run_is_asked_about_in_its_role(overrides, tmp_path, mo
     other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
     asked = []
 
-    def ask(question: model_files.Question) -> list[str]:
+    def ask(question: model_files.Question) -> Answer:
         asked.append(question)
-        return [] if question.role == "policy" else ["no such class."]
+        return Answer([] if question.role == "policy" else ["no such class."])
 
     monkeypatch.setattr(model_files, "ask", ask)
     kept = [one for one in overrides if not one.startswith("reward.")]
@@ -378,14 +379,14 @@ def test_every_model_of_a_run_is_asked_about_in_its_role(overrides, tmp_path, mo
 
 def test_the_model_of_rm_is_asked_about_as_a_sequence_classifier(overrides, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(model_files, "ask", lambda question: asked.append(question) or ["no such class"])
+    monkeypatch.setattr(model_files, "ask", lambda question: asked.append(question) or Answer(["no such class"]))
     with pytest.raises(ConfigError, match="as a reward model: no such class"):
         load_config("rm", ["experiment=arithmetic_preference", f"model.path={tmp_path / 'policy'}"], dry_run=True)
     assert [(one.role, one.engine_dtype) for one in asked] == [("value", None)]
 
 
 def test_without_an_answer_there_is_a_warning(overrides, monkeypatch):
-    def ask(_question: model_files.Question) -> list[str]:
+    def ask(_question: model_files.Question) -> Answer:
         raise RuntimeError("no answer within 120 s")
 
     monkeypatch.setattr(model_files, "ask", ask)

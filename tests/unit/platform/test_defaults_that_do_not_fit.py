@@ -13,6 +13,7 @@ from penstock.dataflow.task import Task
 from penstock.platform.checks import model_files, tasks
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config, load_config
+from penstock.platform.checks.model_probe import Answer
 from penstock.platform.checks.tasks import TaskSample, check_room
 from penstock.platform.cluster import hardware
 from penstock.platform.config.compose import Composition, compose_all, to_yaml
@@ -31,7 +32,7 @@ def machine(tmp_path, monkeypatch):
     """Transformers and vLLM support every model; the tokenizer of every model is that of bytes; the disk is large."""
     monkeypatch.chdir(tmp_path)
     codec = TokenCodec(byte_tokenizer(), ())
-    monkeypatch.setattr(model_files, "ask", lambda _question: [])
+    monkeypatch.setattr(model_files, "ask", lambda _question: Answer([]))
     monkeypatch.setattr(tokenizers, "load_codec", lambda *_args, **_kwargs: codec)
     monkeypatch.setattr(tasks, "check_first_calls", lambda *_args: ())
     monkeypatch.setattr(hardware, "free_disk_bytes", lambda _path: 1024 * GIB)

@@ -12,11 +12,13 @@ from penstock.platform.cli.doctor import Diagnosis
 from penstock.platform.cluster import hardware
 
 
-def test_every_core_pin_is_read_from_our_own_requirements(monkeypatch):
+def test_every_core_requirement_is_read_from_our_own(monkeypatch):
     monkeypatch.setattr(hardware, "installed_version", lambda name: None)
     missing = {one.subject: one.found for one in doctor.check_packages()}
     assert {"torch", "ray", "deepspeed", "hydra-core", "transformers"} <= set(missing)
-    assert all(found[len("not installed, ")].isdigit() for found in missing.values())
+    assert all(
+        found.startswith(("not installed, >=", "not installed, <", "not installed, ==")) for found in missing.values()
+    )
 
 
 def test_a_missing_and_a_wrong_package_are_named(monkeypatch):
@@ -25,7 +27,7 @@ def test_a_missing_and_a_wrong_package_are_named(monkeypatch):
     assert (missing.subject, missing.status) == ("no-such-package", "bad")
     assert "1.0 is needed" in missing.found
     assert wrong.status == "warn"
-    assert wrong.advice == "pip install pytest==0.1"
+    assert wrong.advice == "pip install 'pytest==0.1'"
 
 
 def test_a_local_build_label_is_no_difference(monkeypatch):

@@ -1,0 +1,236 @@
+"""How a language model is computed: asked of a tiny instance of its class, never of a list of names.
+
+Three choices, each of them exact:
+
+    rows        packed: several sequences in a row, which attention separates by a mask or by boundaries
+                padded: one sequence per row, padded on the right, which nothing on its left can see
+    head        fused: logprobs from hidden states and the head's weight
+                model: from the model's own logits (soft caps, scales), chunk by chunk
+    attention   the configured one, or the model's own (eager) where that computes something else (sinks, soft caps)
+
+The instance runs in float32 on the trainer's device, with its kernels, and through the trainer's own code. What it
+computes of each sequence alone, by its own attention and head, is the truth that every choice is compared with. A class
+of which no tiny instance can be built gets padded rows and its own head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.dataflow.errors import ConfigError, boundary
+from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
+from penstock.trainer.models.policy_model import PolicyModel, check_exists
+from penstock.trainer.models.tiny_instance import VOCABULARY, tiny_config, tiny_model
+from penstock.trainer.models.varlen_attention import register_varlen
+from penstock.weights.model_config import Attention, Head, ModelConfig, ModelForm, Rows
+
+TOLERANCE = 3e-4
+"""Nats, in float32. Rounding is below a tenth of it; what a wrong choice changes, far above."""
+_PROMPT, _ANSWERS = 5, (18, 4, 9)
+"""Tokens that all sequences begin with, and those behind them: more and fewer than a window."""
+
+
+def model_form(hf_config: Any, attention: Attention, device: str = "cpu") -> ModelForm:
+    """Choose rows, head and attention for the class that transformers builds of a config; the answer is kept.
+
+    Args:
+        hf_config: Of the checkpoint.
+        attention: `model.attention`.
+        device: Where the trainer computes.
+
+    Raises:
+        ConfigError: If a later token changes an earlier logit.
+    """
+    text = hf_config.get_text_config(decoder=True)
+    settings = {name: value for name, value in text.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    return _kept(json.dumps(settings, sort_keys=True, default=str), attention, device, _Asked(text))
+
+
+def settings_for(path: str, model: ModelConfig, device: str) -> ModelConfig:
+    """The settings of the policy for another checkpoint, whose class may be another.
+
+    Raises:
+        ConfigError: If there is none, or it is not causal.
+    """
+    from transformers import AutoConfig
+
+    check_exists(path)
+    with boundary(ConfigError, f"{path}: its config.json cannot be read"):
+        hf_config = AutoConfig.from_pretrained(path)
+    form = model_form(hf_config, model.attention, device)
+    return model.model_copy(update={"rows": form.rows, "head": form.head, "attention": form.attention})
+
+
+class _Asked:
+    """A config beside its text, which is what answers are kept by."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config = hf_config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _kept(settings: str, attention: Attention, device: str, asked: _Asked) -> ModelForm:
+    kind = torch.cuda.get_device_name() if device == "cuda" else device
+    code = [Path(__file__).with_name(name).read_text() for name in ("model_form.py", "policy_model.py")]
+    asked_of = [settings, attention, kind, version("torch"), version("transformers"), *code]
+    digest = hashlib.sha256(json.dumps(asked_of).encode()).hexdigest()
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    file = cache_folder / "penstock" / "model_forms" / f"{digest}.json"
+    try:
+        rows, head, chosen, because = json.loads(file.read_text())
+        return ModelForm(rows, head, chosen, tuple(because))
+    except (OSError, ValueError):
+        form = ask(asked.hf_config, attention, device)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(form))
+        part.replace(file)
+    except OSError:
+        pass  # without the answer it is asked again
+    return form
+
+
+def ask(hf_config: Any, attention: Attention, device: str) -> ModelForm:
+    """`model_form` of a text config, without what is kept."""
+    register_varlen()
+    refusals = []
+    for is_narrow in (True, False):
+        try:
+            config = tiny_config(hf_config, is_narrow=is_narrow)
+            model = tiny_model(config, "eager", device)
+            alone = [_logprobs_alone(model, one.token_ids, device) for one in _sequences()]
+        except Exception as error:  # noqa: BLE001 - every class refuses other sizes in its own way
+            refusals.append(_line(error))
+            continue
+        _check_causal(model, device)
+        return _Comparison(config, np.concatenate(alone), device).form(attention)
+    return ModelForm("padded", "model", attention, (f"no tiny instance of it can be built to ask ({refusals[-1]})",))
+
+
+class _Comparison:
+    """Runs the trainer's code on a tiny instance, and compares it with the truth.
+
+    Attributes:
+        truth: `[K]` logprobs of all targets, one sequence after another.
+    """
+
+    def __init__(self, config: Any, truth: NDArray[np.float64], device: str) -> None:
+        self._config, self.truth, self._device = config, truth, device
+
+    def form(self, attention: Attention) -> ModelForm:
+        """The first choices that give the truth, the fast ones first."""
+        head: Head = "fused" if not self.difference("padded", "fused", "eager") else "model"
+        because = [] if head == "fused" else ["its logits are more than its head makes of hidden states"]
+        choices: dict[Attention, list[tuple[Rows, Attention]]] = {
+            "varlen": [("packed", "varlen"), ("packed", "sdpa"), ("padded", "sdpa")],
+            "sdpa": [("packed", "sdpa"), ("padded", "sdpa")],
+            "eager": [],
+        }
+        for rows, chosen in (*choices[attention], ("padded", "eager")):
+            said = self.difference(rows, head, chosen)
+            if not said:
+                return ModelForm(rows, head, chosen, tuple(because))
+            because.append(f"{rows} rows with {chosen} attention {said}")
+        raise ConfigError([f"{self._config.model_type}: the trainer does not compute what it is: {'; '.join(because)}"])
+
+    def difference(self, rows: Rows, head: Head, attention: Attention) -> str:
+        """How the logprobs by these choices differ from the truth; empty if they do not."""
+        try:
+            model = PolicyModel(tiny_model(self._config, attention, self._device), rows, head).eval()
+            found = [self._logprobs(model, plan, attention) for plan in _plans(rows)]
+        except Exception as error:  # noqa: BLE001 - a class refuses an attention in its own way
+            return f"cannot be computed ({_line(error)})"
+        most = max(float(np.abs(one - self.truth).max()) for one in found)
+        return "" if most <= TOLERANCE else f"change a logprob by {most:.2g}"
+
+    def _logprobs(self, model: PolicyModel, plan: MicroBatchPlan, attention: Attention) -> NDArray[np.float64]:
+        needs_mask = attention != "varlen" or model.rows == "padded"
+        batch = collate(plan, _sequences(), device=torch.device(self._device), needs_mask=needs_mask)
+        with torch.no_grad():
+            logprobs, _ = batch.inputs.call(model, 1.0)
+        return logprobs.double().cpu().numpy()
+
+
+def _plans(rows: Rows) -> Iterator[MicroBatchPlan]:
+    lengths = [one.num_inputs for one in _sequences()]
+    if rows == "padded":
+        yield MicroBatchPlan(tuple((index,) for index in range(len(lengths))), max(lengths))
+        return
+    together = tuple(range(len(lengths)))
+    yield MicroBatchPlan((together,), sum(lengths))
+    shared = (0, *[_PROMPT] * (len(lengths) - 1))
+    yield MicroBatchPlan((together,), sum(lengths) - sum(shared), (shared,))
+
+
+@cache
+def _sequences() -> tuple[TrainingSequence, ...]:
+    """Sequences that begin alike; every token behind the first is a target."""
+    drawn = np.random.default_rng(0).integers(4, VOCABULARY, _PROMPT + sum(_ANSWERS))
+    ends = np.cumsum([_PROMPT, *_ANSWERS])
+    found = []
+    for start, stop in pairwise(ends):
+        ids = np.concatenate([drawn[:_PROMPT], drawn[start:stop]])
+        targets = np.arange(_PROMPT, len(ids))
+        found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32), prompt_length=_PROMPT))
+    return tuple(found)
+
+
+@torch.no_grad()
+def _logprobs_alone(model: Any, ids: NDArray[np.integer], device: str) -> NDArray[np.float64]:
+    """`[n]` of the tokens behind the prompt, by the model's own forward pass over one sequence."""
+    logits = _logits(model, torch.from_numpy(ids[:-1]).to(device))[_PROMPT - 1 :]
+    targets = torch.from_numpy(ids[_PROMPT:]).to(device)
+    found: NDArray[np.float64] = logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu().numpy()
+    if not np.isfinite(found).all():
+        raise ValueError("its logits are not finite")
+    return found
+
+
+@torch.no_grad()
+def _check_causal(model: Any, device: str) -> None:
+    """Change the last token of a sequence.
+
+    Raises:
+        ConfigError: If that changes what the model says of the tokens before.
+    """
+    ids = torch.from_numpy(_sequences()[0].token_ids).to(device)
+    other = ids.clone()
+    other[-1] = ids[-2]
+    changed = float((_logits(model, ids)[:-1] - _logits(model, other)[:-1]).abs().max())
+    if changed > TOLERANCE:
+        raise ConfigError(
+            [
+                f"{type(model).__name__} is not causal: another last token changes a logit before it by {changed:.2g}. "
+                "Answers cannot be sampled from it token by token. Use a model that generates text"
+            ]
+        )
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+    return logits
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
