@@ -28,13 +28,13 @@ async function probe(width) {
   const opened_s = (performance.now() - began) / 1000;
   const inner = frame.contentWindow, page = inner.document;
   inner.addEventListener("error", event => errors.push(String(event.message)));
-  // Charts are resized one after the other, which takes long on a busy machine: after 15 s they never will.
+  // Charts are resized one after the other, which takes long on a busy machine: after 30 s they never will.
   const drawn = () => [...page.querySelectorAll(".plotly-graph-div")].map(one => {
     const svg = one.querySelector("svg.main-svg");
     return [Math.round(one.getBoundingClientRect().width), svg ? Math.round(svg.getBoundingClientRect().width) : 0];
   });
   const fits = () => drawn().every(([card, chart]) => Math.abs(card - chart) <= 1);
-  for (let waited = 0; waited < 1500 || (waited < 15000 && !fits()); waited += 500)
+  for (let waited = 0; waited < 1500 || (waited < 30000 && !fits()); waited += 500)
     await new Promise(resolve => setTimeout(resolve, 500));
   const result = { width, opened_s, errors, title: page.title };
   result.page_width = page.documentElement.scrollWidth;
