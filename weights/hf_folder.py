@@ -84,7 +84,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
             "without one."
         )
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.decode(), object_hook=_special_float)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}. Save it as UTF-8."
@@ -96,6 +96,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
             f"{file} holds a {type(value).__name__} where a JSON object is expected. Restore the file."
         )
     return value
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """The float that transformers writes as `{"__float__": "Infinity"}`, since JSON has none; else the object."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 def transformers_config(file: Path) -> Any:

@@ -59,6 +59,8 @@ ALLOWED = {
     "platform/run/ledger_log.py:surviving": "how a user reads the ledger of a run (docs/concepts/durability.md)",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
+    "rollout/engines/vllm/cpu_build.py:cpu_linear": "vLLM's linear layers call it",
+    "rollout/engines/vllm/cpu_build.py:dispatch_cpu_unquantized_gemm": "vLLM's linear layers call it",
     "rollout/engines/vllm/engine.py:log_engine_initialized": "vLLM calls it",
     "rollout/engines/vllm/layout.py:static_all_moe_layers": "vLLM reads it",
     "rollout/engines/vllm/worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",

@@ -6,9 +6,10 @@ The engine starts with other weights than it is sent, so equal logprobs prove th
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
+from penstock.trainer.models import model_form
 from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, load_policy
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
@@ -50,6 +52,11 @@ SIZES: Mapping[str, object] = {
     "eos_token_id": 1,
     "initializer_range": 0.15,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4}
+LINEAR = {
+    "num_hidden_layers": 4, "hidden_size": 256, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "initializer_range": 0.03,
+}  # fmt: skip
 FAMILIES: dict[str, Mapping[str, object]] = {
     "qwen2": {"hidden_size": 128, "tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
@@ -60,22 +67,48 @@ FAMILIES: dict[str, Mapping[str, object]] = {
     "olmo2": {"hidden_size": 128},
     "glm4": {"partial_rotary_factor": 0.5},
     "smollm3": {"hidden_size": 128, "num_hidden_layers": 4},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
-
-EXPERTS = ("qwen3_moe", "mixtral")
-"""vLLM's CPU build cannot update them, and a run is refused."""
+    "gpt2": {"hidden_size": 128, "n_positions": CONTEXT},
+    "stablelm": {"hidden_size": 128},
+    "opt": {"hidden_size": 128, "ffn_dim": 96, "word_embed_proj_dim": 128},
+    "granite": {"hidden_size": 128, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "cohere": {"hidden_size": 128, "logit_scale": 0.5, "tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS | {"hidden_size": 128, "num_key_value_heads": 4},
+    "mixtral": EXPERTS,
+    "granitemoe": EXPERTS | {"hidden_size": 128, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "gpt_oss": EXPERTS | {"sliding_window": 16, "intermediate_size": 64},
+    "lfm2": {
+        "hidden_size": 128, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False, "conv_dim": 128, "conv_dim_out": 128, "block_dim": 128,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 128, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 96, "mamba_n_heads": 4,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_expand": 2,
+        "mamba_n_groups": 1, "mamba_chunk_size": 64, "position_embedding_type": "nope",
+    },
+    "nemotron_h": {
+        "hidden_size": 128, "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3,
+        "mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 1, "expand": 2, "chunk_size": 64,
+        "time_step_min": 1e-8,  # below it transformers cuts time steps off, and vLLM does not
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
+}  # fmt: skip
+IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""vLLM's CPU build has gated delta layers in bfloat16 only, and only with heads of 128."""
 
 
 def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Path:
-    """A random model of a family in a Hugging Face directory, float32."""
+    """A random model of a family in a Hugging Face directory, in float32 if vLLM serves it in that."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES[model_type] | fields))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+        dtype = torch.bfloat16 if model_type in IN_BFLOAT16 else torch.float32
+        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -83,7 +116,17 @@ def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Pa
 def model_config(folder: Path) -> ModelConfig:
     """As it is composed from `model.path` alone."""
     file = folder / "config.json"
-    return ModelConfig(path=str(folder), max_context_tokens=CONTEXT, shape=shape_of(transformers_config(file), file))
+    hf_config = transformers_config(file)
+    form = model_form.ask(hf_config, "sdpa", "cpu")
+    return ModelConfig(
+        path=str(folder),
+        max_context_tokens=CONTEXT,
+        shape=shape_of(hf_config, file),
+        rows=form.rows,
+        head=form.head,
+        attention=form.attention,
+        dtype="bfloat16" if hf_config.model_type in IN_BFLOAT16 else "float32",
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,22 +141,39 @@ def _environment() -> Iterator[None]:
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
-async def test_engine_and_trainer_agree_on_a_model_that_was_published(model_type: str, tmp_path: Path) -> None:
-    async with published(model_type, tmp_path) as (engine, policy):
-        prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 40)]
-        answers = await asyncio.gather(*(answer(engine, str(index), prompt) for index, prompt in enumerate(prompts)))
-    for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
-        assert len(tokens) == NUM_NEW
-        assert np.std(logprobs) > 0.05, "the model tells tokens apart"
-        np.testing.assert_allclose(logprobs, logprobs_of(policy, prompt, tokens, 1.0), atol=1e-4)
+@pytest.mark.parametrize("model_type", FAMILIES)
+async def test_engine_and_trainer_agree_on_every_version_that_is_published(model_type: str, tmp_path: Path) -> None:
+    """The last three of four versions arrive while a request is answered."""
+    prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 40)]
+    async with published(model_type, tmp_path) as (engine, policy, publish):
+        for version in (1, 2, 3, 4):
+            if version > 1:
+                in_flight = asyncio.ensure_future(answer(engine, f"in flight {version}", prompts[0], num_new=100))
+                await asyncio.sleep(0.05)
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
+                await publish(version)
+                assert len((await in_flight)[0]) == 100
+            for index, prompt in enumerate(prompts):
+                tokens, logprobs = await answer(engine, f"{version}.{index}", prompt)
+                assert len(tokens) == NUM_NEW
+                assert np.std(logprobs) > 0.05, "the model tells tokens apart"
+                gap = np.abs(np.array(logprobs) - logprobs_of(copy.deepcopy(policy).float(), prompt, tokens, 1.0))
+                if model_type not in IN_BFLOAT16:
+                    assert gap.max() <= 1e-4
+                elif "experts" in str(list(policy.state_dict())):
+                    assert gap.mean() <= 0.12, "some tokens go to other experts than in float32"
+                else:
+                    assert gap.mean() <= 0.01
+                    assert np.percentile(gap, 99) <= 0.05
 
 
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in EXPERTS])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_of_512_positions_is_trained_by_its_path_alone(model_type: str, tmp_path: Path) -> None:
     folder = make_model(model_type, tmp_path / "model", 1, max_position_embeddings=512)
     done = run_cli("train", "experiment=text", f"model.path={folder}", "total_steps=3", cwd=tmp_path, timeout_s=900)
@@ -147,7 +207,7 @@ async def test_the_parity_check_finds_arguments_that_change_logprobs(
             return np.concatenate([logprobs_of(policy, *one, temperature) for one in examples])
 
     monkeypatch.setattr(arguments, "RESERVED", {})
-    async with published("mistral", tmp_path, **args) as (engine, policy):
+    async with published("mistral", tmp_path, **args) as (engine, policy, _):
         pool = EnginePool([engine], 8)
         prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 20, 40, 60)]
         sampling = SamplingParams(NUM_NEW, temperature)
@@ -160,8 +220,12 @@ async def test_the_parity_check_finds_arguments_that_change_logprobs(
 
 
 @asynccontextmanager
-async def published(model_type: str, folder: Path, **args: Any) -> AsyncIterator[tuple[Any, PolicyModel]]:
-    """An engine that was started with other weights than it was sent, and the policy with the weights that it has."""
+async def published(
+    model_type: str, folder: Path, **args: Any
+) -> AsyncIterator[tuple[Any, PolicyModel, Callable[[int], Awaitable[None]]]]:
+    """An engine that was started with other weights than it was sent, the policy with the weights that it has, and what
+    publishes the policy again.
+    """
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
     served, trained = (make_model(model_type, folder / str(seed), seed) for seed in (1, 2))
@@ -174,12 +238,16 @@ async def published(model_type: str, folder: Path, **args: Any) -> AsyncIterator
     await asyncio.wait_for(engine.start(), 240)
     try:
         receiving = EngineLayout("vllm", await engine.layout(training.tensors))
-        transfer = ShardTransfer.between(training, receiving, "float32", str(folder))
+        transfer = ShardTransfer.between(training, receiving, model.dtype, str(folder))
         writer = ShardWriter(transfer, 0, ShardFiles(transfer))
-        flat = {name: tensor.flatten() for name, tensor in tensors.items()}
-        writer.write(1, flat)
-        await asyncio.wait_for(engine.update_weights(transfer.manifest(1, writer.sums(flat))), 60)
-        yield engine, policy
+
+        async def publish(version: int) -> None:
+            flat = {name: tensor.flatten() for name, tensor in tensors.items()}
+            writer.write(version, flat)
+            await asyncio.wait_for(engine.update_weights(transfer.manifest(version, writer.sums(flat))), 60)
+
+        await publish(1)
+        yield engine, policy, publish
     finally:
         await engine.shutdown()
 
@@ -193,8 +261,10 @@ def logprobs_of(policy: PolicyModel, prompt: Sequence[int], tokens: Sequence[int
     return ours.numpy()
 
 
-async def answer(engine: Any, request_id: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    sampling = SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, stop_token_ids=(), seed=None)
+async def answer(
+    engine: Any, request_id: str, prompt: tuple[int, ...], num_new: int = NUM_NEW
+) -> tuple[list[int], list[float]]:
+    sampling = SamplingParams(max_new_tokens=num_new, temperature=1.0, stop_token_ids=(), seed=None)
     request = GenerateRequest(RequestId(request_id), prompt, sampling)
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -346,8 +416,7 @@ def test_what_vllm_cannot_serve_here_is_refused_with_its_own_words(tmp_path: Pat
     (said,) = refused_by_vllm(narrow)
     assert "head_dim=16 of model.layers.0.self_attn.attn is not supported by its attention backend CPU_ATTN" in said
     assert refused_by_vllm(narrow, device_is_here=False) == []
-    (said,) = refused_by_vllm(make_model("mixtral", tmp_path / "experts", 0))
-    assert "keeps a packed copy of expert weights" in said
+    assert refused_by_vllm(make_model("mixtral", tmp_path / "experts", 0)) == []
     foreign = make_model("qwen3", tmp_path / "foreign", 0)
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen99ForCausalLM"]}))

@@ -3,8 +3,9 @@
 On the meta device a tensor is a storage, an offset, a shape and strides, and nothing is computed. So a loader runs in
 milliseconds, and source and target of each `copy_` are strided views of two storages, which give the layout. Views need
 no rule of their own. Operations that move elements into a new storage (clone, contiguous, reshape, cat, stack, a cast)
-are followed: a storage records, box by box, where its elements came from. Operations that compute new elements (index
-by a tensor, arithmetic) have no layout; it is an error if their result is copied into a parameter.
+are followed: a storage records, box by box, where its elements came from. Functions of single elements give a derived
+tensor (derived.py). Other operations that compute new elements (index by a tensor, arithmetic) have no layout; it is an
+error if their result is copied into a parameter.
 
 Elements that no copy has written are padding; a later copy replaces an earlier one.
 """
@@ -32,11 +33,13 @@ from penstock.weights.layout.algebra import (
     subtract,
     whole,
 )
+from penstock.weights.layout.derived import FUNCTIONS, derived_name, source_name
 
 aten = torch.ops.aten
 _MOVES = {aten.clone.default, aten._to_copy.default}  # noqa: SLF001 - what `contiguous` and `to` are
 _JOINS = {aten.cat.default, aten.stack.default}
 _FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+_FUNCTIONS = {getattr(aten, name).default: name for name in FUNCTIONS}
 _EMPTY = {
     getattr(aten, name).default
     for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
@@ -111,6 +114,9 @@ class Trace(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in _MOVES:
             self._copy(result, args[0])
+        elif func in _FUNCTIONS:
+            self._copy(result, args[0])
+            self._derive(result, _FUNCTIONS[func])
         elif func in _JOINS:
             self._join(result, args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0)), func)
         elif func in _FILLS:
@@ -120,7 +126,8 @@ class Trace(TorchDispatchMode):
         return result
 
     def shards(self, rank: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Shard]]:
-        """Where the elements of each source are in these parameters, in flat addresses of each.
+        """Where the elements of each source are in these parameters, in flat addresses of each; and of what is derived
+        from it.
 
         Raises:
             WeightSyncError: If a parameter has elements that were computed, or no flat addresses.
@@ -137,9 +144,9 @@ class Trace(TorchDispatchMode):
             flat = View(name, -int(parameter.storage_offset()), row_major(storage.shape))
             for piece in storage.pieces:
                 held = flat.at(whole(storage.shape), piece.box)
-                shape = self._shapes[piece.source.buffer]
+                shape = self._shapes[source_name(piece.source.buffer)]
                 for box, view in _boxes(shape, extents(piece.box), piece.source, held):
-                    found[piece.source.buffer].append(Shard(rank, box, view))
+                    found.setdefault(piece.source.buffer, []).append(Shard(rank, box, view))
         return {name: _joined(shards) for name, shards in found.items()}
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -157,6 +164,14 @@ class Trace(TorchDispatchMode):
         if _key(into) == _key(of) and (into.storage_offset(), into.stride()) == (of.storage_offset(), of.stride()):
             return
         self._write(into, of.expand(into.shape))
+
+    def _derive(self, result: torch.Tensor, function: str) -> None:
+        """Record that the elements of a new tensor are a function of what they were copied from."""
+        storage = self._storage(result)
+        storage.pieces = [
+            piece._replace(source=piece.source._replace(buffer=derived_name(function, piece.source.buffer)))
+            for piece in storage.pieces
+        ]
 
     def _join(self, into: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, func: Any) -> None:
         start = 0

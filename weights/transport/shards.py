@@ -28,6 +28,7 @@ from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import strided_box
+from penstock.weights.layout.derived import value_of, with_derived
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Plan, PlannedCopy, make_plan
@@ -84,7 +85,7 @@ class ShardTransfer:
         resident = resident_ranks(training_at, engine_at) if directory is None else {}
         try:
             plan = make_plan(
-                training.layout(),
+                with_derived(training.layout(), engine.layout.shards),
                 engine.layout,
                 DTYPE_BYTES[dtype],
                 resident=resident,
@@ -196,7 +197,7 @@ class ShardWriter:
             for copy in bucket:
                 shard = self._version_buffers.tensors(version, copy.dst_rank)
                 target = strided_box(shard[copy.destination.buffer], copy.shape, copy.destination)
-                copy_values(target, strided_box(tensors[copy.tensor], copy.shape, copy.source))
+                copy_values(target, strided_box(value_of(tensors, copy.tensor), copy.shape, copy.source))
         self.progress = f"v{version}, all buckets begun"
         self._version_buffers.complete()
         self.progress = f"v{version}, checksums"
@@ -219,7 +220,7 @@ def shard_sums(
     """Contributions of these copies to the checksums of the engines' parameters, in the wire dtype."""
     parts = []
     for copy in copies:
-        sent = strided_box(tensors[copy.tensor], copy.shape, copy.source).to(dtype)
+        sent = strided_box(value_of(tensors, copy.tensor), copy.shape, copy.source).to(dtype)
         checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
         parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
     return parts

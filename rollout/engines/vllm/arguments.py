@@ -135,7 +135,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         "tensor_parallel_size": config.tensor_parallel_size,
         "scheduler_cls": f"{holding_scheduler.__module__}.{holding_scheduler.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-        "moe_backend": "triton",  # the other kernels for experts reorder what the loader wrote
+        "moe_backend": "triton" if spec.device == "cuda" else "auto",  # others of a GPU reorder what the loader wrote
         "seed": spec.seed,
         "enable_log_requests": False,
         "disable_log_stats": False,

@@ -24,12 +24,12 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, Shard, TensorSpec
 from penstock.weights.layout.checkpoint_names import checkpoint_tensors
+from penstock.weights.layout.derived import source_name
 from penstock.weights.layout.tracing import Trace
 from penstock.weights.model_config import DType
 
@@ -132,13 +132,14 @@ def joined(ranks: Sequence[RankLayout]) -> Layout:
     Raises:
         WeightSyncError: If a tensor has no place in the engine, or a parameter would never be updated.
     """
-    names = ranks[0].shards
+    names = dict.fromkeys(name for rank in ranks for name in rank.shards)
     layout = Layout(
-        {name: tuple(shard for rank in ranks for shard in rank.shards[name]) for name in names},
+        {name: tuple(shard for rank in ranks for shard in rank.shards.get(name, ())) for name in names},
         tuple({name: torch.Size(shape).numel() for name, (shape, _) in rank.form.items()} for rank in ranks),
     )
     written = {shard.view.buffer for shards in layout.shards.values() for shard in shards}
-    lost = [name for name, shards in layout.shards.items() if not shards]
+    placed = {source_name(name) for name, shards in layout.shards.items() if shards}
+    lost = [name for name in layout.shards if source_name(name) not in placed]
     kept = [name for name in ranks[0].form if name not in written]
     if lost or kept:
         what = (
@@ -170,16 +171,6 @@ def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int 
             raise WeightSyncError(
                 f"weights: vLLM refuses {hf_config.model_type} over {tp_size} tensor-parallel ranks: {error}"
             ) from error
-
-
-def expert_refusal(model: torch.nn.Module) -> str:
-    """Why the experts of a vLLM model cannot be updated on this device; empty if they can, or if it has none."""
-    if current_platform.is_cpu() and any(".routed_experts." in name for name, _ in model.named_parameters()):
-        return (
-            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not change: the engine "
-            "would keep serving the old experts. Use rollout/engine=torch, or a GPU."
-        )
-    return ""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.rollout.engines.vllm.layout import expert_refusal, joined, plain_config, stand_in_groups, trace_rank
+from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups, trace_rank
 from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
 from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.model_config import DType
@@ -44,10 +44,10 @@ def unsupported(
         return [f"{where} refuses it: {_line(error)}"]
     try:
         with stand_in_groups(0, tp_size), set_current_vllm_config(config), torch.device("meta"):
-            model = initialize_model(config)
+            initialize_model(config)
     except Exception as error:  # noqa: BLE001
         return [f"{where} cannot build it: {_line(error)}"]
-    if device_is_here and (problem := _of_attention(config) or expert_refusal(model)):
+    if device_is_here and (problem := _of_attention(config)):
         return [f"{where}: {problem}"]
     if not is_traced:
         return []

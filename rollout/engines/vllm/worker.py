@@ -1,8 +1,7 @@
 """What Penstock adds inside every vLLM worker process; vLLM imports it through `worker_extension_cls`.
 
 Importing this module registers Penstock's weight-transfer engine at vLLM's plug-in point, before the worker builds it.
-On CPU it also keeps Linear weights as live parameters: vLLM's CPU build packs them after loading, and a later reload
-would silently leave a tied lm_head with the old weights.
+On CPU it also replaces what vLLM's CPU build computes otherwise than an update needs (cpu_build.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import vllm.model_executor.layers.utils as linear_dispatch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -24,7 +22,8 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.kernels.portable.products import use_onednn
 from penstock.rollout.engines.vllm.channel import Address, serve
-from penstock.rollout.engines.vllm.layout import check_live, expert_refusal, form_of, trace_rank
+from penstock.rollout.engines.vllm.cpu_build import keep_parameters_live
+from penstock.rollout.engines.vllm.layout import check_live, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
@@ -66,7 +65,6 @@ class ModelState:
         has_joined: It has started to join a transfer group.
         version_buffer: Holds a version in device memory, if versions are written or received there.
         update: The newest one.
-        refusal: Why its parameters cannot be updated at all; empty if they can.
     """
 
     base: BaseWeights
@@ -74,20 +72,15 @@ class ModelState:
     has_joined: bool = False
     version_buffer: VersionBuffer | None = None
     update: PendingUpdate | None = None
-    refusal: str = ""
 
 
 _states: WeakKeyDictionary[torch.nn.Module, ModelState] = WeakKeyDictionary()
 """vLLM creates our transfer engine and our worker extension separately; they share only the model."""
 
 
-def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
-    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # what vLLM's own dispatch does
-
-
 if current_platform.is_cpu():
     use_onednn()
-    linear_dispatch.dispatch_cpu_unquantized_gemm = _keep_live_parameter
+    keep_parameters_live()
 
 
 @dataclass
@@ -155,14 +148,24 @@ def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) 
         return LiveTensors(model, manifest).refusal()
     mine = [entry for entry in manifest.entries if entry.rank == rank]
     planned = {entry.name: (entry.shape[0], TORCH_DTYPES[entry.dtype]) for entry in mine}
+    is_in_place = manifest.location == IN_PLACE
     for name in sorted(live.keys() | planned.keys()):
-        if live.get(name) != planned.get(name):
+        if not _fits(live.get(name), planned.get(name), is_in_place=is_in_place):
             return (
                 f"{name} is {_describe(live.get(name))} in rank {rank} of this engine and "
                 f"{_describe(planned.get(name))} in the plan: vLLM's layout of this model differs from the traced one. "
                 "Set weights.transport=gather."
             )
     return ""
+
+
+def _fits(live: tuple[int, torch.dtype] | None, sent: tuple[int, torch.dtype] | None, *, is_in_place: bool) -> bool:
+    """Whether a parameter can hold what is sent. Recurrent layers have some parameters in float32, which holds every
+    bfloat16 exactly; what is received in place is not cast.
+    """
+    if live is None or sent is None or live == sent or is_in_place:
+        return live == sent
+    return live[0] == sent[0] and torch.promote_types(live[1], sent[1]) == live[1]
 
 
 def _describe(held: tuple[int, torch.dtype] | None) -> str:
@@ -206,7 +209,7 @@ class WorkerExtension:
         if model not in _states:
             rank = get_tensor_model_parallel_rank()
             receiver = DeviceReceiver(rank, self.device)
-            _states[model] = ModelState(BaseWeights(rank), receiver, refusal=expert_refusal(model))
+            _states[model] = ModelState(BaseWeights(rank), receiver)
         return _states[model]
 
     def penstock_make_version_buffer(
@@ -257,7 +260,7 @@ class WorkerExtension:
         """
         state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
         update = state.update = PendingUpdate(manifest)
-        if wrong := state.refusal or update_refusal(model, manifest, rank):
+        if wrong := update_refusal(model, manifest, rank):
             raise WeightSyncError(wrong)
         if manifest.location == IN_PLACE:
             if not state.has_joined:
@@ -284,7 +287,8 @@ class WorkerExtension:
             found = {}
         elif manifest.num_shards:
             live = dict(model.named_parameters())
-            found = {one.name: tensor_checksum(live[one.name]) for one in manifest.entries if one.rank == rank}
+            mine = [(one.name, TORCH_DTYPES[one.dtype]) for one in manifest.entries if one.rank == rank]
+            found = {name: tensor_checksum(live[name].detach().to(dtype)) for name, dtype in mine}
         else:
             loaded = LiveTensors(model, manifest)
             unplaced = {entry.name for entry in loaded.unplaced}

@@ -25,6 +25,7 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.derived import value_of
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.process_group.group import TransferGroup
@@ -174,7 +175,7 @@ class WeightSender:
             copies: Copy the tensors that this rank sends to the packing device, in the wire dtype, so that training may
                 continue at once; otherwise the tensors must not change before `send` has returned.
         """
-        mine = {name: tensors[name] for name in self._sent}
+        mine = {name: value_of(tensors, name) for name in self._sent}
         if not copies:
             self._held = mine
         for name, tensor in mine.items() if copies else ():
