@@ -28,11 +28,11 @@ def keep_parameters_live() -> None:
     RotaryEmbedding.forward_cpu = _rotate
 
 
-def _live_linear(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
+def _live_linear(layer: torch.nn.Module, **_unused: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # what vLLM's own dispatch does
 
 
-def _leave_as_loaded(experts: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+def _leave_as_loaded(_experts: CPUUnquantizedExperts, _layer: torch.nn.Module) -> None:
     pass
 
 
