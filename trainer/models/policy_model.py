@@ -22,6 +22,7 @@ from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.checkpoint_names import loading_arguments
 from penstock.weights.model_config import Head, ModelConfig, Rows
 
 
@@ -242,7 +243,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     Raises:
         ConfigError: If there is no such model, or it cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -250,7 +251,11 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
     register_varlen()
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
         causal_lm = AutoModelForCausalLM.from_pretrained(
-            path, dtype=TORCH_DTYPES[model.dtype], attn_implementation=model.attention, **model.load
+            path,
+            dtype=TORCH_DTYPES[model.dtype],
+            attn_implementation=model.attention,
+            **loading_arguments(AutoConfig.from_pretrained(path)),
+            **model.load,
         )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,12 +1,14 @@
 """The tensors of a policy as transformers defines them: without memory, and under the names of a checkpoint.
 
 transformers names tensors by its modules, and some modules stack tensors that a checkpoint holds one by one (experts).
-Its own conversion turns them back.
+Its own conversion turns them back. A checkpoint may hold more than a language model (a vision tower, layers that
+predict further tokens). The language model alone is a policy, and its tensors have other names in such a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def model_without_memory(hf_config: Any) -> Any:
-    """transformers' model on the meta device."""
+    """transformers' language model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config)
+        return AutoModelForCausalLM.from_config(text_config(hf_config))
+
+
+def text_config(hf_config: Any) -> Any:
+    """The config of the language model; another object than `hf_config` if that has other parts, too."""
+    return hf_config.get_text_config(decoder=True)
 
 
 def module_tensors(hf_config: Any) -> list[TensorSpec]:
@@ -32,7 +39,7 @@ def module_tensors(hf_config: Any) -> list[TensorSpec]:
 
 
 def checkpoint_tensors(hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under the names of a checkpoint, split and joined as a checkpoint holds them.
+    """Tensors of the language model under the names of a checkpoint, split and joined as a checkpoint holds them.
 
     The tensors of a model that transformers does not know are returned unchanged.
     """
@@ -43,5 +50,41 @@ def checkpoint_tensors(hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> d
     except ValueError as error:
         logger.info("transformers has no model for %s: %s", type(hf_config).__name__, error)
         return dict(tensors)
+    if text_config(hf_config) is not hf_config:
+        alone, inside, model = _places(hf_config, model)
+        tensors = {inside + name[len(alone) :] if name.startswith(alone) else name: tensors[name] for name in tensors}
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
+
+
+def loading_arguments(hf_config: Any) -> dict[str, Any]:
+    """Arguments with which `AutoModelForCausalLM.from_pretrained` loads the language model of a checkpoint alone."""
+    if text_config(hf_config) is hf_config:
+        return {}
+    model = model_without_memory(hf_config)
+    alone, _, _ = _places(hf_config, model)
+    name = next(name for name, _ in model.named_parameters() if name.startswith(alone))
+    (written,) = checkpoint_tensors(hf_config, {name: torch.empty(0, device="meta")})
+    prefix = written.removesuffix(name[len(alone) :])
+    return {"config": text_config(hf_config), "key_mapping": {f"^{re.escape(prefix)}": alone}}
+
+
+def _places(hf_config: Any, model: Any) -> tuple[str, str, Any]:
+    """Prefix of the layers in the language model alone and in the whole model of its checkpoint, and that model.
+
+    Raises:
+        ValueError: If transformers' class of the checkpoint has no such language model.
+    """
+    import transformers
+
+    name = (hf_config.architectures or ["an unknown class"])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {name}")
+    with torch.device("meta"):
+        whole = kind(hf_config)
+    layers = type(model.base_model)
+    inside = next((place for place, module in whole.named_modules() if type(module) is layers), None)
+    if inside is None:
+        raise ValueError(f"transformers' {name} has no {layers.__name__}, which is the language model of its config")
+    return f"{model.base_model_prefix}.", f"{inside}.", whole

@@ -43,6 +43,7 @@ from penstock.weights.checksum import combine_checksums, entry_key, tensor_check
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, TensorSpec
+from penstock.weights.layout.checkpoint_names import loading_arguments
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights, entries_of
@@ -364,7 +365,8 @@ def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
         raise ConfigError(
             [f"rollout.engine.type=torch: {spec.model_path} has layers without full attention. Use type=vllm."]
         )
-    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa")
+    own = loading_arguments(AutoConfig.from_pretrained(spec.model_path))
+    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa", **own)
     if spec.model.head_dtype == "float32":
         use_float32_head(model)
     model = model.to(spec.device).eval().requires_grad_(requires_grad=False)

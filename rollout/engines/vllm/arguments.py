@@ -99,6 +99,7 @@ RESERVED: dict[str, str] = {
         ["runner", "convert", "pooler_config", "skip_tokenizer_init", "tokens_only", "enable_prompt_embeds"],
         _TOKENS,
     ),
+    "language_model_only": "the language model alone is trained, and engines serve it without a vision tower",
     "trust_remote_code": "code from a model's repository is not run",
     "hf_token": "a configuration is saved with the run: set HF_TOKEN in the environment",
 }  # fmt: skip
@@ -136,6 +137,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         "scheduler_cls": f"{holding_scheduler.__module__}.{holding_scheduler.__name__}",
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
         "moe_backend": "triton" if spec.device == "cuda" else "auto",  # others of a GPU reorder what the loader wrote
+        "language_model_only": True,  # of a checkpoint that has a vision tower, too
         "seed": spec.seed,
         "enable_log_requests": False,
         "disable_log_stats": False,

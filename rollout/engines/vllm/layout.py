@@ -16,6 +16,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -154,14 +155,29 @@ def joined(ranks: Sequence[RankLayout]) -> Layout:
     return layout
 
 
-def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32) -> VllmConfig:
-    """vLLM's configuration of a model that exists only as a configuration of transformers."""
-    with tempfile.TemporaryDirectory() as folder:
-        hf_config.save_pretrained(folder)
+def plain_config(
+    hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32, folder: Path | None = None
+) -> VllmConfig:
+    """vLLM's configuration of a model, of which there may be no more than a configuration of transformers.
+
+    Args:
+        hf_config: Of transformers.
+        dtype: Of the engine.
+        tp_size: Tensor-parallel ranks.
+        max_model_len: Context.
+        folder: Its Hugging Face directory, if there is one: of models that also take images vLLM reads more files.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        if folder is None:
+            hf_config.save_pretrained(made)
         try:
             return VllmConfig(
                 model_config=ModelConfig(
-                    model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=max_model_len
+                    model=str(folder or made),
+                    skip_tokenizer_init=True,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    language_model_only=True,
                 ),
                 parallel_config=ParallelConfig(
                     tensor_parallel_size=tp_size, distributed_executor_backend="uni" if tp_size == 1 else "mp"

@@ -37,7 +37,7 @@ def unsupported(
     hf_config = transformers_config(folder / CONFIG_FILE)
     where = f"vLLM {vllm.__version__} on {torch.device(vllm.platforms.current_platform.device_type).type}"
     try:
-        config = plain_config(hf_config, dtype, tp_size, context)
+        config = plain_config(hf_config, dtype, tp_size, context, folder)
     except WeightSyncError as error:
         return [f"{where}: {_line(error)}"]
     except Exception as error:  # noqa: BLE001 - validators raise what they like
@@ -56,7 +56,7 @@ def unsupported(
         ranks = []
         for rank in range(tp_size):
             with stand_in_groups(rank, tp_size):
-                ranks.append(trace_rank(plain_config(hf_config, dtype, tp_size, context), tensors, dtype, rank))
+                ranks.append(trace_rank(plain_config(hf_config, dtype, tp_size, context, folder), tensors, dtype, rank))
         joined(ranks)
     except WeightSyncError as error:
         return [f"{where}: {_line(error)}"]
