@@ -312,12 +312,14 @@ def _answers(
 ) -> Iterator[Finding]:
     """What the libraries say; of a trained policy also its form, for the keys of `section`."""
     try:
-        problems, form = ask(question)
+        problems, form, dtype = ask(question)
     except RuntimeError as failure:
         yield warning(f"{what}: whether it is supported could not be checked: {failure}.", "rollout")
         return
+    needs_another = dtype is not None and dtype != question.engine_dtype
+    fits = [Fit(f"{section}.dtype", dtype, "the engine computes this model in no other")] if needs_another else []
     for problem in problems:
-        yield error(f"{what}: {problem.rstrip('.')}.", *("rollout", "weights", "cluster"))
+        yield error(f"{what}: {problem.rstrip('.')}.", *("rollout", "weights", "cluster"), fits=fits)
     if form is not None and config is not None:
         yield from _form_findings(what, form, config, section)
 

@@ -87,10 +87,12 @@ class Answer(NamedTuple):
     Attributes:
         problems: Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings.
         form: How the trainer's code computes the model; None: it was not asked, or has no answer.
+        dtype: The only one in which the engine computes it, if there are problems; None: any.
     """
 
     problems: Sequence[str]
     form: ModelForm | None = None
+    dtype: DType | None = None
 
 
 def ask(question: Question | SettingsQuestion) -> Answer:
@@ -102,8 +104,8 @@ def ask(question: Question | SettingsQuestion) -> Answer:
     folder = question.folder if isinstance(question, Question) else None
     file = _cache_folder() / f"{_key(question, folder)}.json"
     try:
-        problems, form = json.loads(file.read_text())
-        return Answer([one.replace("{folder}", folder or "{folder}") for one in problems], _form(form))
+        problems, form, dtype = json.loads(file.read_text())
+        return Answer([one.replace("{folder}", folder or "{folder}") for one in problems], _form(form), dtype)
     except (OSError, ValueError):
         pass
     answer = _ask_child(question)
@@ -111,7 +113,7 @@ def ask(question: Question | SettingsQuestion) -> Answer:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
         problems = [one.replace(folder, "{folder}") if folder else one for one in answer.problems]
-        part.write_text(json.dumps([problems, answer.form]))
+        part.write_text(json.dumps([problems, answer.form, answer.dtype]))
         part.replace(file)
     except OSError:
         pass  # a cache that cannot be written only costs time
@@ -142,8 +144,8 @@ def _ask_child(question: Question | SettingsQuestion) -> Answer:
         raise RuntimeError(f"no answer within {TIMEOUT_S:g} s") from error
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(_MARK):
-            problems, form = json.loads(line.removeprefix(_MARK))
-            return Answer(problems, _form(form))
+            problems, form, dtype = json.loads(line.removeprefix(_MARK))
+            return Answer(problems, _form(form), dtype)
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
 
@@ -200,7 +202,7 @@ def _of_settings(question: SettingsQuestion) -> list[str]:
 def _of_a_model(question: Question) -> Answer:
     folder = Path(question.folder)
     problems: list[str] = []
-    form = None
+    form, dtype = None, None
     if question.attention is not None:
         from penstock.trainer import model_support
 
@@ -213,15 +215,12 @@ def _of_a_model(question: Question) -> Answer:
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 
+        served = (folder, question.engine_dtype, question.tp_size, question.context)
         problems += engine_support.unsupported(
-            folder,
-            question.engine_dtype,
-            question.tp_size,
-            question.context,
-            is_traced=question.is_traced,
-            device_is_here=question.device_is_here,
+            *served, is_traced=question.is_traced, device_is_here=question.device_is_here
         )
-    return Answer(problems, form)
+        dtype = engine_support.only_dtype(*served) if problems and question.device_is_here else None
+    return Answer(problems, form, dtype)
 
 
 if __name__ == "__main__":

@@ -435,6 +435,8 @@ def refused_by_vllm(folder: Path, **changed: Any) -> list[str]:
 @pytest.mark.integration
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 def test_what_vllm_cannot_serve_here_is_refused_with_its_own_words(tmp_path: Path) -> None:
+    from penstock.rollout.engines.vllm.support import only_dtype
+
     good = make_model("llama", tmp_path / "good", 0)
     assert refused_by_vllm(good) == []
     assert refused_by_vllm(good, tp_size=2) == []
@@ -447,6 +449,12 @@ def test_what_vllm_cannot_serve_here_is_refused_with_its_own_words(tmp_path: Pat
     assert "head_dim=16 of model.layers.0.self_attn.attn is not supported by its attention backend CPU_ATTN" in said
     assert refused_by_vllm(narrow, device_is_here=False) == []
     assert refused_by_vllm(make_model("mixtral", tmp_path / "experts", 0)) == []
+    hybrid = make_model("qwen3_5_text", tmp_path / "hybrid", 0)
+    (said,) = refused_by_vllm(hybrid)
+    assert "gated delta layers (model.layers.0.linear_attn) in bfloat16 only, and model.dtype=float32" in said
+    assert refused_by_vllm(hybrid, device_is_here=False) == []
+    assert only_dtype(hybrid, "float32", 1, CONTEXT) == "bfloat16"
+    assert only_dtype(good, "float32", 1, CONTEXT) is None
     foreign = make_model("qwen3", tmp_path / "foreign", 0)
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen99ForCausalLM"]}))

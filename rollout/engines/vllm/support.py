@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups, trace_rank
@@ -47,7 +49,7 @@ def unsupported(
             initialize_model(config)
     except Exception as error:  # noqa: BLE001
         return [f"{where} cannot build it: {_line(error)}"]
-    if device_is_here and (problem := _of_attention(config)):
+    if device_is_here and (problem := _of_attention(config) or _of_dtype(config, dtype)):
         return [f"{where}: {problem}"]
     if not is_traced:
         return []
@@ -76,6 +78,32 @@ def _of_attention(config: Any) -> str:
                 f"has {sizes}. Use rollout/engine=torch, another device, or a model with such heads"
             )
     return ""
+
+
+def only_dtype(folder: Path, dtype: DType, tp_size: int, context: int) -> DType | None:
+    """The only dtype in which all layers of a model are computed on this device; None: any, or it is not known."""
+    try:
+        config = plain_config(transformers_config(folder / CONFIG_FILE), dtype, tp_size, context, folder)
+        with stand_in_groups(0, tp_size), set_current_vllm_config(config), torch.device("meta"):
+            initialize_model(config)
+    except Exception:  # noqa: BLE001 - `unsupported` says why
+        return None
+    return "bfloat16" if current_platform.is_cpu() and _gated_delta(config) else None
+
+
+def _of_dtype(config: Any, dtype: DType) -> str:
+    layer = _gated_delta(config)
+    if not current_platform.is_cpu() or not layer or dtype == "bfloat16":
+        return ""
+    return (
+        f"it computes gated delta layers ({layer}) in bfloat16 only, and model.dtype={dtype}. Use model.dtype=bfloat16"
+    )
+
+
+def _gated_delta(config: Any) -> str:
+    """Name of the first such layer; empty if there is none."""
+    layers = config.compilation_config.static_forward_context.items()
+    return next((name for name, layer in layers if isinstance(layer, GatedDeltaNetAttention)), "")
 
 
 def _line(error: Exception) -> str:

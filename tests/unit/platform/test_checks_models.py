@@ -349,6 +349,18 @@ def test_what_trainer_and_engine_refuse_is_refused_before_anything_starts(overri
     assert (asked[0].attention, asked[0].engine_dtype, asked[0].context) == ("sdpa", "float32", 128)
 
 
+def test_a_dtype_that_the_user_has_not_set_becomes_the_only_one_that_the_engine_has(overrides, monkeypatch):
+    def ask(question: model_files.Question) -> Answer:
+        is_right = question.engine_dtype in (None, "bfloat16")
+        return Answer([] if is_right else ["vLLM on cpu: bfloat16 only."], dtype=None if is_right else "bfloat16")
+
+    monkeypatch.setattr(model_files, "ask", ask)
+    loaded = load_config("train", overrides)
+    assert loaded.config.model.dtype == "bfloat16"
+    assert any("model.dtype=bfloat16" in line and "in no other" in line for line in loaded.warnings)
+    assert "vLLM on cpu: bfloat16 only." in problem([*overrides, "model.dtype=float32"])
+
+
 @pytest.mark.parametrize(
     ("typed", "roles"),
     [
