@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import safe_open
-
 from penstock.platform.checks.model_probe import Question, ask
 from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.cluster import hardware
@@ -31,6 +29,7 @@ from penstock.weights.hf_folder import (
     transformers_config,
     weight_files,
 )
+from penstock.weights.layout.checkpoint_names import linear_layers, model_without_memory
 from penstock.weights.model_config import ModelForm
 
 _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
@@ -407,17 +406,13 @@ def _token_ids(path: str | None) -> dict[str, int]:
 
 
 def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Check that LoRA targets are linear layers of the checkpoint, by names and shapes of its tensors."""
+    """Check that LoRA targets are linear layers of the model that transformers builds: stacked experts are none."""
     if config.trainer.lora is None:
         return
-    layers = []
-    for path in weight_files(folder):
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                layer = name.removesuffix(".weight")
-                is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
-                if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
-                    layers.append(layer)
+    try:
+        layers = linear_layers(model_without_memory(transformers_config(folder / CONFIG_FILE)))
+    except ValueError:
+        return  # the trainer refuses it, with the reason
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     for message in unmatched_targets(layers, config.trainer.lora.targets) if layers else ():
         yield error(message, "model.path", fits=[Fit("trainer.lora.targets", kinds, "the linear layers of this model")])

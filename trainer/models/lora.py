@@ -24,6 +24,7 @@ from penstock.trainer.config import LoraConfig
 from penstock.trainer.models.policy_model import PolicyModel, hf_name, load_policy
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.checkpoint_names import linear_layers
 from penstock.weights.model_config import ModelConfig
 
 _NAME = "default"
@@ -136,10 +137,7 @@ def load_adapted_policy(
 
     policy = load_policy(path, model, gradient_checkpointing=gradient_checkpointing)
     causal_lm = policy.causal_lm
-    # The head gets no adapter: `kernels.linear_logprob` reads its weight directly.
-    head = causal_lm.get_output_embeddings()
-    linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear) and one is not head]
-    if violations := unmatched_targets(linear, lora.targets):
+    if violations := unmatched_targets(linear_layers(causal_lm), lora.targets):
         raise ConfigError(violations)
     settings = PeftConfig(
         r=lora.rank,

@@ -7,9 +7,11 @@ predict further tokens). The language model alone is a policy, and its tensors h
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,16 +22,40 @@ logger = logging.getLogger(__name__)
 
 
 def model_without_memory(hf_config: Any) -> Any:
-    """transformers' language model on the meta device."""
+    """transformers' language model on the meta device.
+
+    Raises:
+        ValueError: If transformers has none for this config.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with _on_meta():
         return AutoModelForCausalLM.from_config(text_config(hf_config))
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Build models of transformers without memory, and whole while DeepSpeed partitions those that are built."""
+    from transformers.integrations import deepspeed
+
+    config = deepspeed._hf_deepspeed_config_weak_ref  # noqa: SLF001 - it can be set by a function, and not be read
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config  # noqa: SLF001
 
 
 def text_config(hf_config: Any) -> Any:
     """The config of the language model; another object than `hf_config` if that has other parts, too."""
     return hf_config.get_text_config(decoder=True)
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Names of the linear layers of a language model, without its head, whose weight is read directly."""
+    head = model.get_output_embeddings()
+    return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
 
 
 def module_tensors(hf_config: Any) -> list[TensorSpec]:
@@ -81,8 +107,8 @@ def _places(hf_config: Any, model: Any) -> tuple[str, str, Any]:
     kind = getattr(transformers, name, None)
     if kind is None:
         raise ValueError(f"transformers {transformers.__version__} has no {name}")
-    with torch.device("meta"):
-        whole = kind(hf_config)
+    with _on_meta():
+        whole = kind(copy.deepcopy(hf_config))  # transformers writes the attention into it
     layers = type(model.base_model)
     inside = next((place for place, module in whole.named_modules() if type(module) is layers), None)
     if inside is None:

@@ -6,9 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks import model_files
@@ -190,14 +188,20 @@ def test_a_partner_has_the_shape_of_its_own_checkpoint(overrides, tmp_path):
     assert "partner.model.shape.num_layers=3 differs from the checkpoint's 5" in found
 
 
-def test_targets_of_adapters_that_the_checkpoint_has_not_are_refused_with_the_nearest(overrides, tmp_path):
-    tensors = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in ("q_proj", "qkv")}
-    save_file(tensors | {"model.norm.weight": np.zeros(2, np.float32)}, tmp_path / "policy" / "model.safetensors")
-    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,qvk]"]
-    assert "trainer.lora.targets: qvk names no linear layer" in problem(lora)
-    assert "Nearest: qkv" in problem(lora)
-    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[qkv,norm]"])
+def test_targets_of_adapters_that_the_model_has_not_are_refused_with_the_nearest(overrides):
+    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,k_porj]"]
+    assert "trainer.lora.targets: k_porj names no linear layer" in problem(lora)
+    assert "Nearest: k_proj" in problem(lora)
+    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[v_proj,norm]"])
     load_config("train", [*overrides, "trainer=lora", "trainer.lora.targets=[self_attn.q_proj]"])
+
+
+def test_stacked_experts_are_no_targets_of_adapters_although_the_checkpoint_has_them_one_by_one(overrides, tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_model(tmp_path / "policy", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    config = load_config("train", [*overrides, "trainer=lora"]).config
+    assert config.trainer.lora is not None
+    assert config.trainer.lora.targets == ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
 BROKEN_CONFIGS = {
