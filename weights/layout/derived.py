@@ -27,10 +27,8 @@ def source_name(name: str) -> str:
     return name.rpartition("(")[2].rstrip(")")
 
 
-def value_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A published tensor, or what is derived from it, in float32."""
-    if name in tensors:
-        return tensors[name]
+def derived_value(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What is derived from one of these tensors, in float32."""
     *functions, _ = name.split("(")
     value = tensors[source_name(name)].detach().float()
     for function in reversed(functions):

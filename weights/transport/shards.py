@@ -28,7 +28,7 @@ from penstock.weights.config import NUM_BUFFERS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import strided_box
-from penstock.weights.layout.derived import value_of, with_derived
+from penstock.weights.layout.derived import derived_value, with_derived
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Plan, PlannedCopy, make_plan
@@ -197,7 +197,7 @@ class ShardWriter:
             for copy in bucket:
                 shard = self._version_buffers.tensors(version, copy.dst_rank)
                 target = strided_box(shard[copy.destination.buffer], copy.shape, copy.destination)
-                copy_values(target, strided_box(value_of(tensors, copy.tensor), copy.shape, copy.source))
+                copy_values(target, strided_box(sent_part(tensors, copy.tensor), copy.shape, copy.source))
         self.progress = f"v{version}, all buckets begun"
         self._version_buffers.complete()
         self.progress = f"v{version}, checksums"
@@ -206,6 +206,11 @@ class ShardWriter:
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
         """This rank's contributions to the checksums, computed from its own tensors."""
         return shard_sums(self._copies, self._dtype, tensors)
+
+
+def sent_part(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A rank's part of a tensor that is sent: one of `tensors`, or derived from one."""
+    return tensors[name] if name in tensors else derived_value(tensors, name)
 
 
 def copies_of(transfer: ShardTransfer, rank: int) -> list[PlannedCopy]:
@@ -220,7 +225,7 @@ def shard_sums(
     """Contributions of these copies to the checksums of the engines' parameters, in the wire dtype."""
     parts = []
     for copy in copies:
-        sent = strided_box(value_of(tensors, copy.tensor), copy.shape, copy.source).to(dtype)
+        sent = strided_box(sent_part(tensors, copy.tensor), copy.shape, copy.source).to(dtype)
         checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
         parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
     return parts

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ _swiglu_oai: Any = type("SwigluOAI", (), {"alpha": 1.702, "limit": 7.0})
 def _rotate(
     rotary: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if query.ndim == 2:
+        rotary._forward_method = MethodType(_rotate_flat, rotary)  # noqa: SLF001 - from now on as vLLM does, at no cost
+        return _rotate_flat(rotary, positions, query, key)
     rows = positions.numel()
-    flat_query, flat_key = query.reshape(rows, -1), None if key is None else key.reshape(rows, -1)
-    flat_query, flat_key = _rotate_flat(rotary, positions, flat_query, flat_key)
-    return flat_query.view(query.shape), None if key is None or flat_key is None else flat_key.view(key.shape)
+    flat_key = None if key is None else key.reshape(rows, -1)
+    turned, turned_key = _rotate_flat(rotary, positions, query.reshape(rows, -1), flat_key)
+    return turned.view(query.shape), None if key is None or turned_key is None else turned_key.view(key.shape)

@@ -25,13 +25,12 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.derived import value_of
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
 from penstock.weights.transport.process_group.group import TransferGroup
 from penstock.weights.transport.process_group.members import Members, Route
 from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Tensors, Transfer
-from penstock.weights.transport.shards import ShardFiles, ShardTransfer
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, sent_part
 from penstock.weights.transport.staging import on_own_stream
 
 _MAIN_MEMORY = torch.device("cpu")
@@ -175,7 +174,7 @@ class WeightSender:
             copies: Copy the tensors that this rank sends to the packing device, in the wire dtype, so that training may
                 continue at once; otherwise the tensors must not change before `send` has returned.
         """
-        mine = {name: value_of(tensors, name) for name in self._sent}
+        mine = {name: sent_part(tensors, name) for name in self._sent}
         if not copies:
             self._held = mine
         for name, tensor in mine.items() if copies else ():
