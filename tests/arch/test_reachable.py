@@ -60,6 +60,7 @@ ALLOWED = {
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/engines/vllm/cpu_build.py:cpu_linear": "vLLM's linear layers call it",
+    "rollout/engines/vllm/cpu_build.py:_forward_method": "vLLM's layer calls it",
     "rollout/engines/vllm/cpu_build.py:dispatch_cpu_unquantized_gemm": "vLLM's linear layers call it",
     "rollout/engines/vllm/engine.py:log_engine_initialized": "vLLM calls it",
     "rollout/engines/vllm/layout.py:static_all_moe_layers": "vLLM reads it",
