@@ -3,7 +3,7 @@
 #   PYTHON=...        default: the first of python3.11, 3.12, 3.13 and python3 that is new enough
 #   PIP_ARGS=...      arguments of pip, for example another package index
 #   EXTRAS=...        default: dev, the tools for tests and documents
-#   LOCK=...          default: requirements/FLAVOR.lock, the exact versions; requirements/oldest.lock is the oldest that work
+#   LOCK=...          default: requirements/FLAVOR.lock, the exact versions; requirements/oldest.lock is the oldest allowed
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
