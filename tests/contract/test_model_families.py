@@ -112,6 +112,10 @@ FAMILIES: dict[str, Mapping[str, object]] = {
         "image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253,
     },
 }  # fmt: skip
+PLAIN = (
+    "qwen2", "qwen3", "llama", "gemma3_text", "phi3", "mistral", "olmo2", "glm4", "smollm3", "qwen3_moe", "mixtral",
+)  # fmt: skip
+"""Packed rows, the fused head and varlen compute these, and Ulysses splits their rows."""
 IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_5")
 """vLLM's CPU build has gated delta layers in bfloat16 only, and only with heads of 128."""
 IMAGES = {"image_processor_type": "Qwen2VLImageProcessorFast", "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -349,6 +353,17 @@ def test_the_trainer_takes_every_family_and_masks_sequences_that_share_a_row(mod
         alone, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[1:], 1.0)
         packed, _ = policy(torch.cat([before, ids])[None], positions[None], mask, index + len(before), ids[1:], 1.0)
     np.testing.assert_allclose(packed.numpy(), alone.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_dropout_is_off_in_training(model_type: str, tmp_path: Path) -> None:
+    folder = make_model(model_type, tmp_path, 0)
+    policy = load_policy(str(folder), model_config(folder), gradient_checkpointing=False)
+    assert policy.causal_lm.training
+    prompt, tokens = range(2, 22), list(range(40, 60))
+    in_training, again = (logprobs_of(policy, prompt, tokens, 1.0) for _ in range(2))
+    np.testing.assert_array_equal(in_training, again)
+    np.testing.assert_allclose(in_training, logprobs_of(policy.eval(), prompt, tokens, 1.0), atol=1e-6)
 
 
 def refused_by_the_trainer(kind: str, folder: Path) -> str:

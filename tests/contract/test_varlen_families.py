@@ -13,7 +13,7 @@ import torch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.spec import free_port
 from tests.contract.replica_families import OPTIMIZER, STAGES, train
-from tests.contract.test_model_families import CONTEXT, FAMILIES, make_model
+from tests.contract.test_model_families import CONTEXT, PLAIN, make_model
 from tests.contract.ulysses_families import LENGTHS, load, packed_row, scores_and_gradient
 from tests.rank_processes import run_ranks
 
@@ -21,7 +21,7 @@ from tests.rank_processes import run_ranks
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+    for family in PLAIN:
         make_model(family, folder / family, 0)
     return folder
 
@@ -32,7 +32,7 @@ def check_gradients(family: str, found: dict[str, torch.Tensor], expected: dict[
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), f"{family}: {name}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folder: Path) -> None:
     from penstock.trainer.model_support import form_of
 
@@ -50,7 +50,7 @@ def test_two_ranks_that_split_a_row_give_the_same(folder: Path) -> None:
     run_ranks("tests.contract.ulysses_families", [(rank, port, folder, 2) for rank in range(2)], timeout_s=900)
     results = pickle.loads((folder / "ulysses").read_bytes())
     row = packed_row("sdpa")
-    assert list(results) == list(FAMILIES)
+    assert list(results) == list(PLAIN)
     for family, (logprobs, gradients) in results.items():
         expected, gradient = scores_and_gradient(load(folder / family, "sdpa"), row)
         table = torch.zeros(len(LENGTHS), max(LENGTHS))
@@ -69,8 +69,8 @@ def test_two_data_parallel_ranks_take_the_step_that_one_takes_with_a_mask(folder
     alone = TrainerConfig(
         backend="torch", num_ranks=1, zero_stage=0, max_tokens_per_micro_batch=CONTEXT, optimizer=OPTIMIZER
     )
-    assert list(results) == [(stage, family) for stage in STAGES for family in FAMILIES]
-    for family in FAMILIES:
+    assert list(results) == [(stage, family) for stage in STAGES for family in PLAIN]
+    for family in PLAIN:
         expected, change = train(folder / family, "sdpa", alone)
         for stage in STAGES:
             logprobs, found = results[stage, family]

@@ -21,7 +21,7 @@ from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.weights.model_config import Attention, ModelConfig
-from tests.contract.test_model_families import CONTEXT, FAMILIES, VOCAB_SIZE, model_config
+from tests.contract.test_model_families import CONTEXT, PLAIN, VOCAB_SIZE, model_config
 
 LENGTHS = (40, 90, 25, 12, 60)
 SHARING = (0, 1)
@@ -78,7 +78,7 @@ def main() -> None:
         optimizer=OptimizerConfig(lr=1e-3),
     )
     results = {}
-    for family in FAMILIES:
+    for family in PLAIN:
         policy = load(folder / family, "varlen")
         register_ulysses(policy, with_attention(folder / family, "varlen"), trainer)
         share = sequence_share(packed_row("varlen"), rank, world)

@@ -259,7 +259,18 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
         )
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch_dropout_off(causal_lm)
     return PolicyModel(causal_lm, model.rows, model.head).train()
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Let a model compute in training what the engines compute: dropout would change the logprobs of every token."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def check_exists(path: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
-from penstock.trainer.models.policy_model import hidden_at
+from penstock.trainer.models.policy_model import hidden_at, switch_dropout_off
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -93,4 +93,5 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
             getattr(head, "ds_tensor", head).zero_()  # under ZeRO-3 every rank has its part
     if gradient_checkpointing:
         classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    switch_dropout_off(classifier)
     return ValueModel(classifier, model.rows).train()
