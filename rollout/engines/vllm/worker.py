@@ -148,9 +148,9 @@ def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) 
         return LiveTensors(model, manifest).refusal()
     mine = [entry for entry in manifest.entries if entry.rank == rank]
     planned = {entry.name: (entry.shape[0], TORCH_DTYPES[entry.dtype]) for entry in mine}
-    is_in_place = manifest.location == IN_PLACE
+    may_widen = manifest.location != IN_PLACE and len({dtype for _, dtype in planned.values()}) == 1
     for name in sorted(live.keys() | planned.keys()):
-        if not _fits(live.get(name), planned.get(name), is_in_place=is_in_place):
+        if not _fits(live.get(name), planned.get(name), may_widen=may_widen):
             return (
                 f"{name} is {_describe(live.get(name))} in rank {rank} of this engine and "
                 f"{_describe(planned.get(name))} in the plan: vLLM's layout of this model differs from the traced one. "
@@ -159,11 +159,11 @@ def update_refusal(model: torch.nn.Module, manifest: WeightManifest, rank: int) 
     return ""
 
 
-def _fits(live: tuple[int, torch.dtype] | None, sent: tuple[int, torch.dtype] | None, *, is_in_place: bool) -> bool:
+def _fits(live: tuple[int, torch.dtype] | None, sent: tuple[int, torch.dtype] | None, *, may_widen: bool) -> bool:
     """Whether a parameter can hold what is sent. Recurrent layers have some parameters in float32, which holds every
     bfloat16 exactly; what is received in place is not cast.
     """
-    if live is None or sent is None or live == sent or is_in_place:
+    if live is None or sent is None or live == sent or not may_widen:
         return live == sent
     return live[0] == sent[0] and torch.promote_types(live[1], sent[1]) == live[1]
 

@@ -145,16 +145,9 @@ def test_a_few_long_prompts_do_not_decide_how_long_a_default_context_is(tmp_path
 
 
 def test_linear_layers_of_the_model_are_the_default_targets_of_adapters(tmp_path):
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    overrides = [*text(tmp_path), "trainer=lora"]
-    layers = {
-        f"model.layers.0.{name}.weight": np.zeros((4, 4), np.float32)
-        for name in ("self_attn.qkv_proj", "mlp.down_proj")
-    }
-    save_file(layers, tmp_path / "model" / "model.safetensors")
-    assert load_config("train", overrides).config.trainer.lora.targets == ("down_proj", "qkv_proj")
+    overrides = [*text(tmp_path, model_type="phi3", architectures=["Phi3ForCausalLM"], pad_token_id=0), "trainer=lora"]
+    targets = load_config("train", overrides).config.trainer.lora.targets
+    assert targets == ("down_proj", "gate_up_proj", "o_proj", "qkv_proj")
     assert "q_proj names no linear layer" in refusal([*overrides, "trainer.lora.targets=[q_proj]"])
 
 
