@@ -117,6 +117,12 @@ def _of_config(hf_config: Any) -> str | None:
             "its weights are quantised (quantization_config), and the trainer's code needs floating-point weights. Use "
             "the original model"
         )
+    of_text, of_whole = text_config(hf_config).tie_word_embeddings, hf_config.tie_word_embeddings
+    if of_text != of_whole:
+        return (
+            f"its config.json has tie_word_embeddings={of_whole}, and {of_text} in its text_config: whether its head is "
+            "its embedding is not known. Set both to what the checkpoint has"
+        )
     return None
 
 

@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.weights.hf_folder import CONFIG_FILE, model_folder, transformers_config, weight_files
-from penstock.weights.layout.checkpoint_names import checkpoint_tensors as under_checkpoint_names
-from penstock.weights.layout.checkpoint_names import text_config
+from penstock.weights.layout.checkpoint_names import checkpoint_tensors, of_language_model, text_config
 
 
-def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face name and tensor of everything in `path`'s safetensors files.
+def policy_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in `path`'s safetensors files that is of the language model.
 
     Raises:
         CheckpointError: If there are none.
@@ -26,10 +25,14 @@ def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{path}: no *.safetensors in it, so there are no weights to serve")
-    for file in files:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, tensors.get_tensor(name)
+
+    def held() -> Iterator[tuple[str, torch.Tensor]]:
+        for file in files:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, tensors.get_tensor(name)
+
+    yield from of_language_model(transformers_config(path / CONFIG_FILE), held())
 
 
 def write_policy(hf_model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -49,7 +52,7 @@ def write_policy(hf_model: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
         hf_model.save_pretrained(folder, state_dict=dict(tensors))
         return
     folder.mkdir(parents=True)
-    trained = under_checkpoint_names(hf_config, tensors)
+    trained = checkpoint_tensors(hf_config, tensors)
     for file in weight_files(source):
         with safe_open(file, framework="pt", device="cpu") as held:
             names = list(held.keys())

@@ -36,6 +36,7 @@ _ASKING = (
     "weights/layout/checkpoint_names.py",
     "weights/layout/tracing.py",
 )
+"""The code that asks: with other code an answer may be another."""
 _PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD, "deepspeed")
 
 
@@ -152,7 +153,7 @@ def _ask_child(question: Question | SettingsQuestion) -> Answer:
 
 def _key(question: Question | SettingsQuestion, where: str | None) -> str:
     """Hash of everything that the answer depends on, but not of where the folder is."""
-    digest = hashlib.sha256(json.dumps([_versions(), *(one for one in question if one is not where)]).encode())
+    digest = hashlib.sha256(json.dumps([_askers(), *(one for one in question if one is not where)]).encode())
     if where is None:
         return digest.hexdigest()
     folder = Path(where)
@@ -164,7 +165,8 @@ def _key(question: Question | SettingsQuestion, where: str | None) -> str:
     return digest.hexdigest()
 
 
-def _versions() -> list[str]:
+def _askers() -> list[str]:
+    """The code that asks, and the versions of what is asked."""
     package_folder = Path(__file__).parents[2]
     found = [(package_folder / name).read_text(encoding="utf-8") for name in _ASKING]
     for package in _PACKAGES:

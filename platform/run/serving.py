@@ -55,7 +55,7 @@ from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.hf_folder import model_folder
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
-from penstock.weights.policy_folder import checkpoint_tensors
+from penstock.weights.policy_folder import policy_tensors
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
@@ -208,7 +208,7 @@ class PolicyFiles:
     def write(self, config: RunConfig, receiving: EngineLayout | None) -> WeightManifest:
         """Write it for engines of this layout; None: for `weights.transport=gather`."""
         if receiving is None:
-            tensors = checkpoint_tensors(_checkpoint(config))
+            tensors = policy_tensors(_checkpoint(config))
             return write_version(tensors, 0, config.model.dtype, self._folder)
         whole = _policy_tensors(config)
         transfer = ShardTransfer.between(_training_sharding(whole), receiving, config.model.dtype, str(self._folder))
@@ -229,7 +229,7 @@ def _checkpoint(config: RunConfig) -> Path:
 def _policy_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
     """Name -> tensor of the checkpoint, each once."""
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
-    return {name: tensor for name, tensor in checkpoint_tensors(_checkpoint(config)) if name != tied}
+    return {name: tensor for name, tensor in policy_tensors(_checkpoint(config)) if name != tied}
 
 
 def _training_sharding(whole: Mapping[str, torch.Tensor]) -> TrainingSharding:

@@ -132,7 +132,8 @@ def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Pa
     has_tower = "vision_config" in given
     if has_tower:
         given = FAMILIES[model_type] | {"text_config": FAMILIES[model_type]["text_config"] | fields}  # type: ignore[operator]
-        (folder / "preprocessor_config.json").parent.mkdir(parents=True, exist_ok=True)
+        given |= {name: fields[name] for name in fields if name == "tie_word_embeddings"}
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
     kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     config = AutoConfig.for_model(model_type, **(given if has_tower else SIZES | given))
@@ -364,6 +365,17 @@ def test_dropout_is_off_in_training(model_type: str, tmp_path: Path) -> None:
     in_training, again = (logprobs_of(policy, prompt, tokens, 1.0) for _ in range(2))
     np.testing.assert_array_equal(in_training, again)
     np.testing.assert_allclose(in_training, logprobs_of(policy.eval(), prompt, tokens, 1.0), atol=1e-6)
+
+
+def test_a_checkpoint_that_contradicts_itself_about_its_head_is_refused(tmp_path: Path) -> None:
+    from penstock.trainer.model_support import unsupported
+
+    folder = make_model("gemma3", tmp_path, 0)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (said,) = unsupported(folder)
+    assert "tie_word_embeddings=True, and False in its text_config" in said
 
 
 def refused_by_the_trainer(kind: str, folder: Path) -> str:

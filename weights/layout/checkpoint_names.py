@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,15 +84,39 @@ def checkpoint_tensors(hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 def loading_arguments(hf_config: Any) -> dict[str, Any]:
-    """Arguments with which `AutoModelForCausalLM.from_pretrained` loads the language model of a checkpoint alone."""
+    """Arguments with which `AutoModelForCausalLM.from_pretrained` loads the language model of a checkpoint alone.
+
+    `key_mapping` has all its names: pattern of a name in the checkpoint -> what takes its place in the language model.
+    """
     if text_config(hf_config) is hf_config:
         return {}
     model = model_without_memory(hf_config)
     alone, _, _ = _places(hf_config, model)
-    name = next(name for name, _ in model.named_parameters() if name.startswith(alone))
-    (written,) = checkpoint_tensors(hf_config, {name: torch.empty(0, device="meta")})
-    prefix = written.removesuffix(name[len(alone) :])
-    return {"config": text_config(hf_config), "key_mapping": {f"^{re.escape(prefix)}": alone}}
+    mapping: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        of_layers = name.startswith(alone)
+        if of_layers and alone in mapping.values():
+            continue
+        (written,) = checkpoint_tensors(hf_config, {name: torch.empty(0, device="meta")})
+        if of_layers:
+            mapping[f"^{re.escape(written.removesuffix(name[len(alone) :]))}"] = alone
+        else:
+            mapping[f"^{re.escape(written)}$"] = name
+    return {"config": text_config(hf_config), "key_mapping": mapping}
+
+
+def of_language_model(
+    hf_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that are of its language model, as that alone would be in a checkpoint."""
+    mapping = loading_arguments(hf_config).get("key_mapping")
+    for name, tensor in tensors:
+        if mapping is None:
+            yield name, tensor
+            continue
+        for pattern, replacement in mapping.items():
+            if re.match(pattern, name):
+                yield re.sub(pattern, replacement, name), tensor
 
 
 def _places(hf_config: Any, model: Any) -> tuple[str, str, Any]:

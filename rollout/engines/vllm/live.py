@@ -75,7 +75,7 @@ class LiveTensors:
         return found, (
             f"vLLM's loader accepted {self.unplaced[0].name} ({len(self.unplaced)} such tensors), but "
             f"{next(iter(self.unaccounted))} ({len(self.unaccounted)} such parameters) do not hold their elements: it "
-            "changes them or omits some. The engine stays paused. Use rollout/engine=torch for this model."
+            "changes them or omits some. The engine stays paused. Use weights.transport=auto, or rollout/engine=torch."
         )
 
     def _checksum(self, entry: TensorEntry) -> int:

@@ -13,7 +13,7 @@ from penstock.dataflow.errors import CheckpointError
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
 from penstock.weights.hf_folder import transformers_config
 from penstock.weights.layout.checkpoint_names import loading_arguments
-from penstock.weights.policy_folder import write_policy
+from penstock.weights.policy_folder import policy_tensors, write_policy
 from tests.contract.test_model_families import make_model, model_config
 
 EXTRA = "mtp.layers.0.weight"
@@ -38,6 +38,17 @@ def test_the_tower_stays_and_the_language_model_is_replaced(model_type: str, tmp
     again = load_policy(str(target), model_config(target), gradient_checkpointing=False)
     for name, parameter in hf_parameters(again):
         torch.testing.assert_close(parameter.detach(), trained[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
+def test_what_is_served_without_a_trainer_is_the_language_model(model_type: str, is_tied: bool, tmp_path: Path) -> None:
+    source = make_model(model_type, tmp_path, 0, tie_word_embeddings=is_tied)
+    policy = load_policy(str(source), model_config(source), gradient_checkpointing=False)
+    found = dict(policy_tensors(source))
+    for name, parameter in hf_parameters(policy):
+        torch.testing.assert_close(found.pop(name), parameter.detach(), rtol=0, atol=0)
+    assert set(found) <= {"lm_head.weight"}
 
 
 def test_a_language_model_alone_is_written_by_transformers(tmp_path: Path) -> None:
