@@ -120,8 +120,8 @@ def _of_config(hf_config: Any) -> str | None:
     of_text, of_whole = text_config(hf_config).tie_word_embeddings, hf_config.tie_word_embeddings
     if of_text != of_whole:
         return (
-            f"its config.json has tie_word_embeddings={of_whole}, and {of_text} in its text_config: whether its head is "
-            "its embedding is not known. Set both to what the checkpoint has"
+            f"its config.json has tie_word_embeddings={of_whole}, and {of_text} in its text_config: whether its head "
+            "is its embedding is not known. Set both to what the checkpoint has"
         )
     return None
 
