@@ -176,7 +176,7 @@ def _environment() -> Iterator[None]:
 @pytest.mark.parametrize("model_type", FAMILIES)
 async def test_engine_and_trainer_agree_on_every_version_that_is_published(model_type: str, tmp_path: Path) -> None:
     """The last three of four versions arrive while a request is answered."""
-    prompts = [tuple(range(2 + shift, 2 + shift + NUM_PROMPT)) for shift in (0, 40)]
+    prompts = [tuple(range(2, 2 + length)) for length in (NUM_PROMPT, CONTEXT - NUM_NEW - 2)]
     async with published(model_type, tmp_path) as (engine, policy, publish):
         for version in (1, 2, 3, 4):
             if version > 1:

@@ -146,7 +146,10 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         derived["profiler_config"] = ProfilerConfig(
             profiler="torch", torch_profiler_dir=spec.profile_in, torch_profiler_with_stack=False, ignore_frontend=True
         )
-    return AsyncEngineArgs(**(derived | step_of_a_cpu(spec, config) | parsed(config.args)))
+    args = AsyncEngineArgs(**(derived | step_of_a_cpu(spec, config) | parsed(config.args)))
+    if spec.device == "cpu" and "enable_prefix_caching" not in config.args and args.create_model_config().is_hybrid:
+        args.enable_prefix_caching = False  # for it Mamba's CPU operator would have to give states within a prompt
+    return args
 
 
 def step_of_a_cpu(spec: EngineSpec, config: VllmEngineConfig) -> dict[str, int]:
