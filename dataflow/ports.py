@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
+from penstock.dataflow.routes import Routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Trajectory
@@ -21,11 +22,16 @@ from penstock.dataflow.versions import Spans
 
 
 class GenerateRequest(NamedTuple):
-    """A token-in request: the exact token ids that the model continues."""
+    """A token-in request: the exact token ids that the model continues.
+
+    Attributes:
+        routes_from: Index of the first token whose routes are asked for, if the engine records them.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    routes_from: int = 0
 
 
 class TokenDelta(NamedTuple):
@@ -37,6 +43,8 @@ class TokenDelta(NamedTuple):
         spans: Versions of exactly these tokens, set by the engine.
         finish_reason: Set on the last delta only.
         alternatives: The other ids that each new token was sampled from; None if that is the whole vocabulary.
+        routes: Of all tokens from `routes_from` of the request to the last but one, which predicted the last one; later
+            deltas continue. None if the engine records none.
     """
 
     token_ids: tuple[int, ...]
@@ -44,6 +52,7 @@ class TokenDelta(NamedTuple):
     spans: Spans
     finish_reason: FinishReason | None = None
     alternatives: Alternatives | None = None
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import CheckpointError, FailureKind
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
+from penstock.dataflow.routes import Routes, joined_routes
 from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, Spans, join_spans
 
@@ -41,12 +42,14 @@ class PartialTokens:
         logprobs: `[n] float32`, behavior logprobs.
         spans: Version spans of the n tokens.
         alternatives: Of the n tokens; None if they were sampled from the whole vocabulary.
+        routes: As in `TokenDelta`.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     spans: Spans
     alternatives: Alternatives | None = None
+    routes: Routes | None = None
 
     @classmethod
     def of(cls, deltas: Sequence[TokenDelta]) -> PartialTokens:
@@ -55,12 +58,13 @@ class PartialTokens:
             np.array(list(chain.from_iterable(delta.logprobs for delta in deltas)), np.float32),
             join_spans([span for delta in deltas for span in delta.spans]),
             Alternatives.joined(delta.alternatives for delta in deltas),
+            joined_routes(delta.routes for delta in deltas),
         )
 
     def delta(self) -> TokenDelta:
         """The tokens as one delta."""
         ids, logprobs = tuple(self.token_ids.tolist()), tuple(self.logprobs.tolist())
-        return TokenDelta(ids, logprobs, self.spans, alternatives=self.alternatives)
+        return TokenDelta(ids, logprobs, self.spans, alternatives=self.alternatives, routes=self.routes)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import StalenessError
 from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
+from penstock.dataflow.routes import Routes
 from penstock.dataflow.versions import Spans, first_tokens, last_tokens, num_tokens
 
 MAIN_THREAD = "main"
@@ -169,6 +170,8 @@ class Trajectory:
             set.
         messages: The task's prompt as chat messages; empty if it is plain text.
         alternatives: Of the sampled tokens; None if they were sampled from the whole vocabulary.
+        routes: `[T, layers, k]`, experts of all tokens; those of a token are of the pass that predicted the next one.
+            None if no engine recorded any.
         num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
@@ -190,6 +193,7 @@ class Trajectory:
     reasoning: str = ""
     messages: Sequence[Mapping[str, str]] = ()
     alternatives: Alternatives | None = None
+    routes: Routes | None = None
     has_abstained: bool = False
     num_sampled_tokens: int = field(init=False)
 
@@ -206,6 +210,7 @@ class Trajectory:
                 "(I4, I7). Tokens would train with a wrong version, or without having been sampled by the policy."
             )
         assert self.alternatives is None or len(self.alternatives.counts) == masked
+        assert self.routes is None or len(self.routes) == len(mask)
 
     def score(self, reward: float | None, parts: Mapping[str, float]) -> None:
         """Set the reward; None if it has no opinion. May be called once."""
@@ -265,6 +270,7 @@ class Trajectory:
                 reward=self.thread_reward(thread.name),
                 threads=(thread,),
                 alternatives=self.alternatives and self.alternatives.part(num_before, num_before + num_sampled),
+                routes=None if self.routes is None else self.routes[tokens],
             )
             separated.append(part)
             num_before += num_sampled

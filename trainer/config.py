@@ -192,6 +192,9 @@ class AlgorithmConfig(BaseModel):
     """Divergence from a frozen reference."""
     entropy: EntropyConfig = EntropyConfig()
     """Bonus for the entropy of the policy."""
+    routing: Literal["replay", "current"] = "replay"
+    """Experts of a mixture, in the trainer: `replay`, those to which the engine sent each token, or `current`, those
+    that the trainer's routers choose. Without effect on a dense model."""
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
     """How the terms of tokens are averaged."""
     teacher_coefficient: float = Field(default=0.0, ge=0, le=100)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import TrainedTokens
 from penstock.dataflow.trajectory import GroupPayload, Trajectory, are_equal, rewards_by_baseline
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
+from penstock.trainer.algorithms.routing_metrics import RoutingMetrics, RoutingSums
 from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch
@@ -53,6 +56,7 @@ class OpenOptimizerStep:
         learns: Whether the policy is trained; False while only the critic is (`critic.warmup_steps`).
         has_gradient: Whether any micro-batch had a gradient.
         trained_tokens: Of the recorded trajectories.
+        routing: Of the recorded experts; None of a dense model.
     """
 
     metrics: TokenMetrics
@@ -67,6 +71,7 @@ class OpenOptimizerStep:
     packing_efficiencies: list[float] = field(default_factory=list)
     trained_tokens: dict[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.float32]]] = field(default_factory=dict)
     busy_s: float = 0.0
+    routing: RoutingMetrics | None = None
 
 
 class TokenRecord:
@@ -117,6 +122,7 @@ class OptimizerStep:
         loss: Σ weight · term over its normaliser.
         lr: Learning rate.
         micro_batches: Of this rank, per part.
+        routing: Of the recorded experts; None of a dense model.
         is_silent: Whether no step was taken because nothing had a gradient.
     """
 
@@ -126,6 +132,7 @@ class OptimizerStep:
     result: OptimizerResult
     micro_batches: Sequence[int]
     packing_efficiencies: Sequence[float]
+    routing: RoutingSums | None = None
     is_silent: bool = False
 
     @property
@@ -143,20 +150,26 @@ def summary(updates: Sequence[OptimizerStep]) -> dict[str, float]:
     sums = shown[0].sums
     for one in shown[1:]:
         sums = sums + one.sums
+    routing = [one.routing for one in shown if one.routing is not None]
     counts = [count for one in updates for count in one.micro_batches]
     efficiencies = [share for one in updates for share in one.packing_efficiencies]
     norms = [one.result.grad_norm for one in shown]
-    return sums.metrics() | {
-        "loss/policy": math.fsum(one.loss for one in shown) / len(shown),
-        "loss/grad_norm": sum(norms) / len(norms),
-        "loss/lr": updates[-1].lr,
-        "trainer/num_micro_batches": float(sum(counts)),
-        "trainer/batch_parts": float(len(updates[0].micro_batches)),
-        "trainer/updates": float(len(updates)),
-        "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
-        "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
-        "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
-    }
+    of_routing = reduce(add, routing).metrics() if routing else {}
+    return (
+        sums.metrics()
+        | of_routing
+        | {
+            "loss/policy": math.fsum(one.loss for one in shown) / len(shown),
+            "loss/grad_norm": sum(norms) / len(norms),
+            "loss/lr": updates[-1].lr,
+            "trainer/num_micro_batches": float(sum(counts)),
+            "trainer/batch_parts": float(len(updates[0].micro_batches)),
+            "trainer/updates": float(len(updates)),
+            "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
+            "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
+            "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
+        }
+    )
 
 
 def _cut_turns(trajectory: Trajectory) -> list[bool]:

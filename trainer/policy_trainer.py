@@ -28,6 +28,7 @@ from penstock.trainer.algorithms.controllers import Controllers
 from penstock.trainer.algorithms.losses.pairs import DpoConfig, IpoConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossFunction, Objective, supervised_loss
+from penstock.trainer.algorithms.routing_metrics import RoutingMetrics
 from penstock.trainer.backends.base import Backend, OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare, agreement
 from penstock.trainer.batch_builder import BatchBuilder
@@ -355,7 +356,9 @@ class PolicyTrainer:
         """Return an update without gradient; `share` is None for steps that are not compared over ranks."""
         has_reference = self._algorithm.needs_reference or self._algorithm.needs_teacher
         metrics = TokenMetrics(self.backend.device, self._algorithm.metrics, has_reference=has_reference)
-        return OpenOptimizerStep(metrics, share, is_first, is_first_epoch)
+        experts = self.backend.experts
+        routing = None if experts is None else RoutingMetrics(experts, self.backend.device)
+        return OpenOptimizerStep(metrics, share, is_first, is_first_epoch, routing=routing)
 
     def _share(self) -> RankShare | None:
         """What this rank compares with the others after the batch; None if there are no others."""
@@ -404,6 +407,8 @@ class PolicyTrainer:
                     if opened.share is not None:
                         opened.share.watch(target)
                     record.watch(target, micro_batch)
+                    if opened.routing is not None:
+                        opened.routing.add(micro_batch, opened.metrics)
                     loss = loss_function(target, entropies, micro_batch, opened)
                     if learns:
                         # If it is not finite, a loss without gradient makes this a bad step, too.
@@ -436,6 +441,7 @@ class PolicyTrainer:
         if opened.share is not None:
             opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
+        routing = None if opened.routing is None else opened.routing.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.config.correction.renormalize != "none" and sums.kept_share > 0:
             normaliser *= sums.kept_share
@@ -443,13 +449,13 @@ class PolicyTrainer:
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))
-            return OptimizerStep(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
+            return OptimizerStep(sums, loss, lr, nothing, counts, efficiencies, routing, not nothing.is_skipped)
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         if self.backend.device.type == "cuda":
             torch.cuda.synchronize()  # saving reads the weights from another stream
         self._num_steps += not result.is_skipped
-        return OptimizerStep(sums, loss, lr, result, counts, efficiencies)
+        return OptimizerStep(sums, loss, lr, result, counts, efficiencies, routing)
 
     def _prepare_update(self, *, is_last: bool) -> None:
         """Call it before each update of a step, and before `stop.decide`, from where on the step must end soon.

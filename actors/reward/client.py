@@ -13,6 +13,7 @@ import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import ray
 from ray.actor import ActorHandle
@@ -208,7 +209,10 @@ class RewardClient:
         """
         label = f"{trajectory.trajectory_id} ({task.task_id})"
         try:
-            body = pickle.dumps((task, trajectory), pickle.HIGHEST_PROTOCOL)
+            read = (
+                trajectory if trajectory.routes is None else replace(trajectory, routes=None)
+            )  # rewards read no routes
+            body = pickle.dumps((task, read), pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # user data may raise anything
             raise TrajectoryError("reward", f"{label}: the task cannot be pickled: {error!r}") from error
         losses = 0

@@ -475,6 +475,7 @@ def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY) -> 
         # Shorter than the driver's time limit, because the engine's own error has more detail.
         stage_timeout_s=0.9 * config.weights.timeout_s,
         publish_in=config.weights.directory,
+        records_routes=config.algorithm.routing == "replay",
         profile_steps=config.trainer.profile_steps,
         profile_in=profiles_folder(config, policy_id),
         seed=config.seed + index,

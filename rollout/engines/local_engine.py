@@ -31,6 +31,7 @@ class EngineSpec:
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
         bucket_bytes: Stage at most this much of a version, which is then applied in place; None: stage all of it.
         stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
+        records_routes: Its deltas tell which experts each token was sent to, if the model has any.
         profile_steps: Training steps during which it writes a profile to the folder `profile_in`.
     """
 
@@ -45,6 +46,7 @@ class EngineSpec:
     bucket_bytes: int | None = None
     stage_timeout_s: float = 120.0
     publish_in: str | None = None
+    records_routes: bool = False
     profile_steps: tuple[int, ...] = ()
     profile_in: str = "profiles"
 

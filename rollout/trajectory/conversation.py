@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.routes import Routes, joined_routes, padded_routes, unknown_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import (
@@ -44,6 +45,7 @@ class PartialTurn:
     Attributes:
         min_start_version: Oldest version that may start the turn: at least the newest version of earlier turns of its
             thread, and the oldest version of the episode; -1 is any.
+        num_routes: First tokens of the prompt whose routes are known.
         on_delta: Called with each delta after it was added; it may call `cut`.
         num_tokens: Sampled tokens so far.
         resumed_with: Tokens at the last resume; 0 if it was never resumed.
@@ -54,6 +56,7 @@ class PartialTurn:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     min_start_version: int = -1
+    num_routes: int = 0
     on_delta: Callable[[TokenDelta], None] | None = None
     num_tokens: int = 0
     resumed_with: int = 0
@@ -76,6 +79,7 @@ class PartialTurn:
             join_spans([span for delta in deltas for span in delta.spans]),
             self.finish_reason,
             Alternatives.joined(delta.alternatives for delta in deltas),
+            joined_routes(delta.routes for delta in deltas),
         )
 
     @property
@@ -114,9 +118,10 @@ class PartialTurn:
     def request(self, request_id: RequestId) -> GenerateRequest:
         """The request for the whole turn, or for its missing tokens."""
         if not self.num_tokens:
-            return GenerateRequest(request_id, self.prompt_ids, self.sampling)
+            return GenerateRequest(request_id, self.prompt_ids, self.sampling, self.num_routes)
         prompt = (*self.prompt_ids, *self.token_ids)
-        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
+        known = self.num_routes + sum(len(delta.routes) for delta in self._deltas if delta.routes is not None)
+        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()), known)
 
     def finish_if_complete(self) -> bool:
         """Finish an interrupted turn if only the engine's final message was lost. Returns whether it is finished."""
@@ -140,6 +145,7 @@ class PartialTurn:
             whole.logprobs[:num_tokens],
             first_tokens(whole.spans, num_tokens),
             alternatives=whole.alternatives and whole.alternatives.part(0, num_tokens),
+            routes=None if whole.routes is None else whole.routes[: len(whole.routes) - self.num_tokens + num_tokens],
         )
         self._deltas = [kept]
         self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
@@ -183,6 +189,7 @@ class Conversation:
         logprobs: Behavior logprob of each token; 0 where it was not sampled.
         spans: Version spans of the sampled tokens.
         alternatives: Of the sampled tokens, turn by turn; None where they were sampled from the whole vocabulary.
+        routes: Of the first tokens, as far as an engine has computed them; None if none are recorded.
     """
 
     def __init__(
@@ -208,6 +215,7 @@ class Conversation:
         self.logprobs = [0.0] * len(prompt_ids)
         self.spans: list[Span] = []
         self.alternatives: list[Alternatives | None] = []
+        self.routes: Routes | None = None
         self._turned_at = time.monotonic()
 
     @property
@@ -230,6 +238,7 @@ class Conversation:
             replace(self.sampling, max_new_tokens=longest),
             num_interruptions=self.num_interruptions,
             min_start_version=self.spans[-1].version if self.spans else self._min_version,
+            num_routes=0 if self.routes is None else len(self.routes),
         )
 
     def add_turn(self, partial: PartialTurn, turn_text: TurnText) -> None:
@@ -242,6 +251,7 @@ class Conversation:
         self.logprobs += answer.logprobs
         self.spans += answer.spans
         self.alternatives.append(answer.alternatives)
+        self.routes = joined_routes([self.routes, answer.routes])
         began_at, self._turned_at = self._turned_at, time.monotonic()
         interruptions = partial.num_interruptions - self.num_interruptions
         self.num_interruptions = partial.num_interruptions
@@ -297,4 +307,13 @@ def build_trajectory(
         threads=() if has_main_only else tuple(one.thread() for one in conversations),
         messages=() if isinstance(task.prompt, str) else task.prompt,
         alternatives=Alternatives.joined(part for one in conversations for part in one.alternatives),
+        routes=_routes_of(conversations),
     )
+
+
+def _routes_of(conversations: Sequence[Conversation]) -> Routes | None:
+    recorded = next((one.routes for one in conversations if one.routes is not None), None)
+    if recorded is None:
+        return None
+    known = [unknown_routes(0, recorded) if one.routes is None else one.routes for one in conversations]
+    return np.concatenate([padded_routes(of, one.num_tokens) for of, one in zip(known, conversations, strict=True)])

@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest
+from penstock.dataflow.routes import Routes, padded_routes, signed_routes
 from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.saved_groups import PartialTokens
 from penstock.platform.run.logprob_parity import LogprobParityCheck
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engine_pool.pool import EnginePool
@@ -186,16 +189,26 @@ async def test_engine_and_trainer_agree_on_every_version_that_is_published(model
                     for parameter in policy.parameters():
                         parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
                 await publish(version)
-                assert len((await in_flight)[0]) == 100
-            for index, prompt in enumerate(prompts):
-                tokens, logprobs = await answer(engine, f"{version}.{index}", prompt)
-                assert len(tokens) == NUM_NEW
-                assert np.std(logprobs) > 0.05, "the model tells tokens apart"
-                gap = np.abs(np.array(logprobs) - logprobs_of(copy.deepcopy(policy).float(), prompt, tokens, 1.0))
+                assert len((await in_flight).token_ids) == 100
+            for index, prompt in enumerate((*prompts, prompts[-1])):  # the last one is in the prefix cache
+                said = await answer(engine, f"{version}.{index}", prompt)
+                assert len(said.token_ids) == NUM_NEW
+                assert np.std(said.logprobs) > 0.05, "the model tells tokens apart"
+                assert (said.routes is not None) == bool(policy.experts.routers)
+                gap, gap_without = (
+                    np.abs(np.array(said.logprobs) - logprobs_of(policy, prompt, said.token_ids, 1.0, routes))
+                    for routes in (said.routes, None)
+                )
+                print(
+                    model_type,
+                    version,
+                    index,
+                    "replay %.4f %.4f without %.4f %.4f"
+                    % (gap.mean(), np.percentile(gap, 99), gap_without.mean(), np.percentile(gap_without, 99)),
+                )
                 if model_type not in IN_BFLOAT16:
+                    assert gap_without.max() <= 1e-4
                     assert gap.max() <= 1e-4
-                elif "experts" in str(list(policy.state_dict())):
-                    assert gap.mean() <= 0.12, "some tokens go to other experts than in float32"
                 else:
                     assert gap.mean() <= 0.01
                     assert np.percentile(gap, 99) <= 0.05
@@ -266,7 +279,8 @@ async def published(
     tensors = {name: parameter.detach() for name, parameter in hf_parameters(policy)}
     training = TrainingSharding(tuple(TensorSpec(name, tuple(one.shape)) for name, one in tensors.items()))
     config = VllmEngineConfig(type="vllm", max_num_seqs=8, kv_cache_gib=0.1, args=args)
-    engine = VllmEngine(EngineSpec(EngineId("e"), str(served), model, config, "cpu", "keep_kv", seed=0, threads=1))
+    spec = EngineSpec(EngineId("e"), str(served), model, config, "cpu", "keep_kv", seed=0, threads=1)
+    engine = VllmEngine(replace(spec, records_routes=True))
     await asyncio.wait_for(engine.start(), 240)
     try:
         receiving = EngineLayout("vllm", await engine.layout(training.tensors))
@@ -284,26 +298,27 @@ async def published(
         await engine.shutdown()
 
 
-def logprobs_of(policy: PolicyModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
-    """`[len(tokens)]`: of each token, by the trainer's forward pass."""
+def logprobs_of(
+    policy: PolicyModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float, routes: Routes | None = None
+) -> np.ndarray:
+    """`[len(tokens)]`: of each token, by the trainer's forward pass in float32."""
+    policy = copy.deepcopy(policy).float()
     ids = torch.tensor([*prompt, *tokens])
     index = torch.arange(len(prompt) - 1, len(ids) - 1)
     with torch.no_grad():
-        ours, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], temperature)
+        # fmt: off
+        ours, _ = policy(
+            ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], temperature,
+            routes=None if routes is None else torch.from_numpy(signed_routes(padded_routes(routes, len(ids)))),
+        )
+        # fmt: on
     return ours.numpy()
 
 
-async def answer(
-    engine: Any, request_id: str, prompt: tuple[int, ...], num_new: int = NUM_NEW
-) -> tuple[list[int], list[float]]:
+async def answer(engine: Any, request_id: str, prompt: tuple[int, ...], num_new: int = NUM_NEW) -> PartialTokens:
     sampling = SamplingParams(max_new_tokens=num_new, temperature=1.0, stop_token_ids=(), seed=None)
     request = GenerateRequest(RequestId(request_id), prompt, sampling)
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    async for delta in engine.generate(request):
-        tokens += delta.token_ids
-        logprobs += delta.logprobs
-    return tokens, logprobs
+    return PartialTokens.of([delta async for delta in engine.generate(request)])
 
 
 def save(model: Any, folder: Path) -> Path:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.expert_choice import ExpertChoice
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.models.lora import Adapter, Adapters
@@ -44,6 +45,7 @@ class Backend(Protocol):
             sequence-parallel ranks share theirs.
         sequence_parallel_rank: Which stretch of each of them, 0 ≤ rank < sequence_parallel_size.
         adapters: What is trained, if it is not the weights themselves; empty otherwise.
+        experts: Chooses those of the model; None of a dense one.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Backend(Protocol):
     sequence_parallel_size: int
     device: torch.device
     adapters: Adapters
+    experts: ExpertChoice | None
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
         """`PolicyModel.forward`. Collective under ZeRO-3."""

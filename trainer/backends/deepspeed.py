@@ -53,6 +53,7 @@ from penstock.trainer.models.lora import Adapter, Adapters, merged
 from penstock.trainer.models.policy_model import (
     PolicyModel,
     compile_layers,
+    experts_of,
     hf_name,
     hf_parameters,
     restore_rotary_buffers,
@@ -111,6 +112,7 @@ class DeepSpeedBackend:
         self.device = torch.device(engine.device)
         self._num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
         self.adapters = Adapters(engine.module)
+        self.experts = experts_of(engine.module)
         self._is_adapted = bool(self.adapters)
         self._parameters = tuple(hf_parameters(engine.module))
         self._engine = engine

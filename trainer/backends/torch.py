@@ -19,7 +19,7 @@ from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
-from penstock.trainer.models.policy_model import PolicyModel, compile_layers, hf_parameters
+from penstock.trainer.models.policy_model import PolicyModel, compile_layers, experts_of, hf_parameters
 from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec, whole_tensors
 from penstock.weights.layout.sides import TrainingSharding
@@ -40,6 +40,7 @@ class TorchBackend:
     def __init__(self, model: WrappedModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device
         self.adapters = Adapters(model)
+        self.experts = experts_of(model)
         self._model = model
         self._optimizer = optimizer
         self._clip_norm = clip_norm

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.dataflow.routes import signed_routes
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 
@@ -34,6 +35,7 @@ class ModelInputs(NamedTuple):
         boundaries: Of the sequences, for attention without a mask (varlen); None for sdpa.
         alternatives: `[K, A] int64`, the other ids that each target was sampled from, then −1; None: sampled from the
             whole vocabulary.
+        routes: `[R·L, layers, k] int16`, the experts of each token, −1 where they are not known; None: of no token.
     """
 
     input_ids: Tensor
@@ -43,6 +45,7 @@ class ModelInputs(NamedTuple):
     target_ids: Tensor
     boundaries: SequenceBoundaries | None = None
     alternatives: Tensor | None = None
+    routes: Tensor | None = None
 
     def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
         """Call a (wrapped) `PolicyModel` with these."""
@@ -122,6 +125,7 @@ def collate(
     input_ids = np.zeros(shape, dtype=np.int64)
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
     position_ids = np.tile(np.arange(plan.row_length, dtype=np.int64), (shape[0], 1))
+    routes = routes_of(plan, sequences)
     segment_ids = np.full(shape, _PADDING_SEGMENT, dtype=np.int32)
     block_ids, shown_to = segment_ids.copy(), segment_ids.copy()
     target_index = []
@@ -182,6 +186,7 @@ def collate(
             target_ids=per_token([one.token_ids[one.targets] for one in chosen], np.int64),
             boundaries=None if needs_mask else boundaries_of(plan, sequences, device),
             alternatives=None if (found := joined_alternatives(chosen)) is None else tensor(found),
+            routes=None if routes is None else tensor(routes),
         ),
         behavior_logprobs=per_token([one.behavior_logprobs for one in chosen], np.float32),
         advantages=per_token([one.advantages for one in chosen], np.float32),
@@ -216,6 +221,23 @@ def joined_alternatives(sequences: Sequence[TrainingSequence]) -> NDArray[np.int
     return np.concatenate(
         [np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=-1) for one in recorded]
     ).astype(np.int64)
+
+
+def routes_of(plan: MicroBatchPlan, sequences: Sequence[TrainingSequence]) -> NDArray[np.int16] | None:
+    """`[R·L, layers, k]`: the experts of all tokens, −1 where they are not known; None if they are known of none."""
+    recorded = [found for row in plan.rows for index in row if (found := sequences[index].routes) is not None]
+    if not recorded:
+        return None
+    routes = np.full((len(plan.rows), plan.row_length, *recorded[0].shape[1:]), -1, np.int16)
+    for row, indices in enumerate(plan.rows):
+        start = 0
+        for index, shared in zip(indices, plan.shared[row] if plan.shared else [0] * len(indices), strict=True):
+            one = sequences[index]
+            stop = start + one.num_inputs - shared
+            if one.routes is not None:
+                routes[row, start:stop] = signed_routes(one.routes[shared : one.num_inputs])
+            start = stop
+    return routes.reshape(-1, *routes.shape[2:])
 
 
 def boundaries_of(
@@ -282,10 +304,15 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     # Positions continue, because padding is not a new sequence.
     further = inputs.position_ids[:, -1:] + torch.arange(1, missing + 1, device=inputs.position_ids.device)
     position_ids = torch.cat([inputs.position_ids, further], dim=1)[:, stretch].contiguous()
+    routes = inputs.routes
+    if routes is not None:
+        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[stretch].contiguous()
     is_mine = (inputs.target_index >= stretch.start) & (inputs.target_index < stretch.stop)
     if not micro_batch.num_tokens or not is_mine.any():
         empty = empty_micro_batch(input_ids.device, needs_mask=False)
-        given = empty.inputs._replace(input_ids=input_ids, position_ids=position_ids, boundaries=boundaries)
+        given = empty.inputs._replace(
+            input_ids=input_ids, position_ids=position_ids, boundaries=boundaries, routes=routes
+        )
         return replace(empty, inputs=given)
     places, target_ids = inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
     alternatives = None if inputs.alternatives is None else inputs.alternatives[is_mine]
@@ -294,7 +321,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     is_mine_there = is_mine.cpu().numpy()
     return replace(
         micro_batch,
-        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids, boundaries, alternatives),
+        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids, boundaries, alternatives, routes),
         sequence_index=micro_batch.sequence_index[is_mine_there],
         token_index=micro_batch.token_index[is_mine_there],
         num_tokens=len(places),

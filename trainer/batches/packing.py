@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
 from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.routes import Routes
 from penstock.weights.model_config import ModelConfig
 
 RowLayout = Literal["rows", "single_row", "padded"]
@@ -71,6 +72,7 @@ class TrainingSequence:
         returns: `[len(targets)]`, targets of the critic.
         alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
             were sampled from the whole vocabulary.
+        routes: `[T, layers, k]`, as in `Trajectory`; None: the routers choose.
         selected: Name of a loss or correction of the whole batch -> `[len(targets)] bool`, which of the loss tokens it
             selects (`Algorithm.select`).
         recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
@@ -93,6 +95,7 @@ class TrainingSequence:
     teacher_logprobs: NDArray[np.float32] | None = None
     prompt_length: int = 0
     alternatives: NDArray[np.integer] | None = None
+    routes: Routes | None = None
     selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
     recorded_as: tuple[TrajectoryId, int, int] | None = None
     is_imitated: bool = False
@@ -512,6 +515,8 @@ def _blocks(
         if not one.num_inputs:
             continue
         prompt = (one.unit, one.token_ids[: one.prompt_length].astype(np.int64).tobytes())
+        if one.routes is not None:  # one copy of a prompt is sent to one choice of experts
+            prompt = (one.unit, prompt[1] + one.routes[: one.prompt_length].tobytes())
         block, rest = newest.get(prompt), one.num_inputs - one.prompt_length
         most = block_tokens if one.unit is None else max_tokens
         fits = block is not None and bool(one.prompt_length) and block.num_tokens + rest <= most

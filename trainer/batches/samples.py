@@ -100,6 +100,7 @@ def policy_sequences(
                 group=member.group,
                 prompt_length=prompt_length(member.trajectory),
                 alternatives=alternatives_of(member.trajectory, keep),
+                routes=member.trajectory.routes if is_ours else None,
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher_logprobs is None else member.teacher_logprobs[keep],
@@ -341,6 +342,7 @@ def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
             behavior_logprobs=np.zeros(len(targets), np.float32),
             prompt_length=prompt_length(one),
             alternatives=alternatives_of(one),
+            routes=one.routes,
         )
         for one in all_sequences(payloads)
     ]

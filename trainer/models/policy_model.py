@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
+from penstock.kernels.expert_choice import ExpertChoice
 from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
@@ -33,6 +34,7 @@ class PolicyModel(nn.Module):
         causal_lm: The Hugging Face model; its parameter names are the published names.
         rows: Whether a row has several sequences or one.
         vocabulary: Which rows of the head this rank has; None: all of them.
+        experts: Chooses them, if it has any.
     """
 
     def __init__(self, causal_lm: Any, rows: Rows = "packed", head: Head = "fused") -> None:
@@ -40,6 +42,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.rows = rows
         self.vocabulary: VocabularyShard | None = None
+        self.experts = ExpertChoice(causal_lm)
         self._own_logits = OwnLogits(causal_lm) if head == "model" else None
 
     @property
@@ -57,6 +60,7 @@ class PolicyModel(nn.Module):
         temperature: float,
         boundaries: SequenceBoundaries | None = None,
         alternatives: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Score target tokens.
 
@@ -70,11 +74,14 @@ class PolicyModel(nn.Module):
             boundaries: Of the sequences, if attention takes them instead of a mask.
             alternatives: `[K, A] int64`, the other ids that each target was sampled from, then −1: logprobs and
                 entropies are those of the distribution renormalised over them. None: over the whole vocabulary.
+            routes: `[R·L, layers, k] int`, the experts to which tokens are sent, −1: as the routers choose. None: all
+                of them so.
 
         Returns:
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
             at that temperature and `[K] bool`: no token is likelier than the target.
         """
+        self.experts.replay(routes)
         body = self.causal_lm.base_model
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
@@ -86,6 +93,11 @@ class PolicyModel(nn.Module):
                 hidden, head, target_ids, part, temperature=temperature, alternatives=alternatives
             )
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
+
+
+def experts_of(model: nn.Module) -> ExpertChoice | None:
+    """What chooses the experts of a policy; None if it has none, or is a critic, whose routers choose for themselves."""
+    return model.experts if isinstance(model, PolicyModel) and model.experts.routers else None
 
 
 class OwnLogits(nn.Module):

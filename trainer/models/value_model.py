@@ -48,12 +48,13 @@ class ValueModel(nn.Module):
         temperature: float,
         boundaries: SequenceBoundaries | None = None,
         alternatives: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The value before each target token, which itself is not seen: `[K] float32` twice (there is no entropy).
 
-        Arguments as of `PolicyModel.forward`; `target_ids`, `temperature` and `alternatives` have no effect.
+        Arguments as of `PolicyModel.forward`; the others have no effect. Its routers choose for themselves.
         """
-        del target_ids, temperature, alternatives
+        del target_ids, temperature, alternatives, routes
         body = self.classifier.base_model
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,9 +29,11 @@ from torch.nn import functional
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.routes import Routes, dtype_for, joined_routes
 from penstock.dataflow.sampling import SamplingParams, derive_seed, uniforms
 from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, join_spans
+from penstock.kernels.expert_choice import ExpertChoice
 from penstock.rollout.engines.torch.cache import SlotCache
 
 PREFILL_BUDGET_TOKENS = 8192
@@ -61,8 +64,9 @@ class RunningRequest:
         seed: Key of its draws; None until the batch assigns one to a request without a seed.
         num_cached: Leading tokens that are in the cache. The next step takes the token after them; it samples if that
             is the last one.
+        num_routed: Leading tokens whose routes were recorded, or are not asked for.
         unreported_*: Sampled since the last delta; spans as (version, count) pairs; alternatives only if the
-            distribution is truncated.
+            distribution is truncated; routes of the tokens up to the last but one, if they are recorded.
     """
 
     request: GenerateRequest
@@ -71,10 +75,12 @@ class RunningRequest:
     stop_token_ids: frozenset[int]
     seed: int | None
     num_cached: int = 0
+    num_routed: int = 0
     unreported_ids: list[int] = field(default_factory=list)
     unreported_logprobs: list[float] = field(default_factory=list)
     unreported_spans: list[Span] = field(default_factory=list)
     unreported_alternatives: list[tuple[int, ...]] = field(default_factory=list)
+    unreported_routes: list[Routes] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: GenerateRequest, limits: BatchLimits) -> RunningRequest:
@@ -86,6 +92,7 @@ class RunningRequest:
             max_tokens=min(len(prompt) + sampling.max_new_tokens, limits.max_context_tokens),
             stop_token_ids=frozenset(sampling.stop_token_ids),
             seed=sampling.seed,
+            num_routed=request.routes_from,
         )
 
     @property
@@ -114,6 +121,11 @@ class RunningRequest:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_tokens else None
 
+    def route(self, start: int, routes: Routes) -> None:
+        """Keep the routes of the tokens from `start` on; those of a token that is computed again are known."""
+        self.unreported_routes.append(routes[max(self.num_routed - start, 0) :])
+        self.num_routed = max(self.num_routed, start + len(routes))
+
     def report(self, finish_reason: FinishReason | None) -> TokenDelta:
         """Return the tokens sampled since the last delta."""
         delta = TokenDelta(
@@ -122,11 +134,13 @@ class RunningRequest:
             join_spans(self.unreported_spans),
             finish_reason,
             Alternatives.of(self.unreported_alternatives) if self.request.sampling.is_truncated else None,
+            joined_routes(self.unreported_routes) if self.unreported_ids else None,
         )
         self.unreported_ids.clear()
         self.unreported_logprobs.clear()
         self.unreported_spans.clear()
         self.unreported_alternatives.clear()
+        self.unreported_routes.clear()
         return delta
 
 
@@ -136,13 +150,18 @@ Deltas = list[tuple[RequestId, TokenDelta]]
 class DecodeBatch:
     """Waiting and running requests of one model. Invariant: request i of `running` owns slot i.
 
+    Args:
+        records_routes: Deltas tell which experts each token was sent to.
+
     Attributes:
         version: Recorded for every sampled token; the engine sets it when it swaps weights.
         is_frozen: The weights belong to no version, so nothing may be sampled.
         tokens_generated: Absolute counter.
     """
 
-    def __init__(self, model: nn.Module, cache: SlotCache, seed: int, limits: BatchLimits) -> None:
+    def __init__(
+        self, model: nn.Module, cache: SlotCache, seed: int, limits: BatchLimits, *, records_routes: bool = False
+    ) -> None:
         self.model = model
         self.cache = cache
         self.limits = limits
@@ -154,6 +173,8 @@ class DecodeBatch:
         self._device = torch.device(limits.device)
         self._seed = seed
         self._unseeded = itertools.count()
+        choice = ExpertChoice(model) if records_routes else None
+        self._choice = choice if choice is not None and choice.routers else None
 
     @property
     def has_requests(self) -> bool:
@@ -241,12 +262,13 @@ class DecodeBatch:
                 order = torch.arange(length, device=self._device)
                 positions = order.expand(len(chunk), -1)
                 self.cache.aim(slot, positions, length)
-                self.model.base_model(  # type: ignore[operator]  # no logits: decoding samples the next token
-                    input_ids=torch.tensor(rows, device=self._device),
-                    attention_mask=(order[None, :] <= order[:, None])[None, None],
-                    position_ids=positions,
-                    past_key_values=self.cache,
-                )
+                with self._routing(chunk, length, start=0):
+                    self.model.base_model(  # type: ignore[operator]  # no logits: decoding samples the next token
+                        input_ids=torch.tensor(rows, device=self._device),
+                        attention_mask=(order[None, :] <= order[:, None])[None, None],
+                        position_ids=positions,
+                        past_key_values=self.cache,
+                    )
             slot += len(chunk)
 
     def _forward(self) -> torch.Tensor:
@@ -262,14 +284,38 @@ class DecodeBatch:
         self.cache.reserve(num_rows, length)
         self.cache.aim(0, positions, length)
         visible = torch.arange(length, device=self._device)[None, :] <= positions
-        output = self.model(
-            input_ids=inputs,
-            attention_mask=visible[:, None, None, :],
-            position_ids=positions,
-            past_key_values=self.cache,
-        )
+        with self._routing(self.running, 1):
+            output = self.model(
+                input_ids=inputs,
+                attention_mask=visible[:, None, None, :],
+                position_ids=positions,
+                past_key_values=self.cache,
+            )
         logits: torch.Tensor = output.logits[:, -1]
         return logits.float()
+
+    @contextmanager
+    def _routing(self, requests: Sequence[RunningRequest], length: int, start: int | None = None) -> Iterator[None]:
+        """Around a pass: give each request the routes of its row of `length` tokens, as far as they are its own.
+
+        Args:
+            requests: The first rows of the pass.
+            length: Tokens of a row.
+            start: Position of its first token, up to the last one that is cached; None: the token after that one.
+        """
+        if self._choice is None:
+            yield
+            return
+        with self._choice.recording() as chosen:
+            yield
+        routes = torch.stack([chosen[layer] for layer in range(len(chosen))], dim=1).cpu().numpy()
+        routes = routes.astype(dtype_for(self._choice.num_experts))
+        for row, request in enumerate(requests):
+            own = routes[row * length : (row + 1) * length]
+            if start is None:
+                request.route(request.num_cached, own)
+            else:
+                request.route(start, own[: request.num_cached])
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float], dict[int, tuple[int, ...]]]:
         """Draw one token per row of `[R, V]`; returns them, their behavior logprobs, and slot -> alternatives.

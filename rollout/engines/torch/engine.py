@@ -378,7 +378,7 @@ def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
         device=spec.device,
         deterministic=config.deterministic,
     )
-    return DecodeBatch(model, cache, spec.seed, limits)
+    return DecodeBatch(model, cache, spec.seed, limits, records_routes=spec.records_routes)
 
 
 def _move(batch: DecodeBatch, device: str) -> None:

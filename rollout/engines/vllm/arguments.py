@@ -45,6 +45,7 @@ OTHER_KEYS = {
     "generation_config": "rollout.sampling",
     "override_generation_config": "rollout.sampling",
     "profiler_config": "trainer.profile_steps",
+    "enable_return_routed_experts": "algorithm.routing",
     "seed": "seed",
 }
 """Arguments that have a key of their own."""
@@ -149,6 +150,8 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     args = AsyncEngineArgs(**(derived | step_of_a_cpu(spec, config) | parsed(config.args)))
     if spec.device == "cpu" and "enable_prefix_caching" not in config.args and args.create_model_config().is_hybrid:
         args.enable_prefix_caching = False  # for it Mamba's CPU operator would have to give states within a prompt
+    if spec.device == "cuda" and spec.records_routes:
+        args.enable_return_routed_experts = bool(args.create_model_config().is_moe)
     return args
 
 

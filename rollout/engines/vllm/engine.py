@@ -36,7 +36,7 @@ from penstock.dataflow.ports import (
     WeightAck,
     WeightManifest,
 )
-from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.routes import Routes
 from penstock.dataflow.trajectory import Alternatives, FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.config import VllmEngineConfig
@@ -45,6 +45,7 @@ from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.arguments import engine_args
 from penstock.rollout.engines.vllm.channel import WorkerCalls
 from penstock.rollout.engines.vllm.layout import joined
+from penstock.rollout.engines.vllm.routes import ReceivedRoutes
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
@@ -98,6 +99,7 @@ class VllmEngine:
         self._usage: CacheUsage | None = None
         self._llm: AsyncLLM | None = None
         self._calls: WorkerCalls | None = None
+        self._routes: ReceivedRoutes | None = None
 
     async def start(self) -> None:
         """Load the model. vLLM starts its output loop in the running event loop."""
@@ -109,6 +111,11 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args(self._spec, self._config), stat_loggers=[usage_logger])
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._calls = WorkerCalls(self.engine_id, dict(await self._llm.collective_rpc("penstock_serve")))
+        if self._spec.records_routes:
+            (layers, *_) = await self._llm.collective_rpc("penstock_record_routes")
+            if layers:
+                num_experts = self._llm.model_config.get_num_experts()
+                self._routes = ReceivedRoutes(self._llm.output_processor, layers, num_experts)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         """Stream the continuation of `request` as deltas of at most `journal_interval_tokens` tokens.
@@ -127,8 +134,8 @@ class VllmEngine:
         progress = 0
         self._busy.enter()
         try:
-            async for output in self._open().generate(prompt, self._sampling(request.sampling), request.request_id):
-                delta = self._delta(request.request_id, output, progress)
+            async for output in self._open().generate(prompt, self._sampling(request), request.request_id):
+                delta = self._delta(request, output, progress)
                 progress += len(delta.token_ids)
                 self._tokens_generated += len(delta.token_ids)
                 for piece in split(delta, self._config.journal_interval_tokens):
@@ -139,6 +146,8 @@ class VllmEngine:
             raise self._classified(error, request) from error
         finally:
             self._busy.leave()
+            if self._routes is not None:
+                self._routes.close(request.request_id)
 
     def _classified(self, error: Exception, request: GenerateRequest) -> EngineLostError | TrajectoryError:
         """Classify an error of vLLM: it is dead, or only this request has failed. A refused request is final."""
@@ -287,7 +296,8 @@ class VllmEngine:
             raise EngineLostError(f"{self.engine_id}: not started, or shut down")
         return self._llm
 
-    def _sampling(self, sampling: SamplingParams) -> VllmSamplingParams:
+    def _sampling(self, request: GenerateRequest) -> VllmSamplingParams:
+        sampling = request.sampling
         return VllmSamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -302,10 +312,11 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             stream_interval=self._config.journal_interval_tokens,
+            routed_experts_prompt_start=request.routes_from,
         )
 
-    def _delta(self, request_id: RequestId, output: RequestOutput, progress: int) -> TokenDelta:
-        completion = output.outputs[0]
+    def _delta(self, request: GenerateRequest, output: RequestOutput, progress: int) -> TokenDelta:
+        request_id, completion = request.request_id, output.outputs[0]
         ids, reason = tuple(completion.token_ids), completion.finish_reason
         alternatives = None
         if isinstance(completion.logprobs, FlatLogprobs):
@@ -315,7 +326,11 @@ class VllmEngine:
         spans = self._stamps(request_id, output, progress, progress + len(ids))
         known: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
         finish_reason = None if reason is None else known.get(reason, "abort")
-        return TokenDelta(ids, logprobs, spans, finish_reason, alternatives)
+        routes = None
+        if self._routes is not None and ids:
+            of_prompt = 0 if progress else len(request.prompt_token_ids) - 1 - request.routes_from
+            routes = self._routes.take(request_id, of_prompt + len(ids))
+        return TokenDelta(ids, logprobs, spans, finish_reason, alternatives, routes)
 
     def _stamps(self, request_id: RequestId, output: RequestOutput, start: int, end: int) -> Spans:
         """Versions of output tokens start..end, from vLLM's own label of each engine step.
@@ -359,6 +374,10 @@ def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
         return [delta]
     versions = [span.version for span in delta.spans for _ in range(span.num_tokens)]
     starts = range(0, len(delta.token_ids), most)
+    ends = [*starts[1:], len(delta.token_ids)]
+    routes: list[Routes | None] = [None] * len(starts)
+    if delta.routes is not None:  # those of the prompt come with the first piece
+        routes = list(np.split(delta.routes, [len(delta.routes) - len(delta.token_ids) + end for end in ends[:-1]]))
     return [
         TokenDelta(
             token_ids=delta.token_ids[start : start + most],
@@ -366,8 +385,9 @@ def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
             spans=join_spans([Span(version, 1) for version in versions[start : start + most]]),
             finish_reason=delta.finish_reason if start == starts[-1] else None,
             alternatives=delta.alternatives and delta.alternatives.part(start, start + most),
+            routes=of_piece,
         )
-        for start in starts
+        for start, of_piece in zip(starts, routes, strict=True)
     ]
 
 

@@ -22,6 +22,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from penstock.rollout.engines.vllm.routes import RequestRoutes
+
 MAX_HELD_TOKENS = 16
 """Tokens of a request that are held at most. A request that is aborted loses what was not sent yet."""
 _CLIENT = 0
@@ -50,11 +52,17 @@ class HeldOutputs:
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._held: dict[str, Pieces] = {}
+        self._routes = RequestRoutes()
 
-    def update_from_output(self, *step: Any) -> Any:
+    def update_from_output(self, scheduled: Any, computed: Any) -> Any:
         """Messages of one step: the outputs of requests that have ended or enough tokens, of all in a pause."""
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*step)  # type: ignore[misc]
+        recorded = computed.aux_output_connector_output if self.aux_output_connector is None else None  # type: ignore[attr-defined]
+        if recorded:
+            self._routes.add(recorded, self.requests)  # type: ignore[attr-defined]
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduled, computed)  # type: ignore[misc]
         for message in messages.values():
+            if recorded:
+                self._routes.attach(message.outputs)
             message.outputs = [ready for one in message.outputs for ready in self._ready(one)]
         if self._must_send():
             rest = [joined(pieces.outputs) for pieces in self._held.values()]
@@ -94,6 +102,7 @@ class HeldOutputs:
         aborted = super().finish_requests(*which)  # type: ignore[misc]
         for request in aborted:
             self._held.pop(request.request_id, None)
+            self._routes.forget(request.request_id)
         return aborted
 
 
@@ -112,10 +121,8 @@ def holding_scheduler(vllm_config: VllmConfig, **settings: Any) -> HoldingSchedu
 
 
 def can_join(earlier: EngineCoreOutput, later: EngineCoreOutput) -> bool:
-    """Whether two outputs of a request are tokens and equally many logprobs for each, and nothing else."""
-    if earlier.new_sampling_mask is not None or earlier.routed_experts is not None:
-        return False
-    if later.new_sampling_mask is not None or later.routed_experts is not None:
+    """Whether two outputs of a request are tokens, equally many logprobs for each and routes, and nothing else."""
+    if earlier.new_sampling_mask is not None or later.new_sampling_mask is not None:
         return False
     if earlier.new_logprobs is None or later.new_logprobs is None:
         return True
@@ -123,7 +130,7 @@ def can_join(earlier: EngineCoreOutput, later: EngineCoreOutput) -> bool:
 
 
 def joined(pieces: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Consecutive outputs of one request as one: all tokens, logprobs and events, and the end of the last one."""
+    """Consecutive outputs of one request as one: all tokens, logprobs, routes and events, and the end of the last."""
     first, last = pieces[0], pieces[-1]
     if first is last:
         return last
@@ -131,6 +138,8 @@ def joined(pieces: list[EngineCoreOutput]) -> EngineCoreOutput:
     logprobs = [one.new_logprobs[:3] for one in pieces if one.new_logprobs is not None]
     if logprobs:
         last.new_logprobs = LogprobsLists(*(np.concatenate(column) for column in zip(*logprobs, strict=True)))
+    routes = [one.routed_experts for one in pieces if one.routed_experts is not None]
+    last.routed_experts = np.concatenate(routes) if routes else None
     last.events = [event for one in pieces for event in one.events or ()] or None
     last.prefill_stats = first.prefill_stats
     return last

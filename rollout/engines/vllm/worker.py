@@ -25,6 +25,7 @@ from penstock.rollout.engines.vllm.channel import Address, serve
 from penstock.rollout.engines.vllm.cpu_build import keep_parameters_live
 from penstock.rollout.engines.vllm.layout import check_live, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
+from penstock.rollout.engines.vllm.routes import StepRoutes, layers_with_experts
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -194,6 +195,16 @@ class WorkerExtension:
         self.penstock_state  # noqa: B018 - made here, before there are two threads
         calls = (self.penstock_join, self.penstock_receive, self.penstock_receive_in_place, self.penstock_stage)
         return get_tensor_model_parallel_rank(), serve({one.__name__: one for one in calls})
+
+    def penstock_record_routes(self) -> list[int]:
+        """Record which experts tokens go to, on a CPU (a GPU's runner does it); returns the layers with experts.
+
+        All ranks choose alike, and the engine reads the output of the first.
+        """
+        layers = list(layers_with_experts(self.model_runner.get_model()))
+        if layers and current_platform.is_cpu():
+            StepRoutes(self.model_runner)
+        return layers
 
     def penstock_layout(self, tensors: Sequence[tuple[str, Sequence[int]]], dtype: DType) -> tuple[int, str, bytes]:
         """This worker's rank, why its layout is not known, and where it holds each tensor (pickled `RankLayout`)."""
