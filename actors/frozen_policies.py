@@ -46,7 +46,9 @@ class FrozenPolicyActor:
     def __init__(self, spec: FrozenPolicySpec) -> None:
         keep_output("frozen-policies")
         torch.set_num_threads(spec.threads)
-        self._policy = FrozenPolicy.load(spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature)
+        self._policy = FrozenPolicy.load(
+            spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature, replays_routes=spec.replays_routes
+        )
 
     def ready(self) -> None:
         """Answers once the policy is loaded, and as long as the process is alive."""

@@ -92,8 +92,8 @@ class InProcessTrainer:
     async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
         return [await asyncio.to_thread(write_snapshot, self._snapshot, folder, 0)]
 
-    async def token_logprobs(self, examples: Any) -> np.ndarray:
-        return await self._call(lambda: self._trainer.token_logprobs(examples))
+    async def token_logprobs(self, examples: Any, routes: Any = ()) -> np.ndarray:
+        return await self._call(lambda: self._trainer.token_logprobs(examples, routes))
 
     async def write(self, version: int) -> Any:
         """Write all weights into a file; the version before is no longer needed."""

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ports import StepReport
+from penstock.dataflow.routes import Routes, padded_routes
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.controllers import Controllers
@@ -251,9 +253,16 @@ class PolicyTrainer:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""
         return self._passes.teacher_forced(supervised_sequences(examples))
 
-    def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
-        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
-        return np.concatenate(self._passes.per_target(supervised_sequences(examples)))
+    def token_logprobs(self, examples: Sequence[Example], routes: Sequence[Routes | None] = ()) -> NDArray[np.float64]:
+        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature; `routes` as
+        the engine recorded them of each example.
+        """
+        sequences = supervised_sequences(examples)
+        for index, of_example in enumerate(routes):
+            if of_example is not None:
+                whole = padded_routes(of_example, len(sequences[index].token_ids))
+                sequences[index] = replace(sequences[index], routes=whole)
+        return np.concatenate(self._passes.per_target(sequences))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""

@@ -62,6 +62,7 @@ class FrozenPolicySpec:
         path: Hugging Face directory or hub name.
         max_tokens: Padded tokens of one forward.
         temperature: The sampling temperature.
+        replays_routes: Tokens go to the experts that the engines recorded: it is the policy of an earlier time.
     """
 
     path: str
@@ -70,6 +71,7 @@ class FrozenPolicySpec:
     threads: int
     max_tokens: int
     temperature: float
+    replays_routes: bool = True
 
 
 def free_port() -> int:

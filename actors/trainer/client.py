@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit, wait_started
 from penstock.dataflow.errors import CheckpointError, StepEndedError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
+from penstock.dataflow.routes import Routes
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.examples import Example, Preference
 from penstock.trainer.micro_batches import TeacherForced
@@ -137,9 +138,13 @@ class TrainerClient:
         """`[n]` per answer, chosen and rejected in turns: the policy's logprob of each of its n tokens."""
         return await self._learn("preference_logprobs", pairs)
 
-    async def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
-        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
-        return await self._learn("token_logprobs", examples)
+    async def token_logprobs(
+        self, examples: Sequence[Example], routes: Sequence[Routes | None] = ()
+    ) -> NDArray[np.float64]:
+        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature; `routes` as
+        the engine recorded them of each example.
+        """
+        return await self._learn("token_logprobs", examples, routes)
 
     async def export(self, version: int) -> WeightManifest:
         manifest = (await self._all("export", version))[0]

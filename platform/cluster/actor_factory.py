@@ -407,6 +407,7 @@ async def start_frozen_group(
         threads=config.cluster.threads_per_process,
         max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
+        replays_routes=role == "reference",
     )
     environment = torch_environment(config, spec.device)
     start_timeout_s = config.trainer.start_timeout_s

@@ -27,6 +27,7 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest
+from penstock.dataflow.routes import Routes, joined_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.model_config import DType
@@ -52,6 +53,7 @@ class _Answer:
     prompt: tuple[int, ...]
     token_ids: list[int]
     logprobs: list[float]
+    routes: list[Routes | None]
 
 
 class LogprobParityCheck:
@@ -97,7 +99,9 @@ class LogprobParityCheck:
             logger.warning("logprob parity check at v%d: %d of %d answers were lost", version, num_lost, len(requests))
         if not answers:
             return None
-        logprobs = await self._trainer.token_logprobs([(answer.prompt, answer.token_ids) for answer in answers])
+        examples = [(answer.prompt, answer.token_ids) for answer in answers]
+        routes = [joined_routes(answer.routes) for answer in answers]
+        logprobs = await self._trainer.token_logprobs(examples, routes)
         offsets = np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
         scored: dict[EngineId, list[tuple[_Answer, NDArray[np.float64]]]] = {}
         for answer, expected in zip(answers, np.split(logprobs, offsets), strict=True):
@@ -128,7 +132,7 @@ class LogprobParityCheck:
 
     async def _sample(self, engine: Engine, version: int, index: int) -> _Answer | None:
         """Sample from one prompt; None if the engine was lost, timed out, refused it or received newer weights."""
-        answer = _Answer(engine, self._prompts[index], [], [])
+        answer = _Answer(engine, self._prompts[index], [], [], [])
         name = RequestId(f"probe/{version}/{engine.engine_id}/{index}")
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -137,6 +141,7 @@ class LogprobParityCheck:
                         return None
                     answer.token_ids.extend(delta.token_ids)
                     answer.logprobs.extend(delta.logprobs)
+                    answer.routes.append(delta.routes)
         except (EngineLostError, TrajectoryError, TimeoutError):
             # Fencing off a lost engine is left to the requests of the rollouts, which fail as well.
             return None

@@ -5,7 +5,7 @@ Shape legend: n sampled tokens of one group, its members one after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class FrozenPolicy:
         max_tokens: Padded tokens of one forward.
         temperature: The sampling temperature; the same as the trainer's, so that logprobs can be compared.
         attention_share: Of the cost model of packing, by the shape of the policy that is trained.
+        replays_routes: Tokens go to the experts that the engines recorded for the policy.
     """
 
     model: PolicyModel
@@ -38,9 +39,19 @@ class FrozenPolicy:
     max_tokens: int
     temperature: float
     attention_share: float
+    replays_routes: bool = True
 
     @classmethod
-    def load(cls, path: str, model: ModelConfig, device: str, max_tokens: int, temperature: float) -> FrozenPolicy:
+    def load(
+        cls,
+        path: str,
+        model: ModelConfig,
+        device: str,
+        max_tokens: int,
+        temperature: float,
+        *,
+        replays_routes: bool = True,
+    ) -> FrozenPolicy:
         """Load it in `model.dtype`, as the trained policy: rounded alike, equal weights diverge by nothing.
 
         Raises:
@@ -51,12 +62,14 @@ class FrozenPolicy:
         check_vocabulary("frozen policy", path, policy.hf_model.config.vocab_size, model.shape.vocab_size)
         policy.requires_grad_(requires_grad=False)
         share = attention_share(model.shape)
-        return cls(policy, torch.device(device), row_layout(own), max_tokens, temperature, share)
+        return cls(policy, torch.device(device), row_layout(own), max_tokens, temperature, share, replays_routes)
 
     @torch.no_grad()
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
         """`[n] float32`, natural log, of every sampled token. The prompt of the group is computed once."""
         sequences = sampled_tokens([payload])
+        if not self.replays_routes:
+            sequences = [replace(one, routes=None) for one in sequences]
         needs_mask = self.layout != "single_row"
         plan = plan_rows(sequences, 1, self.max_tokens, self.attention_share, self.layout, share_prompts=True)
         starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])

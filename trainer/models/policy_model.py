@@ -96,7 +96,7 @@ class PolicyModel(nn.Module):
 
 
 def experts_of(model: nn.Module) -> ExpertChoice | None:
-    """What chooses the experts of a policy; None if it has none, or is a critic, whose routers choose for themselves."""
+    """What chooses the experts of a policy; None if it has none, or is a critic, whose routers are let alone."""
     return model.experts if isinstance(model, PolicyModel) and model.experts.routers else None
 
 
