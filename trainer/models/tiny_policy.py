@@ -10,7 +10,7 @@ from penstock.weights.model_config import ModelConfig
 
 
 def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int, *, initializer_range: float = 0.02) -> None:
-    """Save a randomly initialised Qwen3-architecture policy and its tokenizer in Hugging Face form.
+    """Save a randomly initialised Qwen3 policy, dense or with experts, and its tokenizer in Hugging Face form.
 
     The same seed gives the same weights.
 
@@ -21,12 +21,21 @@ def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int, *, i
         seed: Of the weights.
         initializer_range: Standard deviation of the weights; 0.02 is Qwen3's.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     shape = model.shape
-    config = Qwen3Config(
+    experts: dict[str, Any] = {}
+    if shape.num_experts:
+        experts = {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.intermediate_size // shape.expert_size,
+            "moe_intermediate_size": shape.expert_size,
+            "norm_topk_prob": True,
+        }
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -41,9 +50,10 @@ def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int, *, i
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=initializer_range,
         dtype="float32",
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = Qwen3ForCausalLM(config)
+        policy = AutoModelForCausalLM.from_config(config)
     policy.float().save_pretrained(path)
     tokenizer.save_pretrained(path)
