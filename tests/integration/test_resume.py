@@ -31,6 +31,7 @@ from tests.small_run import small_run_overrides
 from tests.tiers import by_tier
 
 STEPS = 20
+NUM_EXPERTS = 4
 OF_EXPORTS = ("saved", "of_checkpoint")
 SMALL = ("model.max_context_tokens=64", "trainer.optimizer.lr=1e-3", "trainer.optimizer.warmup_steps=4")
 REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
@@ -105,11 +106,30 @@ def uninterrupted(folder: Path) -> Path:
     return folder / "runs" / "whole"
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_mixture(folder: Path) -> Path:
+    """Of a mixture of experts, whose routes are recorded and replayed."""
+    overrides = small_run_overrides(
+        folder, "mixture", character_tokenizer(), *FRESH, *EVERY_STEP, num_experts=NUM_EXPERTS
+    )
+    train_in_process(folder, overrides)
+    return folder / "runs" / "mixture"
+
+
 @pytest.mark.parametrize("seed", range(by_tier(2, full=5)))
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, uninterrupted: Path, seed: int) -> None:
+    kill_resume_and_compare(folder, uninterrupted, f"killed{seed}", seed)
+
+
+def test_so_does_that_of_a_mixture_of_experts(folder: Path, uninterrupted_mixture: Path) -> None:
+    kill_resume_and_compare(folder, uninterrupted_mixture, "killed_mixture", seed=0, num_experts=NUM_EXPERTS)
+    shares = [value for _, name, value in learned(uninterrupted_mixture) if name == "routing/unknown_share"]
+    assert shares == [0.0] * STEPS
+
+
+def kill_resume_and_compare(folder: Path, uninterrupted: Path, name: str, seed: int, num_experts: int = 0) -> None:
     rng = random.Random(seed)
-    name = f"killed{seed}"
-    overrides = small_run_overrides(folder, name, character_tokenizer(), *FRESH, *EVERY_STEP)
+    overrides = small_run_overrides(folder, name, character_tokenizer(), *FRESH, *EVERY_STEP, num_experts=num_experts)
     run_dir = folder / "runs" / name
     start_and_kill(folder, overrides, version=rng.randint(2, STEPS - 1))
     newest = choose_checkpoint(run_dir)
@@ -125,11 +145,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, un
     assert summary["tokens_trained"] == expected["tokens_trained"]
 
 
-def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) -> None:
-    overrides = small_run_overrides(
-        folder, "stale", character_tokenizer(), "dataflow.max_staleness=3", *EVERY_STEP, "rollout.num_engines=2"
-    )
-    run_dir = folder / "runs" / "stale"
+@pytest.mark.parametrize("num_experts", [0, NUM_EXPERTS])
+def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path, num_experts: int) -> None:
+    name, of_run = f"stale{num_experts}", ("dataflow.max_staleness=3", *EVERY_STEP, "rollout.num_engines=2")
+    overrides = small_run_overrides(folder, name, character_tokenizer(), *of_run, num_experts=num_experts)
+    run_dir = folder / "runs" / name
     start_and_kill(folder, overrides, version=7)
     checkpoint = choose_checkpoint(run_dir)
     live = checkpoint.manifest["flow"]["core"]["groups"]
@@ -147,6 +167,8 @@ def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path) 
     assert len(trained) == len(set(trained)) == 2 * STEPS, "the ledger on disk tells the same"
     steps = [record.step for record in read_metrics(run_dir) if "reward/mean" in record.metrics]
     assert steps == list(range(1, STEPS + 1)), "no step is logged twice"
+    unknown = [value for _, name, value in learned(run_dir) if name == "routing/unknown_share"]
+    assert unknown == [0.0] * (STEPS if num_experts else 0), "routes are kept, too"
     assert {path.name for path in (run_dir / SPOOL).iterdir()} <= {
         Path(name).name
         for version in CheckpointFolder(run_dir).versions()

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.kernels.expert_choice import routers_of
 from penstock.kernels.float32_head import use_float32_head
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
@@ -369,6 +370,8 @@ def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
     model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa", **own)
     if spec.model.head_dtype == "float32":
         use_float32_head(model)
+    if config.deterministic and routers_of(model):
+        model.set_experts_implementation("batched_mm")  # grouped by expert, a token's result depends on other rows'
     model = model.to(spec.device).eval().requires_grad_(requires_grad=False)
     cache = SlotCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, spec.device)
     limits = BatchLimits(
