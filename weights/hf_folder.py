@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from penstock.weights.counted_model import counted
 from penstock.weights.model_config import ModelShape
 
 CONFIG_FILE = "config.json"
@@ -149,6 +150,7 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
             head_dim = hidden_size // num_heads
         if experts:
             inner = (first("num_experts_per_tok") or 1) * expert_size + shared_size
+        of_class = counted(text, (first("num_experts_per_tok") or 1) / experts if experts else 1.0)
         return ModelShape(
             vocab_size=text.vocab_size,
             hidden_size=hidden_size,
@@ -163,6 +165,7 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
             num_experts=experts,
             expert_size=expert_size,
             shared_expert_size=shared_size if experts else 0,
+            **({} if of_class is None else of_class._asdict()),
         )
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())

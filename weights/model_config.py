@@ -62,6 +62,14 @@ class ModelShape(BaseModel):
     """Rows of one expert (`moe_intermediate_size`)."""
     shared_expert_size: int = Field(default=0, ge=0)
     """Rows of the expert that every token uses (Qwen2-MoE); 0: there is none."""
+    num_weights: int = Field(default=0, ge=0)
+    """Weights of a model with recurrent layers, as counted; 0: they follow from the dimensions."""
+    num_active_weights: int = Field(default=0, ge=0)
+    """Of them, those that a token is multiplied with."""
+    kv_elements: int = Field(default=0, ge=0)
+    """Elements of KV cache per token of such a model; 0: they follow from the dimensions."""
+    state_elements: int = Field(default=0, ge=0)
+    """Elements of the recurrent state of a sequence, over all layers."""
 
     @model_validator(mode="after")
     def _experts_have_a_size(self) -> ModelShape:
@@ -76,6 +84,8 @@ class ModelShape(BaseModel):
     @property
     def num_parameters(self) -> int:
         """Weights of embeddings, attention, MLP and norms (biases, below 0.1 %, are left out)."""
+        if self.num_weights:
+            return self.num_weights
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
@@ -88,6 +98,8 @@ class ModelShape(BaseModel):
     @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: of the experts those it uses, of the embeddings the head."""
+        if self.num_active_weights:
+            return self.num_active_weights
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.vocab_size * self.hidden_size + self.num_layers * (
             attention + 3 * self.hidden_size * self.intermediate_size
@@ -125,7 +137,16 @@ class ModelShape(BaseModel):
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        return (self.kv_elements or 2 * self.num_layers * self.num_kv_heads * self.head_dim) * dtype_bytes
+
+    def cache_bytes(self, num_tokens: float, dtype_bytes: int) -> float:
+        """Bytes that one sequence takes in an engine's cache: keys, values and recurrent state."""
+        return num_tokens * self.kv_bytes_per_token(dtype_bytes) + self.state_elements * dtype_bytes
+
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a token uses in each layer; 0: a dense model."""
+        return (self.intermediate_size - self.shared_expert_size) // self.expert_size if self.num_experts else 0
 
 
 def attention_for(keys: dict[str, Any]) -> Attention:

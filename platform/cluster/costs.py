@@ -234,8 +234,8 @@ def _answer_s(config: RunConfig, workload: Workload) -> tuple[float, float]:
     width, tp, pool = DTYPE_BYTES[config.model.dtype], engine.tensor_parallel_size, config.cluster.rollout_pool
     device = accelerator_of(config, pool)
     live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size / config.num_engines
-    kv_of_token = shape.kv_bytes_per_token(engine.cache_bytes(config.model.dtype))
-    kv_of_sequence = (workload.prompt_tokens + workload.answer_tokens / 2) * kv_of_token
+    num_tokens = workload.prompt_tokens + workload.answer_tokens / 2
+    kv_of_sequence = shape.cache_bytes(num_tokens, engine.cache_bytes(config.model.dtype))
     fitting = kv_cache_gib(config, config.cluster.pools[pool]) * GIB * tp / kv_of_sequence
     running = max(min(engine.max_num_seqs, live, fitting), 1.0)
     read = shape.num_parameters * width + running * kv_of_sequence

@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
+from penstock.dataflow.routes import dtype_for
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.pools import PoolConfig
 from penstock.platform.config.schema import RunConfig
@@ -70,7 +71,8 @@ GPU_GATHERED, CPU_GATHERED = 1 << 25, 1 << 19
 """Elements of the rows of the head that are gathered at once (kernels/portable/truncated_logprob.py)."""
 
 PAYLOAD_BYTES_PER_TOKEN = 16
-"""Of a stored trajectory without alternatives: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
+"""Of a stored trajectory without alternatives and routes: ids 4, loss mask 1, behavior logprobs 4, text and rewards
+about 7."""
 BASE_HOST_GIB = {"driver": 1.0, "trainer": 0.6, "vllm": 1.85, "torch": 0.4, "reward": 0.15}
 """Resident memory of a process after its imports, GiB. `driver` includes Ray's own processes."""
 BASE_GPU_HOST_GIB = 3.0
@@ -338,7 +340,7 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
 def sequence_kv_gib(config: RunConfig) -> float:
     """Size of the KV cache of one trajectory of full length, GiB."""
     model, element = config.model, config.rollout.engine.cache_bytes(config.model.dtype)
-    return model.max_context_tokens * model.shape.kv_bytes_per_token(element) / GIB
+    return model.shape.cache_bytes(model.max_context_tokens, element) / GIB
 
 
 def round_up(gib: float) -> float:
@@ -403,5 +405,11 @@ def max_live_trajectories(config: RunConfig) -> int | None:
 
 
 def payload_bytes(config: RunConfig) -> int:
-    """Size of a stored trajectory that fills the context; each sampled token has up to `top_k` − 1 alternatives."""
-    return config.model.max_context_tokens * (PAYLOAD_BYTES_PER_TOKEN + 4 * config.rollout.sampling.top_k)
+    """Size of a stored trajectory that fills the context; each sampled token has up to `top_k` − 1 alternatives, and
+    every token the experts of each layer.
+    """
+    shape = config.model.shape
+    routes = 0
+    if config.algorithm.routing == "replay" and shape.num_experts:
+        routes = shape.num_layers * shape.experts_per_token * dtype_for(shape.num_experts).itemsize
+    return config.model.max_context_tokens * (PAYLOAD_BYTES_PER_TOKEN + 4 * config.rollout.sampling.top_k + routes)

@@ -30,6 +30,10 @@ PARAMETERS = {
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1_7b": 1_711_376_384,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_5_4b": 4_205_751_296,
+    "qwen3_5_35b_a3b": 34_660_610_688,
+    "gpt_oss_20b": 20_914_757_184,
 }
 """Of each public model, a tied head counted once (some files on the Hub have it twice)."""
 TASKS = sorted(path.stem for path in (CONF_DIR / "task").glob("*.yaml"))
@@ -37,8 +41,11 @@ SCALES = sorted(path.stem for path in (CONF_DIR / "scale").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 RECIPES = [name for name in EXPERIMENTS if re.search(r"_(\d+gpu|\dnodes)$", name)]
 TOO_LARGE = re.compile(
-    r"memory: a GPU of the pool gpu has (24|80) GiB, but its fullest GPU needs about .* or trainer=lora\."
+    r"memory: a GPU of the pool \w+ has (24|80) GiB, (but its fullest GPU needs about .* or trainer=lora\.|of which the "
+    r"weights .* leave .* for its KV cache, and one trajectory .*)"
 )
+MIXTURES = ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "gpt_oss_20b")
+"""Too large for an engine or a trainer of some scales."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +93,12 @@ def test_each_model_is_planned_for_each_task_on_each_scale_or_is_too_large_for_i
         try:
             config = compose_config([f"model={model}", f"task={task}", f"scale={scale}", f"name={model}"])
         except ConfigError as refused:
-            (problem,) = refused.violations
-            assert TOO_LARGE.fullmatch(problem), problem
-            assert scale.startswith("one_gpu")
+            assert [one for one in refused.violations if not TOO_LARGE.fullmatch(one)] == []
+            assert scale.startswith("one_gpu") or model in MIXTURES
         else:
             assert plan_placement(config)
             fitting.append(model)
-    least = {"one_gpu": 4, "one_gpu_80gib": 8}.get(scale, len(PARAMETERS))
+    least = {"one_gpu": 4, "one_gpu_80gib": 8}.get(scale, len(PARAMETERS) - len(MIXTURES))
     assert len(fitting) >= least, fitting
 
 

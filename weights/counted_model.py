@@ -1,0 +1,106 @@
+"""What a model with recurrent layers holds, counted on its class: built on the meta device, which has no memory.
+
+A decoder of plain attention follows from its dimensions (`ModelShape`). Layers with recurrent state have weights and
+states of other forms, one for each kind; so the class is built, and one pass tells what its cache holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_PROMPT = 4
+"""Tokens of a pass, as many as the widest convolution reads."""
+
+
+class Counted(NamedTuple):
+    """Numbers of one model; of its cache over all layers.
+
+    Attributes:
+        num_weights: A tied head once.
+        num_active_weights: With which a token is multiplied: those of the experts it uses, of the embeddings the head.
+        kv_elements: Of each token.
+        state_elements: Of each sequence, however long.
+    """
+
+    num_weights: int
+    num_active_weights: int
+    kv_elements: int
+    state_elements: int
+
+
+def counted(hf_config: Any, experts_share: float) -> Counted | None:
+    """Count a model with layers other than attention; None for others, and where transformers cannot.
+
+    Args:
+        hf_config: Of the language model, as transformers builds it.
+        experts_share: Share of the experts that a token uses; 1 without experts.
+    """
+    kinds = getattr(hf_config, "layer_types", None) or getattr(hf_config, "layers_block_type", None) or ()
+    if set(kinds) <= _ATTENTION:
+        return None
+    settings = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
+    return _count(json.dumps(settings, sort_keys=True, default=str), experts_share, _Asked(hf_config))
+
+
+class _Asked:
+    """A config beside its text, which is what answers are kept by."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config = hf_config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _count(_settings: str, experts_share: float, asked: _Asked) -> Counted | None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # or it recommends kernels
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(
+                asked.hf_config, dtype=torch.bfloat16, attn_implementation="eager"
+            ).eval()
+            sizes = [
+                sum(one.numel() for one in _tensors(vars(_pass(model, num_tokens).past_key_values)))
+                for num_tokens in (_PROMPT, _PROMPT + 1)
+            ]
+    except Exception:  # noqa: BLE001 - every class refuses in its own way; then its dimensions are an estimate
+        return None
+    finally:
+        logging.set_verbosity(said)
+    weights = {id(one): one for one in model.parameters()}
+    total = sum(one.numel() for one in weights.values())
+    routed = sum(one.numel() for one in weights.values() if one.dim() == 3 and one.shape[1] > 1)  # experts, not kernels
+    embedding = model.get_input_embeddings().weight
+    unused = 0 if embedding is model.get_output_embeddings().weight else embedding.numel()
+    kv = sizes[1] - sizes[0]
+    return Counted(total, total - unused - round(routed * (1 - experts_share)), kv, sizes[0] - _PROMPT * kv)
+
+
+def _pass(model: Any, num_tokens: int) -> Any:
+    return model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64), use_cache=True)
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """All tensors with a dimension in what a cache holds."""
+    if isinstance(held, Tensor):
+        yield from [held] if held.dim() > 1 else []
+    elif isinstance(held, dict | list | tuple):
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from _tensors(one)
+    elif type(held).__module__.startswith("transformers"):
+        yield from _tensors(vars(held))
