@@ -11,6 +11,7 @@ NewTokenizer = Literal["characters", "bytes"]
 Attention = Literal["sdpa", "varlen", "eager"]
 Rows = Literal["packed", "padded"]
 Head = Literal["fused", "model"]
+Routing = Literal["none", "current", "replay"]
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -19,12 +20,14 @@ class ModelForm(NamedTuple):
 
     Attributes:
         because: Why that is not packed, fused and with the configured attention, one clause each.
+        routing: Whether tokens can be sent to recorded experts; `none` of a dense model.
     """
 
     rows: Rows
     head: Head
     attention: Attention
     because: tuple[str, ...] = ()
+    routing: Routing = "none"
 
 
 class ModelShape(BaseModel):

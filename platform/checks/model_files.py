@@ -337,7 +337,16 @@ def _form_findings(what: str, form: ModelForm, config: RunConfig, section: str) 
             yield warning(f"{said}. It was chosen, so logprobs will be wrong. Leave it unset for {key}={value}.")
         else:
             yield error(f"{said}. Use {key}={value}.", fits=[Fit(key, value, f"a tiny instance was asked: {why}")])
-    yield note(f"{what}: {form.rows} rows, {form.head} head, {form.attention} attention, asked of a tiny instance.")
+    routing = ""
+    if config.model.shape.num_experts:
+        if form.routing != "replay" and config.algorithm.routing == "replay":
+            why = "its routers do not choose by a plain top-k"
+            said = f"algorithm.routing=replay: the experts of {what} cannot be replayed, since {why}"
+            fit = Fit("algorithm.routing", "current", f"a tiny instance was asked: {why}")
+            yield error(f"{said}. Use algorithm.routing=current.", fits=[fit])
+        routing = f", {'replayed' if form.routing == config.algorithm.routing == 'replay' else 'current'} experts"
+    path = f"{form.rows} rows, {form.head} head, {form.attention} attention{routing}"
+    yield note(f"{what}: {path}, asked of a tiny instance.")
 
 
 def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:

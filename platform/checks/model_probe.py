@@ -30,6 +30,7 @@ _ASKING = (
     "rollout/engines/vllm/cpu_build.py",
     "rollout/engines/vllm/layout.py",
     "rollout/engines/vllm/support.py",
+    "kernels/expert_choice.py",
     "trainer/model_support.py",
     "trainer/models/model_form.py",
     "trainer/models/policy_model.py",
@@ -124,8 +125,8 @@ def ask(question: Question | SettingsQuestion) -> Answer:
 def _form(stored: Sequence[Any] | None) -> ModelForm | None:
     if stored is None:
         return None
-    rows, head, attention, because = stored
-    return ModelForm(rows, head, attention, tuple(because))
+    rows, head, attention, because, routing = stored
+    return ModelForm(rows, head, attention, tuple(because), routing)
 
 
 def _ask_child(question: Question | SettingsQuestion) -> Answer:

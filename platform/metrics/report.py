@@ -86,6 +86,8 @@ def render(record: RunRecord, stamp: str = "") -> str:
         for label, value in found
         if value is not None
     ]
+    if by := record.summary.get("computed_by"):
+        facts.append(("Trainer's path", ", ".join(f"{what} {how}" for what, how in by.items())))
     facts += [(label, value) for label, value in _machine(record.environment).items() if value]
     sections = {
         "Learning": [*learning_charts(record), *distribution_charts(record)],

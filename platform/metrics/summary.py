@@ -81,6 +81,7 @@ class RunSummary:
         untrained: Groups that ended untrained, by `state(reason)`.
         failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
         slow_parts: Trainer rank or engine that was slow -> how slow, since the run or its resume began.
+        computed_by: How the trainer computed the policy: its rows, head, attention and the choice of experts.
     """
 
     name: str
@@ -113,6 +114,7 @@ class RunSummary:
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     slow_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    computed_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_graded(self) -> bool:

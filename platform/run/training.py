@@ -441,6 +441,15 @@ def _policy(config: RunConfig) -> str:
     return f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)"
 
 
+def computed_by(config: RunConfig) -> dict[str, str]:
+    """How the trainer computes the policy."""
+    model = config.model
+    found: dict[str, str] = {"rows": model.rows, "head": model.head, "attention": model.attention}
+    if model.shape.num_experts:
+        found["routing"] = config.algorithm.routing
+    return found
+
+
 def unstarted_summary(config: RunConfig, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
     """The summary of a run that ended before its first step."""
     return RunSummary(
@@ -463,6 +472,7 @@ def unstarted_summary(config: RunConfig, status: RunStatus, wall_s: float, peak_
         tokens_trained=0,
         peak_memory_gib=round(peak_gib, 3),
         ledger=LedgerCounts(admitted=0, trained=0, dropped=0, filtered=0, failed=0, live=0),
+        computed_by=computed_by(config),
     )
 
 
@@ -499,6 +509,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         tokens_generated=run.stats.tokens_generated,
         tokens_trained=run.stats.total.num_tokens,
         peak_memory_gib=round(peak_gib, 3),
+        computed_by=computed_by(run.config),
         ledger=counts,
         skipped_prompts=run.skipped_prompts(),
         untrained={f"{state}({reason})": count for (state, reason), count in run.untrained().items()},

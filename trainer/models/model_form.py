@@ -1,6 +1,6 @@
 """How a language model is computed: asked of a tiny instance of its class, never of a list of names.
 
-Three choices, each of them exact:
+Three choices, each of them exact, and whether recorded experts can be replayed:
 
     rows        packed: several sequences in a row, which attention separates by a mask or by boundaries
                 padded: one sequence per row, padded on the right, which nothing on its left can see
@@ -31,12 +31,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import ConfigError, boundary
+from penstock.kernels import expert_choice
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
+from penstock.trainer.models import policy_model
 from penstock.trainer.models.policy_model import PolicyModel, check_exists
 from penstock.trainer.models.tiny_instance import VOCABULARY, tiny_config, tiny_model
 from penstock.trainer.models.varlen_attention import register_varlen
-from penstock.weights.model_config import Attention, Head, ModelConfig, ModelForm, Rows
+from penstock.weights.model_config import Attention, Head, ModelConfig, ModelForm, Routing, Rows
 
 TOLERANCE = 3e-4
 """Nats, in float32. Rounding is below a tenth of it; what a wrong choice changes, far above."""
@@ -91,14 +93,14 @@ class _Asked:
 @cache
 def _kept(settings: str, attention: Attention, device: str, asked: _Asked) -> ModelForm:
     kind = torch.cuda.get_device_name() if device == "cuda" else device
-    code = [Path(__file__).with_name(name).read_text() for name in ("model_form.py", "policy_model.py")]
+    code = [Path(file).read_text() for file in (__file__, policy_model.__file__, expert_choice.__file__)]
     asked_of = [settings, attention, kind, version("torch"), version("transformers"), *code]
     digest = hashlib.sha256(json.dumps(asked_of).encode()).hexdigest()
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     file = cache_folder / "penstock" / "model_forms" / f"{digest}.json"
     try:
-        rows, head, chosen, because = json.loads(file.read_text())
-        return ModelForm(rows, head, chosen, tuple(because))
+        rows, head, chosen, because, routing = json.loads(file.read_text())
+        return ModelForm(rows, head, chosen, tuple(because), routing)
     except (OSError, ValueError):
         form = ask(asked.hf_config, attention, device)
     try:
@@ -150,7 +152,7 @@ class _Comparison:
         for rows, chosen in (*choices[attention], ("padded", "eager")):
             said = self.difference(rows, head, chosen)
             if not said:
-                return ModelForm(rows, head, chosen, tuple(because))
+                return ModelForm(rows, head, chosen, tuple(because), self._routing(rows, head, chosen))
             because.append(f"{rows} rows with {chosen} attention {said}")
         raise ConfigError([f"{self._config.model_type}: the trainer does not compute what it is: {'; '.join(because)}"])
 
@@ -164,11 +166,30 @@ class _Comparison:
         most = max(float(np.abs(one - self.truth).max()) for one in found)
         return "" if most <= TOLERANCE else f"change a logprob by {most:.2g}"
 
-    def _logprobs(self, model: PolicyModel, plan: MicroBatchPlan, attention: Attention) -> NDArray[np.float64]:
+    def _routing(self, rows: Rows, head: Head, attention: Attention) -> Routing:
+        """Whether experts can be replayed: those that the routers choose give the truth, and others do not."""
+        model = PolicyModel(tiny_model(self._config, attention, self._device), rows, head).eval()
+        if not model.experts.routers:
+            return "none"
+        plan = next(_plans(rows))
+        try:
+            with model.experts.recording() as chosen:
+                self._logprobs(model, plan, attention)
+            routes = torch.stack([chosen[layer] for layer in range(len(model.experts.routers))], dim=1)
+            others = (routes + 1) % model.experts.num_experts
+            own, other = (self._logprobs(model, plan, attention, given) for given in (routes, others))
+        except Exception:  # noqa: BLE001 - a router that chooses in another way
+            return "current"
+        is_replayed, is_chosen = (float(np.abs(one - self.truth).max()) <= TOLERANCE for one in (own, other))
+        return "replay" if is_replayed and not is_chosen else "current"
+
+    def _logprobs(
+        self, model: PolicyModel, plan: MicroBatchPlan, attention: Attention, routes: Tensor | None = None
+    ) -> NDArray[np.float64]:
         needs_mask = attention != "varlen" or model.rows == "padded"
         batch = collate(plan, _sequences(), device=torch.device(self._device), needs_mask=needs_mask)
         with torch.no_grad():
-            logprobs, _ = batch.inputs.call(model, 1.0)
+            logprobs, _ = batch.inputs._replace(routes=routes).call(model, 1.0)
         return logprobs.double().cpu().numpy()
 
 

@@ -151,6 +151,8 @@ def test_a_family_is_computed_as_its_tiny_instance_chooses(family: str) -> None:
     config = config_of(family)
     form = model_form.ask(config, "sdpa", "cpu")
     assert form[:3] == FAMILIES[family][0], form.because
+    has_experts = EXPERTS.items() <= FAMILIES[family][1].items()
+    assert form.routing == ("replay" if has_experts else "none")
     logprobs, gradient = alone(config)
     for max_tokens in (1000, 60):
         found, found_gradient, count = in_rows(config, form, max_tokens)
