@@ -14,6 +14,7 @@ _FAMILIES = {
     "critic": "How well the critic of `algorithm.advantage: gae` predicts returns.",
     "ratio": "How far the policy that sampled the tokens is from the policy that is trained.",
     "mismatch": "How far the engine's logprobs are from the trainer's.",
+    "routing": "The experts of a mixture that engines recorded, and those that the trainer would choose.",
     "staleness": "How old the trained tokens are, in policy versions.",
     "flow": "Groups and credits: the ledger in numbers.",
     "stream": "How admissions are divided among several task streams (`env.streams`, curricula, stages).",

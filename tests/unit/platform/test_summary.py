@@ -28,6 +28,7 @@ KEYS = {
     "tokens_generated", "tokens_trained", "peak_memory_gib", "ledger", "untrained", "name", "seed", "status", "version",
     "partner_eval_before", "partner_eval_after", "policy_version", "failed_attempts", "skipped_prompts",
     "eval_reward_before", "eval_reward_after", "evaluated_on", "ended_by", "slow_parts",
+    "computed_by",
 }  # fmt: skip
 
 
