@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, loa
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
-from penstock.weights.model_config import ModelConfig
+from penstock.weights.model_config import DType, ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from tests.command_line import read_summary, run_cli
 
@@ -213,6 +214,38 @@ async def test_engine_and_trainer_agree_on_every_version_that_is_published(model
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+async def test_experts_over_two_ranks_of_an_engine_compute_what_is_published(model_type: str, tmp_path: Path) -> None:
+    prompt = tuple(range(2, 2 + NUM_PROMPT))
+    async with published(model_type, tmp_path, tensor_parallel_size=2) as (engine, policy, _):
+        said = await answer(engine, "a", prompt)
+        for routes in (said.routes, None):
+            gap = np.abs(np.array(said.logprobs) - logprobs_of(policy, prompt, said.token_ids, 1.0, routes))
+            assert gap.max() <= 1e-4
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+async def test_replay_halves_the_gap_of_an_engine_in_bfloat16(tmp_path: Path) -> None:
+    """To the same weights in float32, over the answers to eight prompts."""
+    gaps: list[tuple[np.ndarray, ...]] = []
+    experts = {"num_experts": 32, "num_experts_per_tok": 2, "num_hidden_layers": 4, "norm_topk_prob": True}
+    async with published("qwen3_moe", tmp_path, experts, dtype="bfloat16") as (engine, policy, _):
+        for shift in range(8):
+            prompt = tuple(range(2 + shift, 2 + shift + NUM_PROMPT))
+            said = await answer(engine, str(shift), prompt)
+            routes = said.routes
+            ours = [logprobs_of(policy, prompt, said.token_ids, 1.0, one) for one in (routes, None)]
+            gaps.append(tuple(np.abs(np.array(said.logprobs) - one) for one in ours))
+    with_replay, without = (np.concatenate(of) for of in zip(*gaps, strict=True))
+    assert with_replay.mean() <= 0.5 * without.mean()
+    assert np.percentile(with_replay, 99) <= 0.5 * np.percentile(without, 99)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_of_512_positions_is_trained_by_its_path_alone(model_type: str, tmp_path: Path) -> None:
@@ -264,19 +297,27 @@ async def test_the_parity_check_finds_arguments_that_change_logprobs(
 
 @asynccontextmanager
 async def published(
-    model_type: str, folder: Path, **args: Any
+    model_type: str,
+    folder: Path,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    dtype: DType | None = None,
+    tensor_parallel_size: int = 1,
+    **args: Any,
 ) -> AsyncIterator[tuple[Any, PolicyModel, Callable[[int], Awaitable[None]]]]:
     """An engine that was started with other weights than it was sent, the policy with the weights that it has, and what
     publishes the policy again.
     """
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
-    served, trained = (make_model(model_type, folder / str(seed), seed) for seed in (1, 2))
+    served, trained = (make_model(model_type, folder / str(seed), seed, **fields) for seed in (1, 2))
     model = model_config(served)
+    model = model.model_copy(update={"dtype": dtype or model.dtype})
     policy = load_policy(str(trained), model, gradient_checkpointing=False).eval()
     tensors = {name: parameter.detach() for name, parameter in hf_parameters(policy)}
     training = TrainingSharding(tuple(TensorSpec(name, tuple(one.shape)) for name, one in tensors.items()))
-    config = VllmEngineConfig(type="vllm", max_num_seqs=8, kv_cache_gib=0.1, args=args)
+    config = VllmEngineConfig(
+        type="vllm", max_num_seqs=8, kv_cache_gib=0.1, tensor_parallel_size=tensor_parallel_size, args=args
+    )
     spec = EngineSpec(EngineId("e"), str(served), model, config, "cpu", "keep_kv", seed=0, threads=1)
     engine = VllmEngine(replace(spec, records_routes=True))
     await asyncio.wait_for(engine.start(), 240)
