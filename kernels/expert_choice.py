@@ -8,8 +8,8 @@ those of the trainer's router, and only the choice is that of the engine. Router
 the origin of their `router_logits`; whether replay computes a class is asked of a tiny instance
 (trainer/models/model_form.py).
 
-Source: routing replay, arXiv 2510.11370 (R3). Shape legend: N tokens of a pass, M layers with experts, E experts, k of
-them chosen for each token.
+Sources: routing replay, arXiv 2510.11370 (R3); balance loss, arXiv 2101.03961 (Switch). Shape legend: N tokens of a pass,
+M layers with experts, E experts, k of them chosen for each token.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class ExpertChoice:
     Attributes:
         routers: One of each layer with experts, in order; empty for a dense model.
         differs: Of each layer of the newest replayed pass, `[N] bool`: the router would have chosen other experts.
+        is_balanced: Keep of each pass what `balance_loss` needs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
+        self._places_of_logits = router_kinds(model)
         self.differs: list[Tensor] = []
+        self.is_balanced = False
+        self._scores: list[Tensor] = []
+        self._used: list[Tensor] = []
         self._routes: Tensor | None = None
         self._recorded: dict[int, Tensor] | None = None
         for layer, router in enumerate(self.routers):
@@ -55,6 +60,7 @@ class ExpertChoice:
             routes: `[N, M, k] int`, −1 where none are recorded: there the router chooses. None: it does everywhere.
         """
         self._routes, self.differs = routes if self.routers else None, []
+        self._scores, self._used = [], []
         if self._routes is not None and self._routes.shape[1] != len(self.routers):
             raise ValueError(
                 f"routing replay: this model has {len(self.routers)} layers with experts, but {self._routes.shape[1]} "
@@ -71,17 +77,41 @@ class ExpertChoice:
             self._recorded = None
 
     def _route(self, layer: int, router: nn.Module, own: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        if self._routes is None and self._recorded is None:
+        if self._routes is None and self._recorded is None and not self.is_balanced:
             return own(*args, **settings)
         with _Choosing(_num_experts(router), partial(self._choose, layer)):
-            return own(*args, **settings)
+            output = own(*args, **settings)
+        if self.is_balanced and len(self._scores) == layer:  # not again in the recomputation
+            self._scores.append(output[self._places_of_logits[type(router)]])
+        return output
+
+    def balance_loss(self, places: Tensor) -> Tensor:
+        """E · Σ_e f_e · P_e of the newest pass, mean over the layers; k if the load is even, and more if it is not.
+
+        f_e is the number of tokens that expert e has, P_e the sum of its softmax probabilities, both over the number of
+        tokens. Only P has a gradient.
+
+        Args:
+            places: `[K] int64`, the tokens that count.
+        """
+        losses = []
+        for scores, used in zip(self._scores, self._used, strict=True):
+            num_experts = scores.shape[-1]
+            counts = torch.bincount(used[places].flatten(), minlength=num_experts)
+            probabilities = scores[places].float().softmax(-1).mean(0)
+            losses.append(num_experts * (counts / len(places) * probabilities).sum())
+        return torch.stack(losses).mean()
 
     def _choose(self, layer: int, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         if self._recorded is not None:
             self._recorded[layer] = chosen
-        if self._routes is None:
-            return scores.gather(-1, chosen), chosen
-        recorded = self._routes[:, layer].to(chosen.dtype)
+        used = chosen if self._routes is None else self._replayed(layer, self._routes, chosen)
+        if self.is_balanced and len(self._used) == layer:
+            self._used.append(used)
+        return scores.gather(-1, used), used
+
+    def _replayed(self, layer: int, routes: Tensor, chosen: Tensor) -> Tensor:
+        recorded = routes[:, layer].to(chosen.dtype)
         if recorded.shape != chosen.shape:
             raise ValueError(
                 f"routing replay: layer {layer} chooses {tuple(chosen.shape)} experts, but {tuple(recorded.shape)} are "
@@ -92,7 +122,7 @@ class ExpertChoice:
         if len(self.differs) == layer:  # not again in the recomputation
             other = chosen.sort(-1).values != used.sort(-1).values
             self.differs.append(other.any(-1))
-        return scores.gather(-1, used), used
+        return used
 
 
 class _Choosing(TorchFunctionMode):
@@ -113,15 +143,19 @@ class _Choosing(TorchFunctionMode):
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """The modules that choose experts, in the order of their layers."""
-    kinds = set()
+    kinds = router_kinds(model)
+    return [module for module in model.modules() if type(module) in kinds]
+
+
+def router_kinds(model: nn.Module) -> dict[type[nn.Module], int]:
+    """The classes of routers, and which of their outputs the scores before softmax are."""
+    kinds = {}
     for module in model.modules():
         named = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or ()
-        kinds |= {
-            one.target_class
-            for one in (named if isinstance(named, list | tuple) else [named])
-            if getattr(one, "target_class", nn.Linear) is not nn.Linear
-        }
-    return [module for module in model.modules() if type(module) in kinds]
+        for one in named if isinstance(named, list | tuple) else [named]:
+            if getattr(one, "target_class", nn.Linear) is not nn.Linear:
+                kinds[one.target_class] = one.index
+    return kinds
 
 
 def _num_experts(router: nn.Module) -> int:

@@ -195,6 +195,9 @@ class AlgorithmConfig(BaseModel):
     routing: Literal["replay", "current"] = "replay"
     """Experts of a mixture, in the trainer: `replay`, those to which the engine sent each token, or `current`, those
     that the trainer's routers choose. Without effect on a dense model."""
+    balance_coefficient: float = Field(default=0.0, ge=0, le=10)
+    """Weight of the loss that spreads tokens evenly over the experts of a mixture (0.001 to 0.01 in pretraining; the
+    loss is k if k experts per token are used evenly). Without effect on a dense model."""
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
     """How the terms of tokens are averaged."""
     teacher_coefficient: float = Field(default=0.0, ge=0, le=100)

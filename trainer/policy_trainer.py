@@ -388,6 +388,10 @@ class PolicyTrainer:
         is_last: bool,
     ) -> None:
         """Run forward and backward over these sequences by micro-batch; only forward over those whose gradient is 0."""
+        experts, balance = self.backend.experts, self._algorithm.config.balance_coefficient
+        balance = balance if experts is not None and loss_function is self._objective else 0.0
+        if experts is not None:
+            experts.is_balanced = balance > 0
         heard: Sequence[TrainingSequence] = sequences
         silent: Sequence[TrainingSequence] = []
         if loss_function is self._objective:
@@ -420,6 +424,9 @@ class PolicyTrainer:
                         opened.routing.add(micro_batch, opened.metrics)
                     loss = loss_function(target, entropies, micro_batch, opened)
                     if learns:
+                        if balance and opened.routing is not None:
+                            of_experts = opened.routing.balance_loss(micro_batch)
+                            loss = loss + balance * micro_batch.token_weights.sum() * of_experts
                         # If it is not finite, a loss without gradient makes this a bad step, too.
                         loss = loss + 0.0 * silent_loss
                         self.backend.backward(loss, is_last=is_last and position == counts[-1] - 1)

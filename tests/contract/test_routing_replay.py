@@ -282,3 +282,37 @@ def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"chooses \(10, 2\) experts, but \(10, 3\) are recorded"):
         call(routes=torch.zeros(10, 2, 3, dtype=torch.int16))
     assert routers_of(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_balance_loss_is_that_of_transformers_over_the_loss_tokens(
+    tmp_path: Path, gradient_checkpointing: bool
+) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    folder = make_model("qwen3_moe", tmp_path, 3, initializer_range=0.2, num_hidden_layers=1)
+    policy = load_policy(str(folder), model_config(folder), gradient_checkpointing=gradient_checkpointing)
+    policy.experts.is_balanced = True
+    ids, index = torch.randint(5, 200, (1, 30), generator=torch.Generator().manual_seed(0)), torch.arange(4, 20)
+    policy(ids, torch.arange(30)[None], None, index, ids[0, index + 1], 1.0)
+    loss = policy.experts.balance_loss(index)
+    loss.backward()
+    (gate,) = [one for name, one in policy.named_parameters() if name.endswith("gate.weight")]
+    found, gate.grad = gate.grad, None
+    logits = policy.causal_lm.model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
+    expected = load_balancing_loss_func(tuple(one[index] for one in logits), 4, 2)
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    torch.testing.assert_close(found, gate.grad)
+
+
+def test_the_balance_loss_evens_the_load(tmp_path: Path) -> None:
+    folder = make_model("qwen3_moe", tmp_path / "model", 3, initializer_range=0.2)
+    payload = GroupPayload(GroupId(0), tuple(answered(engine_of(folder))))
+    found = {}
+    for coefficient in (0.0, 1.0):
+        trainer = trainer_of(folder, algorithm={"balance_coefficient": coefficient, "routing": "current"})
+        reports = [trainer.step([without_routes(payload)], step).metrics for step in range(8)]
+        found[coefficient] = [one.get("routing/balance_loss") for one in reports]
+    assert found[0.0] == [None] * 8
+    assert 2.0 <= found[1.0][-1] < found[1.0][0] - 0.02

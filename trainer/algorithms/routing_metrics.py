@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.kernels.expert_choice import ExpertChoice
 from penstock.trainer.algorithms.metrics import STALENESS_BUCKETS, TokenMetrics
@@ -28,6 +29,7 @@ class RoutingMetrics:
         num_layers = len(experts.routers)
         self._by_staleness = torch.zeros(len(STALENESS_BUCKETS), 3, dtype=torch.float64, device=device)
         self._load = torch.zeros(num_layers, experts.num_experts, dtype=torch.float64, device=device)
+        self._balance = torch.zeros(2, dtype=torch.float64, device=device)  # loss tokens, and the loss of each of them
 
     @torch.no_grad()
     def add(self, micro_batch: MicroBatch, metrics: TokenMetrics) -> None:
@@ -48,13 +50,19 @@ class RoutingMetrics:
         counts = torch.bincount(of_layer[routes >= 0], minlength=self._load.numel())
         self._load += counts.view_as(self._load)
 
+    def balance_loss(self, micro_batch: MicroBatch) -> Tensor:
+        """That of the newest pass, over its loss tokens."""
+        loss = self._experts.balance_loss(micro_batch.inputs.target_index)
+        self._balance += micro_batch.num_tokens * torch.stack([torch.ones_like(loss), loss]).detach().double()
+        return loss
+
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
     ) -> RoutingSums:
         """The sums over all ranks (a collective)."""
-        mine = torch.cat([self._by_staleness.flatten(), self._load.flatten()]).cpu().numpy()
-        by_staleness, load = np.split(all_reduce(mine, "sum"), [self._by_staleness.numel()])
-        return RoutingSums(by_staleness.reshape(self._by_staleness.shape), load.reshape(self._load.shape))
+        mine = torch.cat([self._balance, self._by_staleness.flatten(), self._load.flatten()]).cpu().numpy()
+        balance, by_staleness, load = np.split(all_reduce(mine, "sum"), [2, 2 + self._by_staleness.numel()])
+        return RoutingSums(by_staleness.reshape(self._by_staleness.shape), load.reshape(self._load.shape), balance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +72,22 @@ class RoutingSums:
     Attributes:
         by_staleness: `[buckets, 3]`, tokens × layers whose experts are known, are not, and differ.
         load: `[M, E]`, tokens that an expert was recorded for.
+        balance: `[2]`, loss tokens, and the balance loss times these; 0 if it is not used.
     """
 
     by_staleness: NDArray[np.float64]
     load: NDArray[np.float64]
+    balance: NDArray[np.float64]
 
     def __add__(self, other: RoutingSums) -> RoutingSums:
-        return RoutingSums(self.by_staleness + other.by_staleness, self.load + other.load)
+        return RoutingSums(self.by_staleness + other.by_staleness, self.load + other.load, self.balance + other.balance)
 
     def metrics(self) -> dict[str, float]:
         """By name; without recorded experts only that there are none."""
         known, unknown, differing = self.by_staleness.sum(0)
         found = {"routing/unknown_share": float(unknown / max(known + unknown, 1.0))}
+        if self.balance[0]:
+            found["routing/balance_loss"] = float(self.balance[1] / self.balance[0])
         if not known:
             return found
         for bucket, row in zip(STALENESS_BUCKETS, self.by_staleness, strict=True):
