@@ -8,8 +8,8 @@ those of the trainer's router, and only the choice is that of the engine. Router
 the origin of their `router_logits`; whether replay computes a class is asked of a tiny instance
 (trainer/models/model_form.py).
 
-Sources: routing replay, arXiv 2510.11370 (R3); balance loss, arXiv 2101.03961 (Switch). Shape legend: N tokens of a pass,
-M layers with experts, E experts, k of them chosen for each token.
+Sources: routing replay, arXiv 2510.11370 (R3); balance loss, arXiv 2101.03961 (Switch). Shape legend: N tokens of a
+pass, M layers with experts, E experts, k of them chosen for each token.
 """
 
 from __future__ import annotations
