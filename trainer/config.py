@@ -78,7 +78,8 @@ class LoraConfig(BaseModel):
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
-    """Linear layers, by the end of their names (`q_proj`, `layers.0.mlp.up_proj`)."""
+    """Linear layers, by the end of their names (`q_proj`, `layers.0.mlp.up_proj`); of a mixture also the weights of all
+    experts (`experts.gate_up_proj`, `experts.down_proj`)."""
 
     def adapts(self, layer: str) -> bool:
         """Whether a linear layer of this name gets an adapter."""

@@ -83,7 +83,7 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
 
 
 def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """One sentence per `trainer.lora.targets` that names none of a model's linear `layers` (the head is none)."""
+    """One sentence per `trainer.lora.targets` that names none of a model's `layers` (the head is none)."""
     kinds = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     violations = []
     for target in targets:

@@ -138,6 +138,16 @@ class ModelShape(BaseModel):
         layers = {f"model.layers.{i}.{name}": size for i in range(self.num_layers) for name, size in of_layer.items()}
         return layers if self.tie_word_embeddings else layers | {"lm_head": (self.vocab_size, hidden)}
 
+    @property
+    def expert_weights(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the matrices of one expert, by transformers' names of the weights of all of them."""
+        if not self.num_experts:
+            return {}
+        of_layer = {"gate_up_proj": (2 * self.expert_size, self.hidden_size)}
+        of_layer |= {"down_proj": (self.hidden_size, self.expert_size)}
+        layers = range(self.num_layers)
+        return {f"model.layers.{i}.mlp.experts.{name}": size for i in layers for name, size in of_layer.items()}
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         return (self.kv_elements or 2 * self.num_layers * self.num_kv_heads * self.head_dim) * dtype_bytes

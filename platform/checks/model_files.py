@@ -29,7 +29,7 @@ from penstock.weights.hf_folder import (
     transformers_config,
     weight_files,
 )
-from penstock.weights.layout.checkpoint_names import linear_layers, model_without_memory
+from penstock.weights.layout.checkpoint_names import expert_weights, linear_layers, model_without_memory
 from penstock.weights.model_config import ModelForm
 
 _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
@@ -415,13 +415,14 @@ def _token_ids(path: str | None) -> dict[str, int]:
 
 
 def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Check that LoRA targets are linear layers of the model that transformers builds: stacked experts are none."""
+    """Check that LoRA targets are linear layers, or weights of experts, of the model that transformers builds."""
     if config.trainer.lora is None:
         return
     try:
-        layers = linear_layers(model_without_memory(transformers_config(folder / CONFIG_FILE)))
+        model = model_without_memory(transformers_config(folder / CONFIG_FILE))
+        linear, experts = linear_layers(model), expert_weights(model)
     except Exception:  # noqa: BLE001 - each model refuses in its own way, and the trainer is asked for the reason
         return
-    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-    for message in unmatched_targets(layers, config.trainer.lora.targets) if layers else ():
+    kinds = sorted({layer.rpartition(".")[2] for layer in linear})
+    for message in unmatched_targets([*linear, *experts], config.trainer.lora.targets) if linear else ():
         yield error(message, "model.path", fits=[Fit("trainer.lora.targets", kinds, "the linear layers of this model")])

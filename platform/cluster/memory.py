@@ -286,8 +286,10 @@ def adapter_parameters(config: RunConfig) -> int:
     lora = config.trainer.lora
     if lora is None:
         return 0
-    layers = config.model.shape.linear_layers.items()
-    return sum(lora.rank * (rows + columns) for name, (rows, columns) in layers if lora.adapts(name))
+    shape = config.model.shape
+    of_layers = sum(lora.rank * sum(size) for name, size in shape.linear_layers.items() if lora.adapts(name))
+    of_expert = sum(lora.rank * sum(size) for name, size in shape.expert_weights.items() if lora.adapts(name))
+    return of_layers + shape.num_experts * of_expert
 
 
 def published_gib(config: RunConfig) -> float:

@@ -126,7 +126,8 @@ def saved_parameters(model: torch.nn.Module, adapters: Adapters) -> Iterator[tup
 def save_model(
     hf_model: Any, sharding: TrainingSharding, adapters: Adapters, held: Sequence[Mapping[str, Tensor]], path: str
 ) -> None:
-    """Write a model in Hugging Face form, and its adapters, if it has any, by themselves in the folder `adapter`.
+    """Write a model in Hugging Face form, and its adapters, if it has any, by themselves in the folder `adapter`; peft
+    has no adapters of this kind for experts, so they are written merged only.
 
     Args:
         hf_model: Its class and configuration; its weights are not used.
@@ -139,7 +140,7 @@ def save_model(
     additions = adapters.of(whole)
     weights = {name: merged(whole[name], additions.get(name)).to("cpu") for name, _ in sharding.tensors}
     write_policy(hf_model, weights, Path(path))
-    if additions:
+    if additions and all(one.down.dim() == 2 for one in additions.values()):
         save_adapter(hf_model, additions, Path(path) / "adapter")
 
 

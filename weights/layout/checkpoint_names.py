@@ -58,6 +58,17 @@ def linear_layers(model: Any) -> list[str]:
     return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
 
 
+def expert_weights(model: Any) -> list[str]:
+    """Names of the weights that hold a matrix of every expert, `[experts, rows, columns]`."""
+    found = []
+    for name, module in model.named_modules():
+        for own, weight in module.named_parameters(recurse=False):
+            shape = getattr(weight, "ds_shape", weight.shape)
+            if len(shape) == 3 and shape[0] == getattr(module, "num_experts", None):
+                found.append(f"{name}.{own}")
+    return found
+
+
 def module_tensors(hf_config: Any) -> list[TensorSpec]:
     """The tensors that a trainer of this model holds: transformers' module names and full shapes, tied ones once."""
     parameters = model_without_memory(hf_config).named_parameters()

@@ -12,7 +12,7 @@ manifest, and the live parameters, read back, against the sums computed here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,14 +21,19 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
 from penstock.weights.checksum import check_received, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.algebra import Layout, View, strided_box
+from penstock.weights.layout.algebra import Box, Layout, View, strided_box
 from penstock.weights.transport.shared_memory import read_version
 
 _DOWN, _UP = ".lora_A", ".lora_B"
 
 
 def adapter_tensors(name: str, down: torch.Tensor, up: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The published tensors of one adapted weight: A `[rank, in]`, and B `[out, rank]` with its scale, by name."""
+    """The published tensors of one adapted weight: A `[rank, in]`, and B `[out, rank]` with its scale, by name; of a
+    weight of experts those of every expert.
+    """
+    if down.dim() == 3:
+        of_experts = zip(down, up, strict=True)
+        return [one for index, (a, b) in enumerate(of_experts) for one in adapter_tensors(f"{name}[{index}]", a, b)]
     return [(f"{name}{_DOWN}", down), (f"{name}{_UP}", up)]
 
 
@@ -44,14 +49,25 @@ def adapter_manifest(
         num_shards: Tensor-parallel ranks of an engine.
     """
     names = [entry.name.removesuffix(_UP) for entry in sent.entries if entry.name.endswith(_UP)]
-    boxes = tuple(
-        AdaptedBox(rank, name, box[0], box[1], view.buffer, view.offset, (view.strides[0], view.strides[1]))
-        for name in names
-        for rank, box, view in layout.shards[name]
-    )
+    boxes = tuple(box for name in names for box in _boxes(name, layout))
     checksum = combine_checksums((entry_key(one.rank, one.name), one.checksum) for one in (*base, *sent.entries))
     adapters = AdapterManifest(sent.entries, boxes)
     return replace(sent, entries=base, checksum=checksum, num_shards=num_shards, adapters=adapters)
+
+
+def _boxes(name: str, layout: Layout) -> Iterator[AdaptedBox]:
+    """Where the engines hold a weight, or the matrix of one expert: `NAME[EXPERT]`."""
+    weight, _, index = name.removesuffix("]").partition("[")
+    for rank, box, view in layout.shards[weight]:
+        *experts, rows, columns = box
+        inner: Box = (rows, columns)
+        if experts:
+            (start, stop), expert = experts[0], int(index)
+            if not start <= expert < stop:
+                continue
+            inner = ((expert, expert + 1), rows, columns)
+        found = view.at(box, inner)
+        yield AdaptedBox(rank, name, rows, columns, found.buffer, found.offset, (found.strides[-2], found.strides[-1]))
 
 
 class BaseWeights:
