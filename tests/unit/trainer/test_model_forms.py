@@ -4,7 +4,7 @@ and gradients of sequences in the trainer's rows, and of each sequence alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -147,9 +147,14 @@ def in_rows(config: Any, form: ModelForm, max_tokens: int) -> tuple[list[np.ndar
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_computed_as_its_tiny_instance_chooses(family: str) -> None:
+def test_a_family_is_computed_as_its_tiny_instance_chooses(
+    family: str, record_property: Callable[[str, object], None]
+) -> None:
     config = config_of(family)
     form = model_form.ask(config, "sdpa", "cpu")
+    for name, value in (("rows", form.rows), ("head", form.head), ("attention", form.attention)):
+        record_property(name, value)  # tools/models_page.py
+    record_property("experts", {"none": "none", "replay": "replayed", "current": "current"}[form.routing])
     assert form[:3] == FAMILIES[family][0], form.because
     has_experts = EXPERTS.items() <= FAMILIES[family][1].items()
     assert form.routing == ("replay" if has_experts else "none")
