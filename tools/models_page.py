@@ -15,10 +15,10 @@ _INTRO = """# Families of models, as tested
 
 <!-- Rendered: python tools/models_page.py families.xml > docs/reference/models.md (its docstring has the tests) -->
 
-A tiny model of each family, with random weights, on two CPU cores. **Trainer**: its logprobs and gradients in the rows of
-the trainer equal those of plain transformers, one sequence after another, to 1e-5 in float32
-(`tests/unit/trainer/test_model_forms.py`). **Engine**: vLLM's CPU build against the trainer, the largest difference of a
-logprob in nats, in bfloat16 the mean, over four versions, three of which arrived while a request was answered
+A tiny model of each family, with random weights, on two CPU cores. **Trainer**: its logprobs and gradients in the
+rows of the trainer equal those of plain transformers, one sequence after another, to 1e-5 in float32
+(`tests/unit/trainer/test_model_forms.py`). **Engine**: vLLM's CPU build against the trainer, the largest difference of
+a logprob in nats, in bfloat16 the mean, over four versions, three of which arrived while a request was answered
 (`tests/contract/test_model_families.py`); of a mixture with replayed experts. A dash: not tested.
 
 | family | rows | head | attention | experts | trainer | engine |
