@@ -41,7 +41,7 @@ class StepRoutes:
         self._runner = model_runner
         self._num_layers = len(layers)
         self._dtype = dtype_for(max(layer.router.global_num_experts for layer in layers.values()))
-        self._of_step: dict[int, NDArray[Any]] = {}
+        self._of_step: dict[int, torch.Tensor] = {}
         self._by_request: dict[str, AuxRequestOutput] = {}
         self._by_slot: Routes | None = None
         groups = enumerate(model_runner.kv_cache_config.kv_cache_groups)
@@ -55,15 +55,16 @@ class StepRoutes:
         model_runner.execute_model, model_runner.sample_tokens = self.execute_model, self.sample_tokens
 
     def _capture(self, place: int, chosen: torch.Tensor) -> None:
-        self._of_step[place] = chosen.to(torch.int32).numpy().astype(self._dtype)
+        self._of_step[place] = chosen
 
     def execute_model(self, scheduled: Any, *rest: Any) -> Any:
         """The runner's forward pass; keeps the rows of its requests."""
         self._of_step.clear()
         output = self._execute(scheduled, *rest)
         if len(self._of_step) == self._num_layers:
-            of_step = [self._of_step[place] for place in range(self._num_layers)]
-            self._by_request = self._split(scheduled, np.stack(of_step, axis=1))
+            of_step = torch.stack([self._of_step[place] for place in range(self._num_layers)], dim=1)
+            rows = of_step[: scheduled.total_num_scheduled_tokens].to(torch.int32).numpy().astype(self._dtype)
+            self._by_request = self._split(scheduled, rows)
         return output
 
     def sample_tokens(self, *args: Any) -> Any:
@@ -87,30 +88,28 @@ class StepRoutes:
                 found[request_id] = AuxRequestOutput(0, np.concatenate([cached, own]))
             else:
                 found[request_id] = AuxRequestOutput(start, own)
-            self._write(state.block_ids, start, own)
+        self._write(rows)
         return found
 
     def _read(self, block_ids: Sequence[Sequence[int]], stop: int, like: Routes) -> Routes:
         if self._by_slot is None:
             return unknown_routes(stop, like)
-        return self._by_slot[self._slots(block_ids, 0, stop)]
+        return self._by_slot[self._slots(block_ids, stop)]
 
-    def _write(self, block_ids: Sequence[Sequence[int]], start: int, rows: Routes) -> None:
+    def _write(self, rows: Routes) -> None:
         if self._group is None:
             return
         if self._by_slot is None:
             num_slots = self._runner.kv_cache_config.num_blocks * self._block_size
             self._by_slot = np.zeros((num_slots, *rows.shape[1:]), rows.dtype)  # memory is taken as it is written
-        self._by_slot[self._slots(block_ids, start, start + len(rows))] = rows
+        slots = self._runner.input_batch.block_table[self._group].slot_mapping.gpu[: len(rows)]
+        self._by_slot[slots.numpy()] = rows
 
-    def _slots(self, block_ids: Sequence[Sequence[int]], start: int, stop: int) -> NDArray[np.int64]:
+    def _slots(self, block_ids: Sequence[Sequence[int]], stop: int) -> NDArray[np.int64]:
         assert self._group is not None
-        places = np.arange(start, stop)
-        blocks = np.array(block_ids[self._group][start // self._block_size : -(-stop // self._block_size)], np.int64)
-        return (
-            blocks[places // self._block_size - start // self._block_size] * self._block_size
-            + places % self._block_size
-        )
+        places = np.arange(stop)
+        blocks = np.array(block_ids[self._group], np.int64)
+        return blocks[places // self._block_size] * self._block_size + places % self._block_size
 
 
 def _is_kept(spec: Any) -> bool:
