@@ -31,8 +31,8 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from penstock.trainer.algorithms.corrections import CorrectionConfig
 from penstock.trainer.build import build_trainer
-from penstock.trainer.algorithms.corrections.config import CorrectionConfig
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.spec import TrainerSpec
