@@ -64,7 +64,7 @@ class MicroBatchPasses:
         self, payloads: Sequence[GroupPayload], flops: FlopCounter | None = None
     ) -> list[NDArray[np.float32]]:
         """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
-        found = self.per_target(sampled_tokens(payloads), flops)
+        found = self.per_target(sampled_tokens(payloads, self.spec.policy_id), flops)
         ends = np.cumsum([len(all_sequences([payload])) for payload in payloads])[:-1].tolist()
         borders = zip([0, *ends], [*ends, len(found)], strict=True)
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]

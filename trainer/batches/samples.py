@@ -333,8 +333,8 @@ def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
     return [one for payload in payloads for trajectory in payload.trajectories for one in trajectory.split_threads()]
 
 
-def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
-    """Every thread of every trajectory, with all its sampled tokens as targets."""
+def sampled_tokens(payloads: Sequence[GroupPayload], policy_id: PolicyId = POLICY) -> list[TrainingSequence]:
+    """Every thread of every trajectory, with all its sampled tokens as targets; routes are those of one policy."""
     return [
         TrainingSequence(
             token_ids=one.token_ids,
@@ -342,7 +342,7 @@ def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
             behavior_logprobs=np.zeros(len(targets), np.float32),
             prompt_length=prompt_length(one),
             alternatives=alternatives_of(one),
-            routes=one.routes,
+            routes=one.routes if one.policy_id == policy_id else None,
         )
         for one in all_sequences(payloads)
     ]

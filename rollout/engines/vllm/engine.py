@@ -132,6 +132,8 @@ class VllmEngine:
         # Of this type vLLM encodes nothing, and so does not pass it through a thread.
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"v{self.version}")
         progress = 0
+        if self._routes is not None:
+            self._routes.open(request.request_id)
         self._busy.enter()
         try:
             async for output in self._open().generate(prompt, self._sampling(request), request.request_id):

@@ -169,11 +169,16 @@ class ReceivedRoutes:
         for output in outputs:
             rows, output.routed_experts = output.routed_experts, None
             state = self._processor.request_states.get(output.request_id)
-            if rows is not None and state is not None:
+            kept = None if state is None else self._rows.get(state.external_req_id)
+            if rows is not None and kept is not None:
                 if rows.shape[1] != len(self._layers):  # vLLM has rows of all layers
                     rows = rows[:, self._layers]
-                self._rows.setdefault(state.external_req_id, []).append(rows.astype(self._dtype, copy=False))
+                kept.append(rows.astype(self._dtype, copy=False))
         return self._process(outputs, *args, **settings)
+
+    def open(self, request_id: RequestId) -> None:
+        """Keep the rows of a request from now on."""
+        self._rows[request_id] = []
 
     def take(self, request_id: RequestId, count: int) -> Routes:
         """The next `count` rows of a request.
@@ -181,7 +186,7 @@ class ReceivedRoutes:
         Raises:
             TrajectoryError: kind `engine`, if vLLM has not sent them.
         """
-        parts = self._rows.pop(request_id, [])
+        parts = self._rows[request_id]
         rows = np.concatenate(parts) if parts else np.zeros((0, len(self._layers), 1), self._dtype)
         if len(rows) < count:
             raise TrajectoryError(
@@ -190,10 +195,9 @@ class ReceivedRoutes:
                 "trainer could not replay them. Set algorithm.routing=current.",
                 is_final=True,
             )
-        if len(rows) > count:
-            self._rows[request_id] = [rows[count:]]
+        self._rows[request_id] = [rows[count:]] if len(rows) > count else []
         return rows[:count]
 
     def close(self, request_id: RequestId) -> None:
-        """Drop what is left of a request."""
+        """Drop what is left of a request, and what still comes."""
         self._rows.pop(request_id, None)
