@@ -39,19 +39,19 @@ class ExpertChoice:
     def __init__(self, model: nn.Module) -> None:
         self.routers = routers_of(model)
         self._places_of_logits = router_kinds(model)
+        self._sizes = [_num_experts(router) for router in self.routers]
+        self._is_installed = False
         self.differs: list[Tensor] = []
         self.is_balanced = False
         self._scores: list[Tensor] = []
         self._used: list[Tensor] = []
         self._routes: Tensor | None = None
         self._recorded: dict[int, Tensor] | None = None
-        for layer, router in enumerate(self.routers):
-            vars(router)["forward"] = partial(self._route, layer, router, router.forward)
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return max(map(_num_experts, self.routers))
+        return max(self._sizes)
 
     def replay(self, routes: Tensor | None) -> None:
         """From the next pass on, send tokens to these experts.
@@ -59,6 +59,8 @@ class ExpertChoice:
         Args:
             routes: `[N, M, k] int`, −1 where none are recorded: there the router chooses. None: it does everywhere.
         """
+        if routes is not None or self.is_balanced:
+            self._install()
         self._routes, self.differs = routes if self.routers else None, []
         self._scores, self._used = [], []
         if self._routes is not None and self._routes.shape[1] != len(self.routers):
@@ -70,16 +72,24 @@ class ExpertChoice:
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
         """A context that collects, of each layer of a pass, the `[N, k] int64` experts that its router chose."""
+        self._install()
         self._recorded = {}
         try:
             yield self._recorded
         finally:
             self._recorded = None
 
+    def _install(self) -> None:
+        """Let the routers ask. Not before there is something to ask: each layer is then compiled by itself."""
+        if not self._is_installed:
+            for layer, router in enumerate(self.routers):
+                vars(router)["forward"] = partial(self._route, layer, router, router.forward)
+        self._is_installed = True
+
     def _route(self, layer: int, router: nn.Module, own: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         if self._routes is None and self._recorded is None and not self.is_balanced:
             return own(*args, **settings)
-        with _Choosing(_num_experts(router), partial(self._choose, layer)):
+        with _Choosing(self._sizes[layer], partial(self._choose, layer)):
             output = own(*args, **settings)
         if self.is_balanced and len(self._scores) == layer:  # not again in the recomputation
             self._scores.append(output[self._places_of_logits[type(router)]])
@@ -98,7 +108,9 @@ class ExpertChoice:
         for scores, used in zip(self._scores, self._used, strict=True):
             num_experts = scores.shape[-1]
             counts = torch.bincount(used[places].flatten(), minlength=num_experts)
-            probabilities = scores[places].float().softmax(-1).mean(0)
+            given = scores[places].float()
+            is_softmax = bool((given >= 0).all() and (given.sum(-1) - 1).abs().max() < 1e-3)  # some routers return that
+            probabilities = (given if is_softmax else given.softmax(-1)).mean(0)
             losses.append(num_experts * (counts / len(places) * probabilities).sum())
         return torch.stack(losses).mean()
 
@@ -159,6 +171,7 @@ def router_kinds(model: nn.Module) -> dict[type[nn.Module], int]:
 
 
 def _num_experts(router: nn.Module) -> int:
-    """Rows of its weight; under ZeRO-3 it is whole while the router computes."""
+    """As it says, or the rows of its weight, of which ZeRO-3 may have left the shape only."""
     named = getattr(router, "num_experts", None)
-    return int(named) if named else next(len(one) for one in router.parameters() if one.dim() == 2)
+    shapes = (getattr(one, "ds_shape", one.shape) for one in router.parameters())
+    return int(named) if named else next(shape[0] for shape in shapes if len(shape) == 2)

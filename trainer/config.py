@@ -85,6 +85,10 @@ class LoraConfig(BaseModel):
         """Whether a linear layer of this name gets an adapter."""
         return any(f".{layer}".endswith(f".{target}") for target in self.targets)
 
+    def adapts_experts(self, weight: str) -> bool:
+        """Whether a weight of experts does: only if a target says that it means experts, not linear layers beside."""
+        return any(f".{weight}".endswith(f".{target}") for target in self.targets if "experts" in target.split("."))
+
 
 class TrainerConfig(BaseModel):
     """The trainer group."""

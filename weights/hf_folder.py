@@ -148,9 +148,10 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
     try:
         if head_dim is None:
             head_dim = hidden_size // num_heads
+        used = first("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k") or 1
         if experts:
-            inner = (first("num_experts_per_tok") or 1) * expert_size + shared_size
-        of_class = counted(text, (first("num_experts_per_tok") or 1) / experts if experts else 1.0)
+            inner = used * expert_size + shared_size
+        of_class = counted(text, used / experts if experts else 1.0)
         return ModelShape(
             vocab_size=text.vocab_size,
             hidden_size=hidden_size,

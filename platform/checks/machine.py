@@ -57,7 +57,13 @@ def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check what is passed on to vLLM and DeepSpeed, by their own parsers."""
     questions: list[SettingsQuestion] = []
     for view in () if command in WITHOUT_ENGINES else config.rollout_views:
-        question = SettingsQuestion("vllm", getattr(view.rollout.engine, "args", {}), engine_device(view))
+        args, is_recorded = getattr(view.rollout.engine, "args", {}), command == "train" and _is_replayed(view)
+        if is_recorded and engine_device(view) == "cuda" and args.get("enable_prefix_caching") is False:
+            why = "vLLM records experts with its prefix cache only"
+            said = "rollout.engine.args.enable_prefix_caching=false with algorithm.routing=replay"
+            fit = Fit("algorithm.routing", "current", f"{why}, which is off")
+            yield error(f"{said}: {why}. Leave it on, or use algorithm.routing=current.", fits=[fit])
+        question = SettingsQuestion("vllm", args, engine_device(view))
         questions += [] if question in questions else [question]
     if command not in ("eval", "sample"):
         questions.append(SettingsQuestion("deepspeed", config.trainer.deepspeed, "cpu"))
@@ -68,6 +74,10 @@ def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
             yield warning(
                 f"what is passed on to {question.library} could not be checked: {failure}.", "rollout", "trainer"
             )
+
+
+def _is_replayed(config: RunConfig) -> bool:
+    return config.algorithm.routing == "replay" and config.model.shape.num_experts > 0
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

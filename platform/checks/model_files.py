@@ -424,5 +424,6 @@ def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
     except Exception:  # noqa: BLE001 - each model refuses in its own way, and the trainer is asked for the reason
         return
     kinds = sorted({layer.rpartition(".")[2] for layer in linear})
-    for message in unmatched_targets([*linear, *experts], config.trainer.lora.targets) if linear else ():
+    layers = [*linear, *(name for name in experts if config.trainer.lora.adapts_experts(name))]
+    for message in unmatched_targets(layers, config.trainer.lora.targets) if linear else ():
         yield error(message, "model.path", fits=[Fit("trainer.lora.targets", kinds, "the linear layers of this model")])

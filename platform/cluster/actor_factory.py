@@ -407,7 +407,7 @@ async def start_frozen_group(
         threads=config.cluster.threads_per_process,
         max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
-        replays_routes=role == "reference",
+        replays_routes=role == "reference" and section.path in (None, config.model.path),
     )
     environment = torch_environment(config, spec.device)
     start_timeout_s = config.trainer.start_timeout_s
@@ -450,15 +450,15 @@ async def start_engine_group(
     if after is not None:
         await after
     needs = resources(config, "engine", command, devices, policy_id)
-    return await start_engines(engine_specs(config, policy_id), needs, config.rollout.start_timeout_s)
+    return await start_engines(engine_specs(config, policy_id, command), needs, config.rollout.start_timeout_s)
 
 
-def engine_specs(config: RunConfig, policy_id: PolicyId = POLICY) -> list[EngineSpec]:
+def engine_specs(config: RunConfig, policy_id: PolicyId = POLICY, command: Command = "train") -> list[EngineSpec]:
     """Settings of the engines that a run begins with."""
-    return [engine_spec(config, index, policy_id) for index in range(config.num_engines)]
+    return [engine_spec(config, index, policy_id, command) for index in range(config.num_engines)]
 
 
-def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY) -> EngineSpec:
+def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY, command: Command = "train") -> EngineSpec:
     """Settings of the engine `engine-<index>`."""
     view = config.rollout_view_of(index)
     cluster, engine = view.cluster, view.rollout.engine
@@ -476,7 +476,7 @@ def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY) -> 
         # Shorter than the driver's time limit, because the engine's own error has more detail.
         stage_timeout_s=0.9 * config.weights.timeout_s,
         publish_in=config.weights.directory,
-        records_routes=config.algorithm.routing == "replay",
+        records_routes=command == "train" and config.algorithm.routing == "replay",
         profile_steps=config.trainer.profile_steps,
         profile_in=profiles_folder(config, policy_id),
         seed=config.seed + index,

@@ -288,7 +288,7 @@ def adapter_parameters(config: RunConfig) -> int:
         return 0
     shape = config.model.shape
     of_layers = sum(lora.rank * sum(size) for name, size in shape.linear_layers.items() if lora.adapts(name))
-    of_expert = sum(lora.rank * sum(size) for name, size in shape.expert_weights.items() if lora.adapts(name))
+    of_expert = sum(lora.rank * sum(size) for name, size in shape.expert_weights.items() if lora.adapts_experts(name))
     return of_layers + shape.num_experts * of_expert
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.models.lora import Adapter, Adapters, load_adapted_policy, merged
@@ -84,3 +85,14 @@ def test_each_matrix_of_an_expert_is_published_with_its_place() -> None:
     assert [(box.tensor, box.rows, box.columns, box.offset, box.strides) for box in adapters.boxes] == [
         (f"w[{index}]", (0, 5), (0, 6), 30 * index, (6, 1)) for index in range(3)
     ]
+
+
+def test_experts_are_adapted_only_by_a_target_that_names_them(tmp_path: Path) -> None:
+    """`down_proj` of a shared expert is a linear layer; that of the routed ones is another weight."""
+    weight = "model.layers.0.mlp.experts.down_proj"
+    assert LORA.adapts_experts(weight)
+    assert not LoraConfig(targets=("down_proj",)).adapts_experts(weight)
+    folder = make_model("qwen3_moe", tmp_path, 3)
+    linear = LoraConfig(targets=("q_proj", "down_proj"))
+    with pytest.raises(ConfigError, match="down_proj names no linear layer"):
+        load_adapted_policy(linear, 0, str(folder), model_config(folder), gradient_checkpointing=False)

@@ -194,8 +194,17 @@ async def test_engine_and_trainer_agree_on_every_version_that_is_published(
                         parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
                 await publish(version)
                 assert len((await in_flight).token_ids) == 100
-            for index, prompt in enumerate((*prompts, prompts[-1])):  # the last one is in the prefix cache
-                said = await answer(engine, f"{version}.{index}", prompt)
+            # The last ones are in the prefix cache, some by the step in which another one computes them.
+            ahead = asyncio.ensure_future(answer(engine, f"ahead {version}", prompts[0], num_new=100))
+            await asyncio.sleep(0.05)
+            together = [prompts[-1][::-1]] * 3
+            of_group = await asyncio.gather(
+                *(answer(engine, f"{version}.{n}", one) for n, one in enumerate(together, 9))
+            )
+            await ahead
+            alone = [await answer(engine, f"{version}.{n}", one) for n, one in enumerate((*prompts, prompts[-1]))]
+            asked = [*prompts, prompts[-1], *together]
+            for prompt, said in zip(asked, [*alone, *of_group], strict=True):
                 assert len(said.token_ids) == NUM_NEW
                 assert np.std(said.logprobs) > 0.05, "the model tells tokens apart"
                 assert (said.routes is not None) == bool(policy.experts.routers)

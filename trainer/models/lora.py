@@ -216,7 +216,8 @@ def load_adapted_policy(
     policy = load_policy(path, model, gradient_checkpointing=gradient_checkpointing)
     causal_lm = policy.causal_lm
     linear, experts = linear_layers(causal_lm), expert_weights(causal_lm)
-    if violations := unmatched_targets([*linear, *experts], lora.targets):
+    of_experts = [name for name in experts if lora.adapts_experts(name)]
+    if violations := unmatched_targets([*linear, *of_experts], lora.targets):
         raise ConfigError(violations)
     of_linear = [target for target in lora.targets if not unmatched_targets(linear, [target])]
     causal_lm.requires_grad_(requires_grad=False)
@@ -231,7 +232,7 @@ def load_adapted_policy(
         torch.manual_seed(seed)
         if of_linear:
             inject_adapter_in_model(settings, causal_lm)
-        adapt_experts(causal_lm, [name for name in experts if lora.adapts(name)], lora)
+        adapt_experts(causal_lm, of_experts, lora)
     return policy
 
 

@@ -213,8 +213,9 @@ def layer_masks(hf_config: Any, attention_mask: Tensor, position_ids: Tensor) ->
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of a `PolicyModel` or `ValueModel` at its first call, in place; names of parameters stay.
 
-    Layers of a kind share their graphs, and a graph serves all row lengths. One row or several, a mask or none,
-    training or evaluation have separate graphs. Recomputation in backward is around the compiled layer.
+    Layers of a kind share their graphs, but not those whose experts are replayed or balanced. A graph serves all row
+    lengths. One row or several, a mask or none, training or evaluation have separate graphs. Recomputation in backward
+    is around the compiled layer.
 
     Raises:
         ConfigError: If the model has no layers that transformers could recompute, which are what is compiled.
@@ -226,8 +227,9 @@ def compile_layers(model: nn.Module) -> None:
         kind = type(getattr(model, "hf_model", model)).__name__
         raise ConfigError([f"trainer.compile=true: {kind} has no layers of transformers' kind. Use compile=false."])
     for layer in layers:
-        # The default limit of 8 graphs is less than those combinations with a critic's and two kinds of layers.
-        layer.compile(dynamic=True, recompile_limit=64)
+        # The default limit of 8 graphs is less than those combinations with a critic's and two kinds of layers, and
+        # than the layers of a mixture.
+        layer.compile(dynamic=True, recompile_limit=max(64, 8 * len(layers)))
 
 
 def hf_name(parameter_name: str) -> str:

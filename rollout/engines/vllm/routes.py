@@ -75,6 +75,8 @@ class StepRoutes:
         return output
 
     def _split(self, scheduled: Any, rows: Routes) -> dict[str, AuxRequestOutput]:
+        # First, since a request may find in the prefix cache what another one computes in this step.
+        self._write(rows)
         begun = {one.req_id for one in scheduled.scheduled_new_reqs} | set(
             scheduled.scheduled_cached_reqs.resumed_req_ids
         )
@@ -88,7 +90,6 @@ class StepRoutes:
                 found[request_id] = AuxRequestOutput(0, np.concatenate([cached, own]))
             else:
                 found[request_id] = AuxRequestOutput(start, own)
-        self._write(rows)
         return found
 
     def _read(self, block_ids: Sequence[Sequence[int]], stop: int, like: Routes) -> Routes:
