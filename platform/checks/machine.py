@@ -57,8 +57,8 @@ def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check what is passed on to vLLM and DeepSpeed, by their own parsers."""
     questions: list[SettingsQuestion] = []
     for view in () if command in WITHOUT_ENGINES else config.rollout_views:
-        args, is_recorded = getattr(view.rollout.engine, "args", {}), command == "train" and _is_replayed(view)
-        if is_recorded and engine_device(view) == "cuda" and args.get("enable_prefix_caching") is False:
+        args = getattr(view.rollout.engine, "args", {})
+        if command == "train" and _is_recorded_by_vllm(view) and args.get("enable_prefix_caching") is False:
             why = "vLLM records experts with its prefix cache only"
             said = "rollout.engine.args.enable_prefix_caching=false with algorithm.routing=replay"
             fit = Fit("algorithm.routing", "current", f"{why}, which is off")
@@ -76,8 +76,10 @@ def check_passed_on(config: RunConfig, command: Command) -> Iterator[Finding]:
             )
 
 
-def _is_replayed(config: RunConfig) -> bool:
-    return config.algorithm.routing == "replay" and config.model.shape.num_experts > 0
+def _is_recorded_by_vllm(config: RunConfig) -> bool:
+    """Whether experts are recorded, and by vLLM itself, as on a GPU."""
+    is_gpu = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    return is_gpu and config.algorithm.routing == "replay" and config.model.shape.num_experts > 0
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:

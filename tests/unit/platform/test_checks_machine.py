@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.checks.load import load_config
+from penstock.platform.checks import machine
+from penstock.platform.checks.load import compose_config, load_config
 from penstock.platform.checks.model_probe import Answer
 from penstock.platform.cluster import hardware
 from tests.model_folder import write_model
@@ -295,3 +296,15 @@ def test_problems_of_keys_machine_and_plug_ins_come_in_one_message(overrides):
     starts = ("dataflow.max_stalness", "dataflow.batch_groups=32", "model.path=/no/model", "reward.fn=")
     assert len(raised.value.violations) == len(starts)
     assert all(any(found.startswith(start) for found in raised.value.violations) for start in starts)
+
+
+def test_experts_cannot_be_recorded_on_a_gpu_without_the_prefix_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "ask", lambda _question: Answer([]))
+    args = "rollout.engine.args.enable_prefix_caching=false"
+    dense = compose_config(["experiment=gsm8k_qwen_1gpu", args])
+    experts = dense.model.shape.model_copy(update={"num_experts": 8, "expert_size": 64})
+    mixture = dense.model_copy(update={"model": dense.model.model_copy(update={"shape": experts})})
+    (said,) = machine.check_passed_on(mixture, "train")
+    assert "vLLM records experts with its prefix cache only" in said.message
+    assert list(machine.check_passed_on(mixture, "eval")) == list(machine.check_passed_on(dense, "train")) == []
