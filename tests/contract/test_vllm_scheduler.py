@@ -12,6 +12,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed (extras cpu or cuda)", allow_module_level=True)
 
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
@@ -27,9 +28,10 @@ class Steps:
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
         self.pause_state = PauseState.UNPAUSED
+        self.aux_output_connector = None
 
-    def update_from_output(self, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
-        return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+    def update_from_output(self, _scheduled: object, computed: Any) -> dict[int, EngineCoreOutputs]:
+        return {0: EngineCoreOutputs(outputs=computed.outputs)} if computed.outputs else {}
 
     def has_requests(self) -> bool:
         return False
@@ -39,9 +41,13 @@ class Steps:
 
 
 class Held(HeldOutputs, Steps):
-    def step(self, *outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
-        """What is sent after a step with these outputs."""
-        return [one for message in self.update_from_output(list(outputs)).values() for one in message.outputs]
+    def step(
+        self, *outputs: EngineCoreOutput, routes: dict[str, AuxRequestOutput] | None = None
+    ) -> list[EngineCoreOutput]:
+        """What is sent after a step with these outputs, in which these routes were recorded."""
+        computed = SimpleNamespace(outputs=list(outputs), aux_output_connector_output=routes)
+        messages = self.update_from_output(None, computed)
+        return [one for message in messages.values() for one in message.outputs]
 
 
 def scheduler(**intervals: int | None) -> Held:
@@ -122,6 +128,31 @@ def test_events_and_the_figures_of_the_prefill_survive_the_joining() -> None:
     (sent,) = held.step(token("a", 3))
     assert sent.events == [preempted]
     assert sent.prefill_stats is figures
+
+
+def rows(start: int, *values: int) -> AuxRequestOutput:
+    """Routes of consecutive tokens, in one layer to one expert."""
+    return AuxRequestOutput(start, np.array(values, np.uint8).reshape(-1, 1, 1))
+
+
+def test_routes_go_with_the_tokens_that_they_predicted_and_are_those_of_the_first_pass() -> None:
+    held = scheduler(a=2)
+    held.requests["a"].sampling_params.routed_experts_prompt_start = 1
+    assert held.step(routes={"a": rows(0, 10, 11)}) == [], "a part of its prompt"
+    assert held.step(token("a", 1), routes={"a": rows(2, 12)}) == []
+    (sent,) = held.step(token("a", 2), routes={"a": rows(3, 13)})
+    assert sent.routed_experts is not None
+    assert sent.routed_experts.flatten().tolist() == [11, 12, 13]
+    held.step(routes={"a": rows(0, 90, 91, 92, 93)})  # its cache is computed again
+    (last,) = held.step(token("a", 3, finish_reason=FinishReason.LENGTH), routes={"a": rows(4, 14)})
+    assert last.routed_experts is not None
+    assert last.routed_experts.flatten().tolist() == [14]
+    assert not held._routes._parts
+    assert not held._routes._ends
+    held.requests["b"] = held.requests["a"]
+    held.step(token("b", 1), routes={"b": rows(0, 1, 2)})
+    held.finish_requests(["b"])
+    assert not held._routes._ends, "of an aborted request nothing is kept"
 
 
 def test_outputs_that_cannot_be_joined_are_sent_one_after_the_other() -> None:

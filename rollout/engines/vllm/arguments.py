@@ -150,8 +150,8 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     args = AsyncEngineArgs(**(derived | step_of_a_cpu(spec, config) | parsed(config.args)))
     if spec.device == "cpu" and "enable_prefix_caching" not in config.args and args.create_model_config().is_hybrid:
         args.enable_prefix_caching = False  # for it Mamba's CPU operator would have to give states within a prompt
-    if spec.device == "cuda" and spec.records_routes:
-        args.enable_return_routed_experts = bool(args.create_model_config().is_moe)
+    if spec.device == "cuda" and spec.records_routes and spec.model.shape.num_experts:
+        args.enable_return_routed_experts = True
     return args
 
 
