@@ -23,10 +23,9 @@ from provenance import provenance
 
 from penstock.dataflow.ids import EngineId, GroupId, RequestId, TaskId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest
-from penstock.dataflow.routes import padded_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.saved_groups import PartialTokens
-from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Trajectory, padded_routes
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.environment import vllm_environment

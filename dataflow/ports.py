@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
-from penstock.dataflow.routes import Routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Trajectory
+from penstock.dataflow.trajectory import Alternatives, FinishReason, GroupPayload, GroupRef, Routes, Trajectory
 from penstock.dataflow.versions import Spans
 
 

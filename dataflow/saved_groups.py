@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 from penstock.dataflow.errors import CheckpointError, FailureKind
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
-from penstock.dataflow.routes import Routes, joined_routes
-from penstock.dataflow.trajectory import Alternatives, Episode, GroupPayload, Thread, Trajectory, Turn
+from penstock.dataflow.trajectory import (
+    Alternatives,
+    Episode,
+    GroupPayload,
+    Routes,
+    Thread,
+    Trajectory,
+    Turn,
+    joined_routes,
+)
 from penstock.dataflow.versions import Span, Spans, join_spans
 
 FORMAT = 3

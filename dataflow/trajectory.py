@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import StalenessError
 from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
-from penstock.dataflow.routes import Routes
 from penstock.dataflow.versions import Spans, first_tokens, last_tokens, num_tokens
 
 MAIN_THREAD = "main"
@@ -30,6 +29,9 @@ Above the relative rounding error of float32 rewards (of a reward model), 6e-8; 
 """
 
 FinishReason = Literal["stop", "length", "abort"]
+Routes = NDArray[np.unsignedinteger[Any]]
+"""Experts of tokens in every layer that has any, `[tokens, layers, k]`, in the smallest type that has one more value
+than there are experts: the largest value says that they are not known (docs/concepts/routing-replay.md)."""
 EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
 
 
@@ -142,6 +144,32 @@ class Alternatives:
         found = np.full((len(self.counts), len(places)), -1, np.int32)
         found[places < self.counts[:, None]] = self.ids
         return found
+
+
+def dtype_for(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The type of routes over so many experts."""
+    return np.dtype(np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+
+def unknown_routes(num_tokens: int, like: Routes) -> Routes:
+    """Rows of tokens whose experts are not known."""
+    return np.full((num_tokens, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+
+
+def joined_routes(parts: Iterable[Routes | None]) -> Routes | None:
+    """One after the other, without those that are None; None if nothing is left."""
+    found = [one for one in parts if one is not None]
+    return np.concatenate(found) if found else None
+
+
+def padded_routes(routes: Routes, num_tokens: int) -> Routes:
+    """With unknown rows at the end, for the tokens that no engine has computed."""
+    return np.concatenate([routes, unknown_routes(num_tokens - len(routes), routes)])
+
+
+def signed_routes(routes: Routes) -> NDArray[np.int16]:
+    """With −1 for what is not known."""
+    return np.where(routes == np.iinfo(routes.dtype).max, -1, routes.astype(np.int16))
 
 
 # Not frozen: many instances are created, and constructing frozen ones takes three times as long.

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.ports import StepReport
-from penstock.dataflow.routes import Routes, padded_routes
-from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.trajectory import GroupPayload, Routes, padded_routes
 from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.controllers import Controllers
 from penstock.trainer.algorithms.losses.pairs import DpoConfig, IpoConfig

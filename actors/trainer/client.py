@@ -17,8 +17,7 @@ from ray.actor import ActorHandle
 from penstock.actors.ray_errors import answer_of, late_calls, ray_boundary, silence_limit, wait_started
 from penstock.dataflow.errors import CheckpointError, StepEndedError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest, WrittenFile
-from penstock.dataflow.routes import Routes
-from penstock.dataflow.trajectory import GroupRef
+from penstock.dataflow.trajectory import GroupRef, Routes
 from penstock.trainer.batches.examples import Example, Preference
 from penstock.trainer.micro_batches import TeacherForced
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from penstock.dataflow.routes import dtype_for
+from penstock.dataflow.trajectory import dtype_for
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.pools import PoolConfig
 from penstock.platform.config.schema import RunConfig

@@ -27,8 +27,8 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest
-from penstock.dataflow.routes import Routes, joined_routes
 from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.trajectory import Routes, joined_routes
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.model_config import DType
 

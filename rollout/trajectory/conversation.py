@@ -22,7 +22,6 @@ import numpy as np
 
 from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
-from penstock.dataflow.routes import Routes, joined_routes, padded_routes, unknown_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import (
@@ -30,9 +29,13 @@ from penstock.dataflow.trajectory import (
     Alternatives,
     Episode,
     FinishReason,
+    Routes,
     Thread,
     Trajectory,
     Turn,
+    joined_routes,
+    padded_routes,
+    unknown_routes,
 )
 from penstock.dataflow.versions import Span, Spans, concatenate_spans, first_tokens, join_spans
 from penstock.envs.reasoning import TurnText

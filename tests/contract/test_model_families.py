@@ -23,9 +23,9 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest
-from penstock.dataflow.routes import Routes, padded_routes, signed_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.saved_groups import PartialTokens
+from penstock.dataflow.trajectory import Routes, padded_routes, signed_routes
 from penstock.platform.run.logprob_parity import LogprobParityCheck
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engine_pool.pool import EnginePool

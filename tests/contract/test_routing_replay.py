@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.dataflow.ids import GroupId, RequestId, TaskId, TrajectoryId
-from penstock.dataflow.routes import Routes, signed_routes, unknown_routes
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.saved_groups import MemberProgress, OpenGroup, decode, encode
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import GroupPayload, Thread, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Routes, Thread, Trajectory, signed_routes, unknown_routes
 from penstock.envs.reasoning import TurnText
 from penstock.kernels.expert_choice import ExpertChoice, routers_of
 from penstock.rollout.config import TorchEngineConfig

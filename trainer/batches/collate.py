@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.dataflow.routes import signed_routes
+from penstock.dataflow.trajectory import signed_routes
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 

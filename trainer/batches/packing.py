@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
 from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.routes import Routes
+from penstock.dataflow.trajectory import Routes
 from penstock.weights.model_config import ModelConfig
 
 RowLayout = Literal["rows", "single_row", "padded"]

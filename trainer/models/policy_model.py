@@ -81,7 +81,8 @@ class PolicyModel(nn.Module):
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
             at that temperature and `[K] bool`: no token is likelier than the target.
         """
-        self.experts.replay(routes)
+        if self.experts.routers:
+            self.experts.replay(routes)
         body = self.causal_lm.base_model
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)

@@ -29,9 +29,8 @@ from torch.nn import functional
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
-from penstock.dataflow.routes import Routes, dtype_for, joined_routes
 from penstock.dataflow.sampling import SamplingParams, derive_seed, uniforms
-from penstock.dataflow.trajectory import Alternatives, FinishReason
+from penstock.dataflow.trajectory import Alternatives, FinishReason, Routes, dtype_for, joined_routes
 from penstock.dataflow.versions import Span, join_spans
 from penstock.kernels.expert_choice import ExpertChoice
 from penstock.rollout.engines.torch.cache import SlotCache

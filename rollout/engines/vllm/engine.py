@@ -36,8 +36,7 @@ from penstock.dataflow.ports import (
     WeightAck,
     WeightManifest,
 )
-from penstock.dataflow.routes import Routes
-from penstock.dataflow.trajectory import Alternatives, FinishReason
+from penstock.dataflow.trajectory import Alternatives, FinishReason, Routes
 from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock

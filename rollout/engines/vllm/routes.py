@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.routes import Routes, dtype_for, unknown_routes
+from penstock.dataflow.trajectory import Routes, dtype_for, unknown_routes
 
 
 def layers_with_experts(model: torch.nn.Module) -> dict[int, Any]:
