@@ -154,22 +154,18 @@ def summary(updates: Sequence[OptimizerStep]) -> dict[str, float]:
     counts = [count for one in updates for count in one.micro_batches]
     efficiencies = [share for one in updates for share in one.packing_efficiencies]
     norms = [one.result.grad_norm for one in shown]
-    of_routing = reduce(add, routing).metrics() if routing else {}
-    return (
-        sums.metrics()
-        | of_routing
-        | {
-            "loss/policy": math.fsum(one.loss for one in shown) / len(shown),
-            "loss/grad_norm": sum(norms) / len(norms),
-            "loss/lr": updates[-1].lr,
-            "trainer/num_micro_batches": float(sum(counts)),
-            "trainer/batch_parts": float(len(updates[0].micro_batches)),
-            "trainer/updates": float(len(updates)),
-            "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
-            "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
-            "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
-        }
-    )
+    metrics = sums.metrics() | (reduce(add, routing).metrics() if routing else {})
+    return metrics | {
+        "loss/policy": math.fsum(one.loss for one in shown) / len(shown),
+        "loss/grad_norm": sum(norms) / len(norms),
+        "loss/lr": updates[-1].lr,
+        "trainer/num_micro_batches": float(sum(counts)),
+        "trainer/batch_parts": float(len(updates[0].micro_batches)),
+        "trainer/updates": float(len(updates)),
+        "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
+        "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
+        "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
+    }
 
 
 def _cut_turns(trajectory: Trajectory) -> list[bool]:

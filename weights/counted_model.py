@@ -7,12 +7,14 @@ states of other forms, one for each kind; so the class is built, and one pass te
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _PROMPT = 4
@@ -35,6 +37,9 @@ class Counted(NamedTuple):
     state_elements: int
 
 
+_counted: dict[str, Counted | None] = {}
+
+
 def counted(hf_config: Any, experts_share: float) -> Counted | None:
     """Count a model with layers other than attention; None for others, and where transformers cannot.
 
@@ -46,42 +51,34 @@ def counted(hf_config: Any, experts_share: float) -> Counted | None:
     if set(kinds) <= _ATTENTION:
         return None
     settings = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
-    return _count(json.dumps(settings, sort_keys=True, default=str), experts_share, _Asked(hf_config))
+    key = json.dumps([settings, experts_share], sort_keys=True, default=str)
+    if key not in _counted:
+        _counted[key] = _count(hf_config, experts_share)
+    return _counted[key]
 
 
-class _Asked:
-    """A config beside its text, which is what answers are kept by."""
-
-    def __init__(self, hf_config: Any) -> None:
-        self.hf_config = hf_config
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@cache
-def _count(_settings: str, experts_share: float, asked: _Asked) -> Counted | None:
+def _count(hf_config: Any, experts_share: float) -> Counted | None:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    said = logging.get_verbosity()
-    logging.set_verbosity_error()  # or it recommends kernels
+    said = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # or it recommends kernels
     try:
         with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(
-                asked.hf_config, dtype=torch.bfloat16, attn_implementation="eager"
-            ).eval()
+            settings = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+            model = AutoModelForCausalLM.from_config(hf_config, **settings).eval()
             sizes = [
                 sum(one.numel() for one in _tensors(vars(_pass(model, num_tokens).past_key_values)))
                 for num_tokens in (_PROMPT, _PROMPT + 1)
             ]
-    except Exception:  # noqa: BLE001 - every class refuses in its own way; then its dimensions are an estimate
+    except Exception as error:  # noqa: BLE001 - every class refuses in its own way
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        logger.warning(
+            "%s: weights and cache are estimated as those of plain attention (%s)", hf_config.model_type, what
+        )
         return None
     finally:
-        logging.set_verbosity(said)
+        transformers_logging.set_verbosity(said)
     weights = {id(one): one for one in model.parameters()}
     total = sum(one.numel() for one in weights.values())
     routed = sum(one.numel() for one in weights.values() if one.dim() == 3 and one.shape[1] > 1)  # experts, not kernels

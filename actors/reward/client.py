@@ -209,10 +209,9 @@ class RewardClient:
         """
         label = f"{trajectory.trajectory_id} ({task.task_id})"
         try:
-            read = (
-                trajectory if trajectory.routes is None else replace(trajectory, routes=None)
-            )  # rewards read no routes
-            body = pickle.dumps((task, read), pickle.HIGHEST_PROTOCOL)
+            if trajectory.routes is not None:  # rewards do not read them
+                trajectory = replace(trajectory, routes=None)
+            body = pickle.dumps((task, trajectory), pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # user data may raise anything
             raise TrajectoryError("reward", f"{label}: the task cannot be pickled: {error!r}") from error
         losses = 0
