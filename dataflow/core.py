@@ -157,6 +157,7 @@ class Dataflow:
             admitted=ledger.num_admitted,
             returned=ledger.num_returned,
             trained=ledger.num_trained,
+            version=self.version,
             waiting=self._gate.num_waiting,
             surplus=surplus,
         )

@@ -28,7 +28,14 @@ from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 
 
 def free_credits(
-    limits: FlowLimits, *, admitted: int, returned: int, trained: int, waiting: int = 0, surplus: int = 0
+    limits: FlowLimits,
+    *,
+    admitted: int,
+    returned: int,
+    trained: int,
+    version: int,
+    waiting: int = 0,
+    surplus: int = 0,
 ) -> int:
     """Number of groups that may start now.
 
@@ -37,17 +44,19 @@ def free_credits(
         admitted: Number of groups ever admitted.
         returned: Number of groups that ended untrained and returned their credit.
         trained: Number of trained groups.
+        version: v, the published version.
         waiting: Number of groups outside the batch that were not dispatched yet or are ready.
         surplus: Number of redundant groups that may be live now.
 
     Returns:
-        min(window − live, total_steps·B − net admissions, max(0, 2·B + surplus − waiting)). Never negative while I6
-        holds.
+        min(window − live, max(0, (total_steps − v)·B − live), max(0, 2·B + surplus − waiting)). Never negative while
+        I6 holds.
     """
-    net = admitted - returned
+    live = admitted - returned - trained
     window = (limits.max_staleness + 1) * limits.batch_groups + surplus
-    remaining = limits.total_steps * limits.batch_groups - net
-    return min(window - (net - trained), remaining, max(0, limits.max_waiting - waiting))
+    needed = (limits.total_steps - version) * limits.batch_groups
+    # Fewer may be needed than are live: `penstock set total_steps=…`.
+    return min(window - live, max(0, needed - live), max(0, limits.max_waiting - waiting))
 
 
 def _order(record: GroupRecord) -> tuple[float, GroupId]:

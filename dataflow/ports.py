@@ -168,6 +168,14 @@ class TrainerGroup(Protocol):
         """Wait until the running step is completed, if there is one."""
         ...
 
+    async def set_learning_rate(self, settings: Mapping[str, Any]) -> int:
+        """Between two steps, take over other settings of `OptimizerConfig` that decide the learning rate.
+
+        Returns:
+            The version that was trained last.
+        """
+        ...
+
     async def save(self, path: str) -> None:
         """Write the policy to `path`, between steps or after `stop_step`."""
         ...

@@ -70,6 +70,10 @@ class InProcessTrainer:
         self.version = report.version
         return report
 
+    async def set_learning_rate(self, settings: Any) -> int:
+        await self._call(lambda: self._trainer.set_learning_rate(settings))
+        return self.version
+
     async def early_logprobs(self, group: GroupRef) -> None:
         await self._call(lambda: self._trainer.early_logprobs([payload_of(group)], self.version))
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from penstock.trainer.batches.examples import (
 from penstock.trainer.batches.mini_batches import batch_normaliser, mini_batches, split_by_signal
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.flops import FlopCounter
 from penstock.trainer.micro_batches import MicroBatchPasses, TeacherForced
 from penstock.trainer.models.critic import Critic
@@ -83,6 +84,7 @@ class PolicyTrainer:
         self._flops = flops
         self._objective = Objective(self._algorithm)
         self._controllers = Controllers(spec.algorithm)
+        self._optimizer = spec.trainer.optimizer
         self._num_steps = 0
         self._streamed: OpenOptimizerStep | None = None
         self._snapshot: TrainerSnapshot | None = None
@@ -90,6 +92,10 @@ class PolicyTrainer:
         self._version = 0
         self._before_update: tuple[int, HeldWeights] | None = None
         self.stop = StepStop()
+
+    def set_learning_rate(self, settings: Mapping[str, Any]) -> None:
+        """Take the rate of further steps from these settings of `OptimizerConfig`; its other ones stay."""
+        self._optimizer = OptimizerConfig(**settings)
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
         """Train one batch, or after `accumulate` its last part, with the gradient and report of the whole batch (I9).
@@ -460,7 +466,7 @@ class PolicyTrainer:
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.config.correction.renormalize != "none" and sums.kept_share > 0:
             normaliser *= sums.kept_share
-        lr = learning_rate(self._spec.trainer.optimizer, self._num_steps)
+        lr = learning_rate(self._optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -136,6 +136,10 @@ class TrainerRank:
         with self._profile(version + 1, ""):
             report = self._running().step(payloads_of(groups), version)
         return replace(report, metrics={**report.metrics, **self._measured(report.busy_s)})
+
+    def set_learning_rate(self, settings: Mapping[str, Any]) -> None:
+        """Take the rate of further steps from these settings of `OptimizerConfig`."""
+        self._running().set_learning_rate(settings)
 
     def _measured(self, busy_s: float) -> dict[str, float]:
         """What this process knows of its own device, as metrics of this rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +109,12 @@ class TrainerClient:
         report: StepReport = replace(reports[0], metrics=metrics)
         self.busy_s += report.busy_s
         return report
+
+    async def set_learning_rate(self, settings: Mapping[str, Any]) -> int:
+        """Between two steps, take over other settings of `OptimizerConfig`; returns the version trained last."""
+        async with self.step_lock:
+            await self._all("set_learning_rate", settings)
+            return self.version
 
     async def accumulate(self, part: Sequence[GroupRef]) -> None:
         """Add the gradient of a part of a batch, which changes no weights; ranks keep the order of calls."""

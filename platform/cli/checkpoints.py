@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.platform.run.checkpoint import UNFINISHED, CheckpointFolder
-from penstock.platform.run.resume import read_saved_config
+from penstock.platform.run.saved_config import read_saved_config
 
 
 def run_checkpoints(run_dir: Path, console: Console) -> int:

@@ -17,7 +17,7 @@ from penstock.dataflow.errors import CheckpointError, ConfigError, PenstockError
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
-from penstock.platform.run.resume import changed_config, enter_folder_of, read_saved_config
+from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
 
 HUB = "hub:"
 CARD = "README.md"

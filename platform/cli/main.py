@@ -353,10 +353,30 @@ def resume(
     allow_changed: Annotated[
         bool, typer.Option("--allow-changed", help="Accept changed keys and tasks that change what the run learns.")
     ] = False,
+    as_run: Annotated[
+        str | None,
+        typer.Option("--as", metavar="NEW", help="Begin another run at the checkpoint, and leave RUN as it is."),
+    ] = None,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            metavar="weights|optimizer|data|groups",
+            help="With --as: keep the checkpoint up to this part. Default: all that the changed keys leave.",
+        ),
+    ] = None,
 ) -> int:
-    """Continue an interrupted run from its newest checkpoint, exactly once."""
+    """Continue an interrupted run from its newest checkpoint, exactly once; with --as, branch another run from it."""
     from penstock.platform.run.resume import resume as resume_run
 
+    if as_run is not None:
+        from penstock.platform.cli.branch import branch, branch_dir
+
+        with startable_again():
+            return with_trace(
+                branch_dir(run, as_run) / "error.txt", lambda: branch(run, as_run, overrides or [], step, restore)
+            )
+    if restore is not None:
+        raise ConfigError([f"--restore {restore}: a run that goes on keeps all. It needs another run: --as NEW."])
     with startable_again():
         return with_trace(
             run / "error.txt", lambda: resume_run(run, overrides or [], step, allows_changed=allow_changed)
@@ -371,10 +391,29 @@ def scale(
     engines: Annotated[int, typer.Option(metavar="N", help="Number of engines that the run is to have.")],
 ) -> int:
     """Change the number of rollout engines of a run while it trains; returns when they have joined or left."""
-    from penstock.platform.run.scale import request_scale
+    from penstock.platform.run.control import request
 
     console = plain_console()
-    console.print(request_scale(run, engines, lambda sentence: console.print(f"  {sentence}", markup=False)))
+    console.print(request(run, "scale", engines, lambda sentence: console.print(f"  {sentence}", markup=False)))
+    return 0
+
+
+@app.command("set", no_args_is_help=True)
+@exits
+def set_keys(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...", help="e.g. trainer.optimizer.lr=1e-6 total_steps=400", show_default=False
+        ),
+    ],
+) -> int:
+    """Change keys of a run while it trains: its length, learning rate, evaluations and checkpoints."""
+    from penstock.platform.run.control import request
+
+    console = plain_console()
+    console.print(request(run, "set", overrides, lambda sentence: console.print(f"  {sentence}", markup=False)))
     return 0
 
 

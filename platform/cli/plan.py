@@ -24,7 +24,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
-from penstock.platform.run.resume import read_saved_config
+from penstock.platform.run.saved_config import read_saved_config
 
 NUM_PLANS = 5
 WARM_STEPS = 1

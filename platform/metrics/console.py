@@ -119,6 +119,7 @@ class RunConsole:
             # Graded rewards of which none passes are shown by their mean.
             is_graded = reward_mean and not self._is_solved
             self._eval, self._eval_unit = (reward_mean, _MEAN) if is_graded else (accuracy, _ACCURACY)
+        self._total_steps = int(metrics.get("config/total_steps", self._total_steps))
         if "reward/mean" not in metrics or step <= self._last_step:
             return
         self._last_step = step

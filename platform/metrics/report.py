@@ -88,6 +88,12 @@ def render(record: RunRecord, stamp: str = "") -> str:
     ]
     if by := record.summary.get("computed_by"):
         facts.append(("Trainer's path", ", ".join(f"{what} {how}" for what, how in by.items())))
+    if origin := record.environment.get("branched_from"):
+        facts.append(("Branched from", f"{origin['run']}, step {origin['step']}, with its {origin['restored']}"))
+    facts += [
+        (f"From step {row['after_step'] + 1}", f"{row['key']} {row['before']} → {row['now']} ({row['by']})")
+        for row in record.changes
+    ]
     facts += [(label, value) for label, value in _machine(record.environment).items() if value]
     sections = {
         "Learning": [*learning_charts(record), *distribution_charts(record)],

@@ -2,6 +2,8 @@
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration."""
+CONFIG_HISTORY_FILE = "config_history.jsonl"
+"""Keys that were changed since the run began: when, after which step, from what to what, and by which command."""
 ENVIRONMENT_FILE = "environment.json"
 """Versions, git revision and machine."""
 DATA_FILE = "data.json"

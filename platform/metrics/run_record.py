@@ -13,6 +13,7 @@ import yaml
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.metrics.run_files import (
     CONFIG_FILE,
+    CONFIG_HISTORY_FILE,
     ENVIRONMENT_FILE,
     ERROR_FILE,
     EVALUATIONS_DIR,
@@ -55,6 +56,7 @@ class RunRecord:
         answers: Rows of at most three evaluations; empty if none are stored.
         timeline: Events of `timeline.json`; empty if missing.
         environment: `environment.json`: command, versions and machine; empty if missing.
+        changes: Rows of `config_history.jsonl`: keys that were changed since the run began.
         error: What ended a failed run: the traceback and the newest events of the ledger; empty otherwise.
         failures: Kind and traceback of the first groups that failed.
         missing: One sentence per file that is missing or unreadable.
@@ -71,6 +73,7 @@ class RunRecord:
     answers: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -123,6 +126,7 @@ def read_run(run_dir: Path) -> RunRecord:
     record.answers = _read(record, EVALUATIONS_DIR, _read_answers, is_optional=True) or []
     record.timeline = _read(record, TIMELINE_FILE, read_timeline, is_optional=True) or []
     record.environment = _read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}
+    record.changes = _read(record, CONFIG_HISTORY_FILE, _read_lines, is_optional=True) or []
     record.error = _read(record, ERROR_FILE, lambda path: path.read_text(encoding="utf-8"), is_optional=True) or ""
     record.failures = _read(record, FAILURES_FILE, _read_failures, is_optional=True) or []
     return record
@@ -184,6 +188,11 @@ def _spread(directory: Path, most: int) -> list[Path]:
     if len(files) <= most:
         return files
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last line break was cut off
+    return [json.loads(line) for line in lines]
 
 
 def _read_failures(path: Path) -> list[dict[str, Any]]:

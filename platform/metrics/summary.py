@@ -82,6 +82,8 @@ class RunSummary:
         failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
         slow_parts: Trainer rank or engine that was slow -> how slow, since the run or its resume began.
         computed_by: How the trainer computed the policy: its rows, head, attention and the choice of experts.
+        branched_from: Directory and step of the run at whose checkpoint this one began, and what it kept of it
+            (`penstock resume RUN --as NEW`); None of a run of its own.
     """
 
     name: str
@@ -115,6 +117,7 @@ class RunSummary:
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     slow_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     computed_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    branched_from: Mapping[str, Any] | None = None
 
     @property
     def is_graded(self) -> bool:

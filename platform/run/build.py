@@ -37,6 +37,7 @@ from penstock.platform.run.checkpoint import (
     next_incarnation,
 )
 from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
@@ -44,9 +45,9 @@ from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
+from penstock.platform.run.live_settings import LiveSettings
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import PolicyRuntime, Run
-from penstock.platform.run.scale import served_control
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
 from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
@@ -158,7 +159,9 @@ async def build_run(
             await restore(run, flow, folder, resumed)
         if config.cluster.address != "local":  # a cluster of this machine alone has no node to drain
             await stack.enter_async_context(fleet.following(draining_nodes))
-        await stack.enter_async_context(served_control(instruments.run_dir, fleet.scale, instruments.note))
+        settings = LiveSettings(run, instruments.run_dir, instruments.note)
+        commands = {"scale": fleet.scale, "set": settings.set}
+        await stack.enter_async_context(served_control(instruments.run_dir, commands, instruments.note))
         yield run
 
 

@@ -28,7 +28,7 @@ from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, PenstockError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import PayloadStore, TrainerGroup, WrittenFile
-from penstock.dataflow.saved_groups import decode, encode
+from penstock.dataflow.saved_groups import OpenGroup, decode, encode
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.schema import CheckpointConfig
 from penstock.platform.run.durable_files import Files
@@ -182,8 +182,18 @@ class CheckpointFolder:
         payloads = {
             GroupId(int(key)): self._decode(name, sums[name]) for key, name in checkpoint.manifest["spooled"].items()
         }
+        return FlowSnapshot(checkpoint.manifest["flow"], (), self.open_groups(checkpoint)), payloads
+
+    def open_groups(self, checkpoint: Checkpoint) -> tuple[OpenGroup, ...]:
+        """The groups that were being sampled or scored at the cut.
+
+        Raises:
+            CheckpointError: If the file is missing or damaged.
+        """
         name = f"{CHECKPOINTS}/{checkpoint.path.name}/{OPEN_GROUPS}"
-        return FlowSnapshot(checkpoint.manifest["flow"], (), self._decode(name, sums[name])), payloads
+        sums = {name: crc32 for name, _, crc32 in checkpoint.manifest["files"]}
+        found: tuple[OpenGroup, ...] = self._decode(name, sums[name])
+        return found
 
     def prune(self, keep: int, newest: int, spared: Collection[int] = ()) -> None:
         """Remove what is not needed any more.
@@ -247,6 +257,7 @@ class Checkpointer:
     the first cut after it. A checkpoint that cannot be written is noted and counted, and the one before stays.
 
     Attributes:
+        config: When to take them, and how many to keep.
         newest: Version of the newest complete checkpoint; None before the first.
         spared: Versions whose checkpoints are kept, however old.
     """
@@ -278,7 +289,7 @@ class Checkpointer:
             on_cut: Called with the version at every cut.
             on_written: Called with the version of a complete checkpoint, and the seconds that it took.
         """
-        self._config = config
+        self.config = config
         self._folder = folder
         self._trainer = trainer
         self._store = store
@@ -301,7 +312,7 @@ class Checkpointer:
         One is taken after the first step, so that there is one to go back to, then at every interval unless the one
         before is still being written, and after the last step, from which a longer run continues.
         """
-        every, minutes = self._config.every_steps, self._config.every_minutes
+        every, minutes = self.config.every_steps, self.config.every_minutes
         if is_last:
             return bool(every or minutes)
         waits_for_first = self.newest is None and self._writing is None
@@ -320,7 +331,7 @@ class Checkpointer:
     async def take_last(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> None:
         """Take a checkpoint before the run ends early, unless there is one of this version or none is wanted."""
         await self.written()
-        if version != self.newest and (self._config.every_steps or self._config.every_minutes):
+        if version != self.newest and (self.config.every_steps or self.config.every_minutes):
             await self.take(version, saved, run_state)
             await self.written()
 
@@ -380,7 +391,7 @@ class Checkpointer:
             "run": run_state,
         }
         checkpoint: Checkpoint = await self._in_thread(self._folder.commit, folder, saved, manifest)
-        await self._in_thread(self._folder.prune, self._config.keep, version, self.spared)
+        await self._in_thread(self._folder.prune, self.config.keep, version, self.spared)
         return checkpoint
 
 

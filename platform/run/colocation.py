@@ -7,8 +7,8 @@ no rollout is in flight while a batch trains, so no request is interrupted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
@@ -36,6 +36,9 @@ class TimeSharedTrainer:
         report = await self._trainer.step(batch)
         await self._for_each_engine(lambda engine: engine.wake())
         return report
+
+    async def set_learning_rate(self, settings: Mapping[str, Any]) -> int:
+        return await self._trainer.set_learning_rate(settings)
 
     async def stop_step(self) -> bool:
         return await self._trainer.stop_step()

@@ -36,6 +36,7 @@ class Evaluations:
     """All evaluations of a run.
 
     Attributes:
+        config: How often, and how many tasks.
         done: Successful ones, in order.
         held_out: Tasks of the first and the last one; empty: the run has no evaluations.
         num_failed: Failed ones.
@@ -67,7 +68,7 @@ class Evaluations:
         self.held_out = held_out
         self.num_failed = 0
         self.running: int | None = None
-        self._config = config
+        self.config = config
         self._evaluator = evaluator
         self._run_dir = run_dir
         self._log = log
@@ -90,7 +91,7 @@ class Evaluations:
 
     def is_due(self, version: int) -> bool:
         """Whether a version is one of `evaluation.every_steps` that is evaluated during training."""
-        every = self._config.every_steps
+        every = self.config.every_steps
         return bool(self.held_out and every and version and version % every == 0)
 
     def start(self, version: int) -> None:
@@ -101,7 +102,7 @@ class Evaluations:
                 return
             # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
             self._task.result()
-        tasks = self.held_out[: self._config.first_tasks(len(self.held_out))]
+        tasks = self.held_out[: self.config.first_tasks(len(self.held_out))]
         self.running = version
         self._task = asyncio.create_task(self._evaluate(version, tasks), name="evaluation")
 
@@ -110,7 +111,7 @@ class Evaluations:
 
         It needs no state but the evaluations, so a run that is resumed or rolled back ends at the same step.
         """
-        patience, num_worse = self._config.patience, num_since_best(self.done)
+        patience, num_worse = self.config.patience, num_since_best(self.done)
         if patience is None or num_worse < patience:
             return False
         best, first = best_of(self.done), self.done[0]
@@ -122,7 +123,7 @@ class Evaluations:
             + (f"Before training it was better still ({first.score}). " if was_better else "")
             + (
                 f"`penstock export {self._run_dir} --best` writes its policy"
-                if self._config.keep_best
+                if self.config.keep_best
                 else f"The policy of v{best.step} is not kept, since evaluation.keep_best=false"
             )
         )
@@ -130,7 +131,7 @@ class Evaluations:
 
     def spared_versions(self) -> frozenset[int]:
         """Versions whose checkpoints are kept, however old: the best one, and one whose evaluation goes on."""
-        if not self._config.keep_best:
+        if not self.config.keep_best:
             return frozenset()
         best = best_of(self.done)
         return frozenset(version for version in (best and best.step, self.running) if version)
@@ -183,11 +184,11 @@ class Evaluations:
         self._tell(version, evaluation, tasks, is_best=self._write_best() is evaluation)
 
     def _tell(self, version: int, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
-        size = self._config.answers_per_task
+        size = self.config.answers_per_task
         self._note(
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
-            + (f", {part}" if (part := self._config.part) else "")
+            + (f", {part}" if (part := self.config.part) else "")
             + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
             + (f" with {size} answers each" if size > 1 else "")
             + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
@@ -208,7 +209,7 @@ class Evaluations:
 
     def _write_best(self) -> Evaluation | None:
         """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
-        best = best_of(self.done) if self._config.keep_best else None
+        best = best_of(self.done) if self.config.keep_best else None
         path = self._run_dir / BEST_FILE
         try:
             if best is not None:

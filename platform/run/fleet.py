@@ -143,7 +143,7 @@ class Fleet:
     def _refusal(self, num_engines: int) -> str | None:
         """Why the number of engines cannot become `num_engines` now; None if it can."""
         config, pool = self._config, self._pool
-        if num_engines < 1:
+        if type(num_engines) is not int or num_engines < 1:
             return f"--engines {num_engines}: a run needs at least 1 engine, or its requests would wait until it fails."
         if config.cluster.colocated:
             return (

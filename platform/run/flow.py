@@ -336,9 +336,9 @@ class Flow:
             self._group_failed(self._groups[group_id], error)
         for group in saved.open_groups:
             self._groups[group.group_id].restore(group)
-        ledger = self.core.ledger
-        num_allowed = self.core.limits.total_steps * self.core.limits.batch_groups
-        if saved.state["limits"] != self._bounds() or ledger.num_admitted - ledger.num_returned > num_allowed:
+        limits = self.core.limits
+        num_needed = (limits.total_steps - self.core.version) * limits.batch_groups
+        if saved.state["limits"] != self._bounds() or len(live) > num_needed:
             for group_id in self.core.roll_back():
                 self.stats.group_dropped(group_id)
                 self._tasks.requeue(self._groups.pop(group_id).queued, self.core.ledger, is_charged=False)

@@ -7,31 +7,23 @@ the tasks, and the files of the checkpoint. Then the run continues as `penstock 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.platform.checks.load import check_all
 from penstock.platform.checks.run_dir import read_data
-from penstock.platform.config.compose import Composition, to_yaml
-from penstock.platform.config.field_errors import describe_errors
-from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.config.compose import Composition
+from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.progress import Progress, ProgressLine
-from penstock.platform.metrics.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
 from penstock.platform.run import training
@@ -39,8 +31,14 @@ from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choos
 from penstock.platform.run.evaluation import evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.run_dir import locked
+from penstock.platform.run.saved_config import (
+    changed_config,
+    differences,
+    enter_folder_of,
+    read_saved_config,
+    write_changed,
+)
 
-_INTERPOLATION = re.compile(r"(\\*)\$\{")
 FREE_KEYS = (
     "total_steps",
     "max_hours",
@@ -143,9 +141,8 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
-    environment = read_environment(run_dir) | {"typed": sorted(config.typed)}
-    write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+    changed = differences(saved, config.model_dump(mode="json"))
+    write_changed(run_dir, config, checkpoint.version, changed, by="resume")
     TrajectoryTable(run_dir).files.drop_after(checkpoint.version)
     EvaluationTable(run_dir).files.drop_after(checkpoint.version)
     reached = 0
@@ -186,76 +183,6 @@ def changes_of_learning(
         )
 
 
-def read_saved_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration that a run has written.
-
-    Raises:
-        ConfigError: If the directory holds no run.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            [f"{run_dir}: holds no {CONFIG_FILE}, so it is no run. Give the directory that `penstock train` printed."]
-        )
-    saved = yaml.safe_load(path.read_text(encoding="utf-8"))  # not OmegaConf: every `${` in it is text
-    assert isinstance(saved, dict)
-    return {str(key): value for key, value in saved.items()}
-
-
-def enter_folder_of(run_dir: Path) -> None:
-    """Change to the folder in which the run was started: its relative paths and the user's modules are there."""
-    folder = read_environment(run_dir).get("folder")
-    if folder is not None and Path(folder).is_dir():
-        os.chdir(folder)
-
-
-def read_environment(run_dir: Path) -> dict[str, Any]:
-    """What is known about the start of a run; empty if nothing is."""
-    try:
-        found = json.loads((run_dir / ENVIRONMENT_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def changed_config(saved: Mapping[str, Any], overrides: Sequence[str], run_dir: Path) -> RunConfig:
-    """The saved configuration with the overrides.
-
-    Raises:
-        ConfigError: If an override is no `KEY=VALUE`, or the result is invalid.
-    """
-    choices = [word for word in overrides if "=" not in word or "/" in word.partition("=")[0]]
-    if choices:
-        raise ConfigError(
-            [f"{word}: a resumed run takes single keys, KEY=VALUE, and no choices of groups." for word in choices]
-        )
-    typed = {word.partition("=")[0]: word for word in overrides}
-    # Without that file every key counts as typed, so that no default of the run is adapted once more.
-    began_with = read_environment(run_dir).get("typed", _flat(saved))
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
-        raw = OmegaConf.to_container(merged, resolve=True)
-        assert isinstance(raw, dict)
-        raw |= {"run_dir": str(run_dir), "overwrite": False}
-        composition = Composition(raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *typed])
-        composition.validate()
-        assert composition.config is not None, "it is valid"
-        return composition.config
-    except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from error
-    except ValidationError as error:
-        raise ConfigError(list(describe_errors(error, typed).values())) from error
-
-
-def _escaped(tree: Any) -> Any:
-    """The same texts, with each `${` as OmegaConf writes it where it is no interpolation."""
-    if isinstance(tree, Mapping):
-        return {key: _escaped(one) for key, one in tree.items()}
-    if isinstance(tree, list):
-        return [_escaped(one) for one in tree]
-    return _INTERPOLATION.sub(r"\1\1\\${", tree) if isinstance(tree, str) else tree
-
-
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each changed key that changes what the run learns.
 
@@ -263,15 +190,12 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """
     with suppress(ConfigError):  # of a key that this version does not have any more
         saved = changed_config(saved, (), Path(config.run_dir)).model_dump(mode="json")
-    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        is_free = key in ("run_dir", "overwrite", "resume") or any(
-            key == one or key.startswith(f"{one}.") for one in FREE_KEYS
-        )
-        if before.get(key) != now.get(key) and not is_free:
+    for key, (before, now) in differences(saved, config.model_dump(mode="json")).items():
+        is_free = key in ("run_dir", "overwrite", "resume") or any(is_within(key, one) for one in FREE_KEYS)
+        if not is_free:
             yield (
-                f"{key}={now.get(key)}: the run began with {before.get(key)}, and this changes what it learns. Leave "
-                "it, or use --allow-changed."
+                f"{key}={now}: the run began with {before}, and this changes what it learns. Leave it, or use "
+                "--allow-changed. Or leave this run as it is, and begin another one here: --as NEW."
             )
 
 
@@ -279,14 +203,3 @@ def changed_tasks(run_dir: Path, config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each source of tasks that has changed since the run began."""
     for change in changes(read_data(run_dir), fingerprints(config.env, config.seed), includes_order=True):
         yield f"env: the tasks have changed: {change}. Bring the data back, or use --allow-changed."
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> leaf; lists are leaves."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    return {
-        key: leaf
-        for name, value in tree.items()
-        for key, leaf in _flat(value, f"{prefix}.{name}" if prefix else str(name)).items()
-    }

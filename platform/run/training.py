@@ -60,7 +60,7 @@ from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.flow import StopRequestedError
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
 from penstock.platform.run.run import Run
-from penstock.platform.run.run_dir import locked, prepare_run_dir
+from penstock.platform.run.run_dir import locked, prepare_run_dir, read_environment
 
 MAX_ROLLBACKS_PER_HOUR = 5
 """A trainer that loses ranks more often has a cause that going back does not mend."""
@@ -80,13 +80,13 @@ def train(config: RunConfig) -> int:
     return run_to_end(prepared, stop)
 
 
-def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint) -> int:
-    """Continue to train in a run directory whose lock is held; returns the exit code.
+def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None) -> int:
+    """Train in a run directory whose lock is held; returns the exit code.
 
     Args:
         config: Configuration of the run.
         run_dir: Its directory.
-        resumed: Checkpoint in it to continue from.
+        resumed: Checkpoint in it to continue from; None begins at step 0.
     """
     stop = Stop(config.stop_grace_s)
     return run_to_end(lambda: _train(config, run_dir, resumed, stop), stop)
@@ -98,6 +98,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     stop = stop or Stop()
     console = RunConsole(config.total_steps, config.console)
     console.header(config.name, header_facts(config))
+    branched_from = read_environment(run_dir).get("branched_from")
     memory = MemorySampler()
     memory.start()
     open_trackers = partial(build_trackers, config.tracker, run_dir, config.name, config.model_dump(mode="json"))
@@ -119,14 +120,15 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         """Write `summary.json` and what belongs to it."""
         ended_by = stop.reason or None if end == "interrupted" else None
         if run is not None:
-            summary = replace(summarise(run, hub, end, memory.peak_gib), ended_by=ended_by)
+            summary = summarise(run, hub, end, memory.peak_gib)
+            summary = replace(summary, ended_by=ended_by, branched_from=branched_from)
             write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
             write_summary(run_dir, summary)
             return summary
         steps = 0 if resumed is None else resumed.version
         summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
-        summary = replace(summary, ended_by=ended_by, steps=steps)
+        summary = replace(summary, ended_by=ended_by, steps=steps, branched_from=branched_from)
         if resumed is None or not (run_dir / SUMMARY_FILE).exists():  # else it is of the training before
             write_summary(run_dir, summary)
         return summary
@@ -161,6 +163,7 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
                     lost = await ranks_lost(parts.actors, error)
                     resumed = await newest_checkpoint(run_dir, lost)
                     reached = 0 if run is None else run.version
+                    config = config if run is None else run.config  # `penstock set` may have changed it
                     pending.add("the trainer again")
                     await roll_back(config, parts, instruments, lost, resumed, rollbacks, reached)
                     hub.roll_back(resumed.version, partial(open_trackers, first_step=resumed.version + 1))

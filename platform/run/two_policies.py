@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import CheckpointError, TrainingError
@@ -83,6 +83,18 @@ class TwoPolicyTrainer:
     async def early_logprobs(self, group: GroupRef) -> None:
         """Compute the early logprobs of a ready group on both trainers."""
         await asyncio.gather(*(trainer.early_logprobs(group) for trainer in self._trainers.values()))
+
+    async def set_learning_rate(self, settings: Mapping[str, Any]) -> int:
+        """Refuse it.
+
+        Raises:
+            TrainingError: Always: the two policies may have different optimizers.
+        """
+        del settings
+        raise TrainingError(
+            "trainer.optimizer: this run trains two policies, whose learning rates are set when it starts. End it and "
+            "resume it with the other one."
+        )
 
     async def stop_step(self) -> bool:
         """End the step of both trainers. If only one of them can, the other one has kept the version before."""

@@ -29,7 +29,13 @@ def candidate(group: int, deadline: int, *, ready: bool = True) -> Candidate:
     ],
 )
 def test_credits_follow_from_absolute_counters(admitted: int, returned: int, trained: int, free: int) -> None:
-    assert free_credits(B2_ETA1, admitted=admitted, returned=returned, trained=trained) == free
+    assert free_credits(B2_ETA1, admitted=admitted, returned=returned, trained=trained, version=trained // 2) == free
+
+
+def test_what_the_run_still_needs_counts_from_its_version_whatever_the_batches_were_before() -> None:
+    # Nine batches of four groups were trained, then the batch became two.
+    assert free_credits(B2_ETA1, admitted=36, returned=0, trained=36, version=9) == 2
+    assert free_credits(B2_ETA1, admitted=36, returned=0, trained=36, version=8) == 4
 
 
 @pytest.mark.parametrize(
@@ -46,12 +52,12 @@ def test_credits_follow_from_absolute_counters(admitted: int, returned: int, tra
 )
 def test_no_group_is_admitted_while_two_batches_wait(waiting: int, admitted: int, free: int) -> None:
     limits = FlowLimits(batch_groups=2, max_staleness=8, total_steps=100)
-    assert free_credits(limits, admitted=admitted, returned=0, trained=0, waiting=waiting) == free
+    assert free_credits(limits, admitted=admitted, returned=0, trained=0, version=0, waiting=waiting) == free
 
 
 def test_surplus_widens_the_window() -> None:
     limits = FlowLimits(batch_groups=2, max_staleness=0, total_steps=10, surplus=3)
-    assert free_credits(limits, admitted=0, returned=0, trained=0, surplus=limits.surplus) == 5
+    assert free_credits(limits, admitted=0, returned=0, trained=0, version=0, surplus=limits.surplus) == 5
 
 
 def test_synchronous_window_is_one_batch() -> None:

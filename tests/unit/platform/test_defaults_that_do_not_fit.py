@@ -18,7 +18,7 @@ from penstock.platform.checks.tasks import TaskSample, check_room
 from penstock.platform.cluster import hardware
 from penstock.platform.config.compose import Composition, compose_all, to_yaml
 from penstock.platform.config.findings import Fit, error
-from penstock.platform.run import resume
+from penstock.platform.run import saved_config
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization import tokenizers
 from penstock.rollout.tokenization.tokenizers import TokenCodec, byte_tokenizer
@@ -252,8 +252,8 @@ def test_a_key_in_a_file_of_the_users_is_set_also_in_one_that_it_builds_on(tmp_p
 def test_a_resumed_run_remembers_what_was_set_when_it_began(tmp_path):
     overrides = [*text(tmp_path, max_position_embeddings=512), "run_dir=run"]
     run_dir = prepare_run_dir(load_config("train", overrides).config)
-    saved = resume.read_saved_config(run_dir)
-    config = resume.changed_config(saved, ["total_steps=20"], run_dir)
+    saved = saved_config.read_saved_config(run_dir)
+    config = saved_config.changed_config(saved, ["total_steps=20"], run_dir)
     assert config.is_typed("model.path")
     assert config.is_typed("total_steps")
     assert not config.is_typed("model.max_context_tokens")
@@ -264,7 +264,7 @@ def test_a_resumed_run_remembers_what_was_set_when_it_began(tmp_path):
     environment = json.loads((run_dir / "environment.json").read_text())
     del environment["typed"]  # of a version that did not write it
     (run_dir / "environment.json").write_text(json.dumps(environment))
-    assert resume.changed_config(saved, [], run_dir).is_typed("model.max_context_tokens")
+    assert saved_config.changed_config(saved, [], run_dir).is_typed("model.max_context_tokens")
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 10, 20])

@@ -27,9 +27,9 @@ from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run import fleet, scale
+from penstock.platform.run import control, fleet
+from penstock.platform.run.control import request, served_control
 from penstock.platform.run.fleet import Fleet
-from penstock.platform.run.scale import request_scale, served_control
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.rollout_context import RolloutContext
@@ -369,12 +369,12 @@ async def test_a_command_reaches_the_driver_and_the_socket_goes_with_it(depth: i
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "control.sock").write_text("of a dead driver")
     notes: list[str] = []
-    async with served_control(run_dir, scale_nothing, notes.append):
+    async with served_control(run_dir, {"scale": scale_nothing}, notes.append):
         progress: list[str] = []
-        assert await asyncio.to_thread(request_scale, run_dir, 2, progress.append) == "there are 2"
+        assert await asyncio.to_thread(request, run_dir, "scale", 2, progress.append) == "there are 2"
         assert progress == ["on the way"]
         with pytest.raises(PenstockError, match="planted refusal"):
-            await asyncio.to_thread(request_scale, run_dir, 0, progress.append)
+            await asyncio.to_thread(request, run_dir, "scale", 0, progress.append)
         link = run_dir / "control"
         folder = Path(link.read_text().strip()).parent.parent if link.exists() else None
         assert (folder is not None) == (len(str(run_dir / "control.sock")) > 107)
@@ -382,15 +382,15 @@ async def test_a_command_reaches_the_driver_and_the_socket_goes_with_it(depth: i
     assert list(run_dir.glob("control*")) == []
     assert folder is None or not folder.exists()
     with pytest.raises(PenstockError, match="is not running"):
-        await asyncio.to_thread(request_scale, run_dir, 2, progress.append)
+        await asyncio.to_thread(request, run_dir, "scale", 2, progress.append)
     with pytest.raises(PenstockError, match="no such run directory"):
-        request_scale(run_dir / "other", 2, progress.append)
+        request(run_dir / "other", "scale", 2, progress.append)
 
 
 async def test_a_client_that_sends_something_else_is_told_and_one_that_waits_hears_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale, "ALIVE_S", 0.01)
+    monkeypatch.setattr(control, "ALIVE_S", 0.01)
     started = asyncio.Event()
 
     async def scale_forever(num_engines: int, progress: Callable[[str], None]) -> str:
@@ -400,14 +400,14 @@ async def test_a_client_that_sends_something_else_is_told_and_one_that_waits_hea
         return ""
 
     run_dir = tmp_path
-    async with served_control(run_dir, scale_forever, print):
-        address = scale._address(run_dir)
-        for line in (b"\n", b"[]\n", b'{"engines": true}\n', b"x" * (1 << 17) + b"\n"):
+    async with served_control(run_dir, {"scale": scale_forever}, print):
+        address = control._address(run_dir)
+        for line in (b"\n", b"[]\n", b'{"engines": 2}\n', b"x" * (1 << 17) + b"\n"):
             reader, writer = await asyncio.open_unix_connection(address)
             writer.write(line)
             assert b'"error"' in await asyncio.wait_for(reader.readline(), 5)
             writer.close()
-        waiting = asyncio.create_task(asyncio.to_thread(request_scale, run_dir, 2, print))
+        waiting = asyncio.create_task(asyncio.to_thread(request, run_dir, "scale", 2, print))
         await started.wait()
         await asyncio.sleep(0.05)
     with pytest.raises(PenstockError, match="the run has ended"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.platform.config.compose import Composition, compose_all, to_yaml
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.resume import changed_config, read_saved_config
+from penstock.platform.run.saved_config import changed_config, read_saved_config
 from tests.tiers import examples
 
 

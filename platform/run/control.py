@@ -1,8 +1,9 @@
-"""The socket on which a driver takes commands while it runs, and the client of `penstock scale`.
+"""The socket on which a driver takes commands while it runs, and the client of `penstock scale` and `penstock set`.
 
-One JSON object per line. The client sends one: `{"engines": 3}`. The driver answers with any number of
-`{"progress": sentence}` lines, and at last one `{"done": sentence}` or `{"error": sentence}`. Between them it sends
-`{}` every `ALIVE_S`, so that the client notices a driver that hangs. A command goes on if its client goes away.
+One JSON object per line. The client sends one, the name of a command with its argument: `{"scale": 3}` or
+`{"set": ["total_steps=200"]}`. The driver answers with any number of `{"progress": sentence}` lines, and at last one
+`{"done": sentence}` or `{"error": sentence}`. Between them it sends `{}` every `ALIVE_S`, so that the client notices a
+driver that hangs. A command goes on if its client goes away.
 
 The socket is in the run directory, which only one driver has at a time; so a socket that is there when a driver starts
 belongs to a dead one. The path of a socket has at most 107 bytes on Linux. If the run directory is deeper, the socket
@@ -18,7 +19,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,27 +37,29 @@ for the last lines at the end of the run; seconds."""
 SILENCE_S = 60.0
 """A client gives up on a driver that sends nothing for so long, seconds."""
 
-Scale = Callable[[int, Callable[[str], None]], Awaitable[str]]
-"""Changes the number of engines; is given a function for progress, and returns the last sentence."""
+Command = Callable[[Any, Callable[[str], None]], Awaitable[str]]
+"""Checks its argument and does it; is given a function for progress, and returns the last sentence."""
 
 
 @asynccontextmanager
-async def served_control(run_dir: Path, scale: Scale, note: Callable[[str], None]) -> AsyncIterator[None]:
+async def served_control(
+    run_dir: Path, commands: Mapping[str, Command], note: Callable[[str], None]
+) -> AsyncIterator[None]:
     """Take commands while the context is open. A run whose directory can hold no socket goes on without it.
 
     Args:
         run_dir: Directory of the run, which this process has locked.
-        scale: Runs the command `scale`.
+        commands: By name.
         note: Told if there is no socket.
     """
-    server = ControlServer(scale)
+    server = ControlServer(commands)
     _remove_socket(run_dir)
     try:
         address = _make_address(run_dir)
         listener = await asyncio.start_unix_server(server.serve, address, limit=LONGEST_LINE_BYTES)
         (run_dir / CONTROL_SOCKET).chmod(0o600)
     except OSError as error:  # some network file systems have no sockets
-        note(f"`penstock scale` cannot reach this run, because {run_dir} can hold no socket: {error}")
+        note(f"{_names(commands)} cannot reach this run, because {run_dir} can hold no socket: {error}")
         _remove_socket(run_dir)
         yield
         return
@@ -71,8 +74,8 @@ async def served_control(run_dir: Path, scale: Scale, note: Callable[[str], None
 class ControlServer:
     """Answers clients. Each command is a task of its own, which ends with the run at the latest."""
 
-    def __init__(self, scale: Scale) -> None:
-        self._scale = scale
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        self._known = commands
         self._clients: set[asyncio.Task[Any]] = set()
         self._commands: set[asyncio.Task[None]] = set()
 
@@ -101,12 +104,12 @@ class ControlServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(REQUEST_S):
             try:
-                num_engines = _read_command(await reader.readline())
+                name, argument = self._read(await reader.readline())
             except ValueError as error:  # also of a line that is too long
                 await _send(writer, {"error": f"control: {error}"})
                 return
         lines: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-        command = asyncio.create_task(self._run(num_engines, lines), name="scale")
+        command = asyncio.create_task(self._run(name, argument, lines), name=name)
         self._commands.add(command)
         command.add_done_callback(self._commands.discard)
         while True:
@@ -119,26 +122,40 @@ class ControlServer:
             if "done" in line or "error" in line:
                 return
 
-    async def _run(self, num_engines: int, lines: asyncio.Queue[dict[str, str]]) -> None:
+    def _read(self, line: bytes) -> tuple[str, Any]:
+        """The command that a client sends.
+
+        Raises:
+            ValueError: If the line is something else.
+        """
+        command = json.loads(line)
+        if not isinstance(command, dict) or len(command) != 1 or next(iter(command)) not in self._known:
+            raise ValueError(f"a line is {{NAME: argument}}, with a name of {sorted(self._known)}")
+        ((name, argument),) = command.items()
+        return name, argument
+
+    async def _run(self, name: str, argument: Any, lines: asyncio.Queue[dict[str, str]]) -> None:
         # Overwritten unless the task is cancelled, even before its first step of work.
         last = {"error": "the run has ended, or its trainer went back to a checkpoint; look at its console."}
         try:
-            last = {"done": await self._scale(num_engines, lambda sentence: lines.put_nowait({"progress": sentence}))}
+            answer = await self._known[name](argument, lambda sentence: lines.put_nowait({"progress": sentence}))
+            last = {"done": answer}
         except PenstockError as error:
             last = {"error": str(error)}
         except Exception as error:
-            logger.exception("control: scale has failed; the run continues")
+            logger.exception("control: %s has failed; the run continues", name)
             last = {"error": f"{type(error).__name__}: {error}"}
         finally:
             lines.put_nowait(last)
 
 
-def request_scale(run_dir: Path, num_engines: int, progress: Callable[[str], None]) -> str:
-    """Ask the driver of a run for another number of engines, and wait until it has it.
+def request(run_dir: Path, name: str, argument: object, progress: Callable[[str], None]) -> str:
+    """Send a command to the driver of a run, and wait until it is done.
 
     Args:
         run_dir: Directory of the run.
-        num_engines: Wanted number of engines.
+        name: Of the command.
+        argument: Of the command, as JSON types.
         progress: Receives the driver's sentences.
 
     Returns:
@@ -155,11 +172,11 @@ def request_scale(run_dir: Path, num_engines: int, progress: Callable[[str], Non
             connection.connect(str(_address(run_dir)))
         except OSError as error:
             raise PenstockError(
-                f"{run_dir}: this run is not running, or is still starting, or runs on another machine, so the number "
-                f"of its engines cannot change ({error}). `penstock resume` takes rollout.num_engines=N."
+                f"{run_dir}: this run is not running, or is still starting, or runs on another machine, so it takes no "
+                f"commands ({error}). `penstock resume {run_dir} KEY=VALUE` changes keys of one that has ended."
             ) from error
         try:
-            connection.sendall(json.dumps({"engines": num_engines}).encode() + b"\n")
+            connection.sendall(json.dumps({name: argument}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 while raw := lines.readline(LONGEST_LINE_BYTES):
                     line = json.loads(raw)
@@ -173,20 +190,11 @@ def request_scale(run_dir: Path, num_engines: int, progress: Callable[[str], Non
             raise PenstockError(f"{run_dir}: its driver has sent nothing for {SILENCE_S:g} s: it hangs.") from error
         except (OSError, ValueError) as error:
             raise PenstockError(f"{run_dir}: the connection to its driver broke: {error}") from error
-    raise PenstockError(f"{run_dir}: the run ended before its engines had changed.")
+    raise PenstockError(f"{run_dir}: the run ended before it had answered.")
 
 
-def _read_command(line: bytes) -> int:
-    """The number of engines that a client asks for.
-
-    Raises:
-        ValueError: If the line is something else.
-    """
-    command = json.loads(line)
-    if not isinstance(command, dict) or type(command.get("engines")) is not int:
-        raise ValueError('a command is {"engines": N} on one line')
-    num_engines: int = command["engines"]
-    return num_engines
+def _names(commands: Mapping[str, Command]) -> str:
+    return " and ".join(f"`penstock {name}`" for name in commands)
 
 
 async def _send(writer: asyncio.StreamWriter, line: dict[str, str]) -> None:

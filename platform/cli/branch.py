@@ -1,0 +1,313 @@
+"""`penstock resume RUN --as NEW`: another run that begins at a checkpoint of RUN, which stays as it is.
+
+What a branch may keep of the checkpoint, each with all before it:
+
+    weights     a new run of the policy: step 0, a new optimizer
+    optimizer   + the moments, counters and versions: it goes on at the step of the checkpoint
+    data        + the position in the tasks; the tasks of groups that were not trained yet come again
+    groups      + these groups: RUN itself, had it been changed there
+
+A changed key decides how much can be kept (`limits`). What is then lost is said; the optimizer is only given up if that
+was typed (`--restore weights`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import CheckpointError, ConfigError
+from penstock.platform.checks.load import check_all
+from penstock.platform.cli.export import export_policy
+from penstock.platform.config.compose import Composition
+from penstock.platform.config.schema import RunConfig, is_within
+from penstock.platform.metrics.progress import Progress, ProgressLine
+from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE
+from penstock.platform.metrics.trackers.jsonl import drop_later_records
+from penstock.platform.run import training
+from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.flow import FlowSnapshot
+from penstock.platform.run.flow_builder import flow_limits
+from penstock.platform.run.resume import changed_tasks, has_ended
+from penstock.platform.run.run_dir import locked, prepare_run_dir
+from penstock.platform.run.saved_config import (
+    changed_config,
+    differences,
+    enter_folder_of,
+    read_saved_config,
+    write_changed,
+)
+
+Part = Literal["weights", "optimizer", "data", "groups"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""In this order; each includes those before it."""
+START_POLICY = "start_policy"
+"""Folder of the policy with which a branch of the weights alone begins."""
+_POSITION = ("seed", "env.factory", "env.args", "env.streams", "env.curriculum")
+_ANSWERS = ("env", "reward", "rollout.sampling", "reference", "teacher")
+_CREDITS = ("dataflow.batch_groups", "dataflow.max_staleness", "dataflow.surplus", "dataflow.on_expiry")
+_MODEL = ("model.path", "model.from_scratch", "model.tokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """That a change does not let a branch keep everything.
+
+    Attributes:
+        part: The last part that can be kept; None: nothing can.
+        why: A sentence with both values.
+    """
+
+    part: Part | None
+    why: str
+
+
+def branch(run_dir: Path, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> int:
+    """Begin the run and train it to its end; returns the exit code.
+
+    Args:
+        run_dir: Directory of RUN, which is only read.
+        target: Name of the new run, which is made beside RUN, or a path to its directory.
+        overrides: `KEY=VALUE` words.
+        step: Which checkpoint; None is the newest complete one.
+        restore: The last of `PARTS` that is kept of it; None is all that the changed keys leave.
+
+    Raises:
+        ConfigError: If the new run is not possible; nothing was written then.
+        CheckpointError: If there is no checkpoint that can be read.
+    """
+    run_dir, new_dir = run_dir.resolve(), branch_dir(run_dir, target)
+    saved = read_saved_config(run_dir)
+    if new_dir.exists() and (not new_dir.is_dir() or any(new_dir.iterdir())):
+        raise ConfigError([f"--as {target}: {new_dir} exists. Give a name that is free, so that nothing is lost."])
+    if restore is not None and restore not in PARTS:
+        raise ConfigError([f"--restore {restore}: there is no such part of a checkpoint. One of {', '.join(PARTS)}."])
+    wanted: Part | None = restore
+    console = Console(stderr=True)
+    with ProgressLine(console).showing(lambda: Progress("reading the checkpoint")):
+        checkpoint = choose_checkpoint(run_dir, step)
+    enter_folder_of(run_dir)
+    before = changed_config(saved, (), run_dir)
+    config = changed_config(saved, overrides, run_dir, new_dir)
+    kept, told = decide(list(limits(before, config, run_dir)), wanted)
+    composition = settled(config)
+    config = composition.config or config
+    if kept != "weights" and (problem := nothing_left(config, checkpoint, target)):
+        raise ConfigError([problem])
+    lineage = {"run": str(run_dir), "step": checkpoint.version, "restored": kept}
+    prepare_run_dir(config, branched_from=lineage)
+    with locked(new_dir):
+        start = None
+        if kept == "weights":
+            with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
+                export_policy(before, checkpoint.path, new_dir / START_POLICY)
+            config = starting_from(config, new_dir)
+        else:
+            start = copied(run_dir, checkpoint, new_dir, kept, config)
+        changed = differences(saved, config.model_dump(mode="json"))
+        write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {run_dir}")
+        for sentence in (*composition.derived.values(), *told):
+            print(f"warning {sentence}")
+        print(f"{new_dir} begins at step {checkpoint.version} of {run_dir} with its {', '.join(upto(kept))}")
+        return training.train_in(config, new_dir, start)
+
+
+def branch_dir(run_dir: Path, target: str) -> Path:
+    """Directory of the new run: beside the other one unless `target` is a path."""
+    return Path(target).absolute() if os.sep in target else run_dir.resolve().parent / target
+
+
+def upto(part: Part) -> tuple[Part, ...]:
+    """The parts that are kept, up to this one."""
+    return PARTS[: PARTS.index(part) + 1]
+
+
+def settled(config: RunConfig) -> Composition:
+    """The configuration with the defaults that fit it, if it can be run.
+
+    Raises:
+        ConfigError: If not.
+    """
+    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
+    findings = composition.settle(partial(check_all, command="train"))
+    if problems := [finding.message for finding in findings if finding.refuses(dry_run=False)]:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return composition
+
+
+def nothing_left(config: RunConfig, checkpoint: Checkpoint, target: str) -> str | None:
+    """Why a run has nothing to train after the checkpoint; None if it has."""
+    if checkpoint.version >= config.total_steps:
+        return (
+            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
+            f"train. Give a larger one: --as {target} total_steps={2 * checkpoint.version}"
+        )
+    if has_ended(config, checkpoint):
+        return (
+            f"evaluation.patience={config.evaluation.patience}: the run had ended by step {checkpoint.version}, since "
+            f"its evaluations were no longer better. Give a larger one: --as {target} evaluation.patience=null"
+        )
+    return None
+
+
+def limits(before: RunConfig, now: RunConfig, run_dir: Path) -> Iterator[Limit]:
+    """Yield what the changes between two configurations do not let a branch keep.
+
+    Args:
+        before: Of the run.
+        now: Of its branch.
+        run_dir: Directory of the run.
+    """
+    changed = differences(before.model_dump(mode="json"), now.model_dump(mode="json"))
+
+    def of(keys: Sequence[str], part: Part | None, why: str) -> Iterator[Limit]:
+        for key, (old, new) in changed.items():
+            if any(is_within(key, one) for one in keys):
+                yield Limit(part, f"{key} was {old} and is {new}: {why}")
+
+    yield from of(_MODEL, None, "a branch has the weights of its run; for others start a run (penstock train)")
+    yield from of(("trainer.lora",), "weights", "the checkpoint has the moments of other trained parameters")
+    if (before.partner is None) != (now.partner is None):
+        yield Limit("weights", "partner: one of the two runs has a second policy, and the checkpoint is of the other")
+    if before.algorithm.needs_critic != now.algorithm.needs_critic:
+        names = [config.algorithm.advantage.name for config in (before, now)]
+        yield Limit(
+            "weights", f"algorithm.advantage was {names[0]} and is {names[1]}: only one has a critic to continue"
+        )
+    yield from of(_POSITION, "optimizer", "the tasks are others, so a position in them says nothing")
+    for change in changed_tasks(run_dir, now):
+        yield Limit("optimizer", change)
+    others = [key for key in changed if any(is_within(key, one) for one in _POSITION)]
+    for limit in of(_ANSWERS, "data", "the groups that were not trained yet were sampled and scored before that"):
+        if not any(limit.why.startswith(key) for key in others):
+            yield limit
+    yield from of(_CREDITS, "data", "the groups that were not trained yet were admitted under the other bounds")
+    for role in ("reference", "teacher"):
+        if now.num_frozen(role) and not before.num_frozen(role):
+            yield Limit("data", f"the groups that were not trained yet have no logprobs of a {role}")
+
+
+def decide(found: Sequence[Limit], wanted: Part | None) -> tuple[Part, list[str]]:
+    """What a branch keeps, and a sentence for everything that it therefore loses.
+
+    Raises:
+        ConfigError: If nothing can be kept, or not what was asked for, or the optimizer would be lost unasked.
+    """
+    most = min((PARTS.index(one.part) for one in found if one.part is not None), default=len(PARTS) - 1)
+    hopeless = [one.why for one in found if one.part is None]
+    if hopeless:
+        raise ConfigError(hopeless)
+    asked = PARTS.index(wanted) if wanted is not None else max(most, PARTS.index("optimizer"))
+    if asked > most:
+        lost = ", ".join(PARTS[most + 1 :])
+        raise ConfigError(
+            [
+                f"{one.why}. The {lost} of the checkpoint would have to be dropped: add --restore {PARTS[most]}, or "
+                "leave the key as it was"
+                for one in found
+                if one.part is not None and PARTS.index(one.part) < asked
+            ]
+        )
+    kept = PARTS[min(asked, most)]
+    return kept, [f"{one.why}; kept: {', '.join(upto(kept))}" for one in found if wanted is None]
+
+
+def starting_from(config: RunConfig, new_dir: Path) -> RunConfig:
+    """The configuration of a branch of the weights alone: the same, with the path of its first policy."""
+    raw = config.model_dump(mode="json")
+    raw["model"] |= {"path": str(new_dir / START_POLICY), "from_scratch": False}
+    composition = Composition(raw=raw, typed=[*config.typed, "model.path"])
+    composition.validate()
+    assert composition.config is not None, "the model has the same shape"
+    return composition.config
+
+
+def copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, config: RunConfig) -> Checkpoint:
+    """Copy a checkpoint into the directory of a branch, with the metrics up to it.
+
+    Args:
+        run_dir: Directory of the run.
+        checkpoint: One of its checkpoints.
+        new_dir: Directory of the branch.
+        kept: How much of the checkpoint.
+        config: Of the branch.
+
+    Returns:
+        The checkpoint in `new_dir`.
+
+    Raises:
+        CheckpointError: If a file is gone meanwhile.
+    """
+    try:
+        start = _copied(run_dir, checkpoint, new_dir, kept, config)
+        best = json.loads((run_dir / BEST_FILE).read_text())["step"] if (run_dir / BEST_FILE).exists() else None
+        source = CheckpointFolder(run_dir)
+        if config.evaluation.keep_best and best in source.versions() and best < checkpoint.version:
+            _copied(run_dir, source.read(best), new_dir, kept, config)  # for `export --best`
+        if (run_dir / METRICS_FILE).exists():
+            shutil.copyfile(run_dir / METRICS_FILE, new_dir / METRICS_FILE)
+            drop_later_records(new_dir, checkpoint.version + 1)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{error.filename}: it was removed while it was copied; the run goes on and keeps checkpoint.keep of them. "
+            f"Delete {new_dir} and try again."
+        ) from error
+    return start
+
+
+def _copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, config: RunConfig) -> Checkpoint:
+    folder, manifest = CheckpointFolder(new_dir), checkpoint.manifest
+    folder.prepare()
+    unfinished = folder.unfinished(checkpoint.version)
+    spooled: Mapping[str, str] = manifest["spooled"] if kept == "groups" else {}
+    for name, *_ in manifest["trainer_files"]:
+        link_or_copy(checkpoint.path / name, unfinished / name)
+    for name in spooled.values():
+        link_or_copy(run_dir / name, new_dir / name)
+    state = manifest["flow"]
+    saved = FlowSnapshot(state, (), ())
+    if kept == "groups":
+        saved = FlowSnapshot(state, (), CheckpointFolder(run_dir).open_groups(checkpoint))
+    elif kept == "data":
+        saved = FlowSnapshot({**state, "limits": None}, (), ())  # under other bounds `Flow.restore` starts them again
+    elif kept == "optimizer":
+        saved = FlowSnapshot(at_the_first_task(state, config), (), ())
+    of_trainer = {f"checkpoints/{checkpoint.path.name}/{name}" for name, *_ in manifest["trainer_files"]}
+    named = of_trainer | set(spooled.values())
+    again: dict[str, Any] = {key: manifest[key] for key in ("version", "incarnation", "trainer_files", "run")}
+    again |= {"spooled": spooled, "files": [one for one in manifest["files"] if one[0] in named]}
+    return folder.commit(unfinished, saved, again)
+
+
+def at_the_first_task(state: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """The state of a flow whose live groups have ended untrained and whose tasks begin again; its version stays."""
+    core = Dataflow(
+        flow_limits(config),
+        GroupRules(config.dataflow.group_size, config.dataflow.fewest_members, config.dataflow.max_retries),
+    )
+    core.load_state_dict(state["core"], {})
+    core.roll_back()
+    tasks: dict[str, Any] = {"weights": {}, "base": dict(core.ledger.admitted_by_stream), "skipped": [{}, None]}
+    tasks |= {"rewards": {}, "requeued": [], "hooks": {}}
+    fresh = {"max_new_tokens": {}, "num_taken": {}, "filtered_since_batch": {}, "consecutive_failures": 0}
+    return {**state, **fresh, "core": core.state_dict(), "tasks": tasks}
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under another name where the file system can do that: files of checkpoints never change."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

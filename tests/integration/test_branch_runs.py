@@ -1,0 +1,143 @@
+"""A run that branches from a checkpoint of another one: bit for bit that run, had it been changed there."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.cli.branch import PARTS, START_POLICY, branch
+from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run import resume
+from penstock.platform.run.checkpoint import CheckpointFolder
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from tests.command_line import read_summary
+from tests.in_process import in_process, train_in_process
+from tests.small_run import small_run_overrides
+
+STEPS, CUT, LATER = 6, 4, 8
+REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
+OF_RUN = [
+    "dataflow.batch_groups=2",
+    "reward.fn=own:letters",
+    "model.max_context_tokens=64",
+    "trainer.optimizer.lr=1e-3",
+    "checkpoint.every_steps=2",
+    "checkpoint.keep=9",
+    f"total_steps={STEPS}",
+]
+FRESH = ["dataflow.max_staleness=0", "rollout.engine.deterministic=true", "rollout.engine.max_num_seqs=4"]
+CHANGE = ["trainer.optimizer.lr=3e-3", f"total_steps={LATER}"]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "policy" / "model.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("branch")
+    (folder / "own.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parent(folder: Path) -> Path:
+    train_in_process(folder, small_run_overrides(folder, "parent", character_tokenizer(), *OF_RUN, *FRESH))
+    return folder / "runs" / "parent"
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> Path:
+    """A run that samples ahead, so that its checkpoints hold live groups."""
+    overrides = small_run_overrides(
+        folder, "ahead", character_tokenizer(), *OF_RUN, "dataflow.max_staleness=3", "rollout.num_engines=2"
+    )
+    train_in_process(folder, overrides)
+    return folder / "runs" / "ahead"
+
+
+def test_a_branch_equals_the_run_that_was_changed_there_and_leaves_its_parent_as_it_was(
+    folder: Path, parent: Path
+) -> None:
+    before = contents(parent)
+    with in_process(folder):
+        assert branch(parent, "branched", CHANGE, CUT, None) == 0
+    assert contents(parent) == before
+    branched = parent.parent / "branched"
+    with in_process(folder):
+        assert resume.resume(parent, CHANGE, CUT, allows_changed=True) == 0
+    assert are_equal(weights(branched), weights(parent))
+    rewards = [
+        [
+            (record.step, record.metrics["reward/mean"])
+            for record in read_metrics(run)
+            if "reward/mean" in record.metrics
+        ]
+        for run in (branched, parent)
+    ]
+    assert rewards[0] == rewards[1]
+    assert [step for step, _ in rewards[0]] == list(range(1, LATER + 1)), "with the steps before it"
+    summary = read_summary(branched)
+    assert summary["branched_from"] == {"run": str(parent), "step": CUT, "restored": "groups"}
+    assert summary["name"] == "branched"
+    assert f"{parent}, step {CUT}, with its groups" in (branched / "report.html").read_text()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_of_a_checkpoint_can_be_the_last_that_is_kept(folder: Path, ahead: Path, part: str) -> None:
+    name, checkpoint = f"upto_{part}", CheckpointFolder(ahead).read(CUT)
+    live = {group["task_id"] for group in checkpoint.manifest["flow"]["core"]["groups"]}
+    assert live
+    with in_process(folder):
+        assert branch(ahead, name, [], CUT, part) == 0
+    run_dir = ahead.parent / name
+    summary = read_summary(run_dir)
+    assert summary["status"] == "completed"
+    assert summary["branched_from"]["restored"] == part
+    ledger = summary["ledger"]
+    assert ledger["trained"] == 2 * STEPS
+    assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed"))
+    num_dropped = summary["untrained"].get("dropped(rollback)", 0)
+    assert num_dropped == (len(live) if part in ("optimizer", "data") else 0)
+    steps = [record.step for record in read_metrics(run_dir) if "reward/mean" in record.metrics]
+    assert steps == list(range(1, STEPS + 1))
+    assert (run_dir / START_POLICY).is_dir() == (part == "weights")
+    with in_process(folder):  # it is a run like any other
+        assert resume.resume(run_dir, [f"total_steps={STEPS + 1}"]) == 0
+
+
+def test_what_cannot_be_branched_says_why_and_writes_nothing(folder: Path, ahead: Path) -> None:
+    runs = set(ahead.parent.iterdir())
+    with in_process(folder):
+        for overrides, step, restore, said in (
+            ([], STEPS, None, rf"total_steps={STEPS}: the checkpoint is of step {STEPS}.*--as new total_steps="),
+            (["trainer.lora.rank=2"], CUT, None, "add --restore weights"),
+            (["model.path=elsewhere"], CUT, None, r"model\.path was"),
+            (["trainer.optimiser.lr=1"], CUT, None, "optimi"),
+            (["algorithm=gspo"], CUT, None, "."),
+            ([], CUT, "all", "--restore all: there is no such part"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                branch(ahead, "new", overrides, step, restore)
+        with pytest.raises(ConfigError, match=r"--as ahead: .* exists"):
+            branch(ahead, "ahead", [], CUT, None)
+        with pytest.raises(ConfigError, match="name"):
+            branch(ahead, "no name", [], CUT, None)
+    assert set(ahead.parent.iterdir()) == runs
