@@ -36,8 +36,8 @@ def keeping_run(
     run = run_of(set(), run_dir, notes, evaluator=evaluator)
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
-    run.evaluations._config = evaluation
-    run._checkpointer._config = CheckpointConfig(every_minutes=0, every_steps=every, keep=1)
+    run.evaluations.config = evaluation
+    run._checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=every, keep=1)
     return run
 
 

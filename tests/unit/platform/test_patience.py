@@ -41,8 +41,8 @@ def run_with(
     run = run_of(set(), run_dir, [] if notes is None else notes, evaluator=evaluator)
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best, patience=patience)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
-    run.evaluations._config = evaluation
-    run._checkpointer._config = CheckpointConfig(every_minutes=0, every_steps=1, keep=1)
+    run.evaluations.config = evaluation
+    run._checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=1, keep=1)
     return run
 
 
