@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.metrics.run_files import CONFIG_FILE as RUN_CONFIG_FILE
+from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.weights.hf_folder import (
     CONFIG_FILE,
     hub_cache,
@@ -41,6 +43,13 @@ def packaged_config(path: str) -> Path | None:
     return file if is_name and file.is_file() else None
 
 
+def policy_of_run(path: str) -> Path | None:
+    """The policy that a run has saved, if the path is the directory of one."""
+    policy = Path(path) / POLICY_FOLDER
+    is_run = (Path(path) / RUN_CONFIG_FILE).is_file() and not (Path(path) / CONFIG_FILE).exists()
+    return policy if is_run and (policy / CONFIG_FILE).is_file() else None
+
+
 def config_file(path: str) -> Path | None:
     """Where the config.json of `model.path` is; None if it is not known. The file itself need not be readable."""
     folder = model_folder(path)
@@ -49,12 +58,13 @@ def config_file(path: str) -> Path | None:
     return packaged_config(path)
 
 
-def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str]) -> dict[str, str]:
-    """Set the shapes in composed values to those of the checkpoints, and replace `~` in the paths of models.
+def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str], remarks: list[str]) -> dict[str, str]:
+    """Set the shapes in composed values to those of the checkpoints; a path may begin with `~`, or be that of a run.
 
     Args:
         raw: Composed values, changed here.
         typed: Dotted key -> the override as typed.
+        remarks: Gets a sentence for each path of a run, whose policy is meant.
 
     Returns:
         Dotted key -> what is wrong with it.
@@ -68,7 +78,10 @@ def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str]) -> dict[str, str]
             continue
         path = section.get("path")
         if isinstance(path, str) and path.startswith("~") and (local := local_path(path)):
-            section["path"] = str(local)  # processes that load it do not expand it
+            path = section["path"] = str(local)  # processes that load it do not expand it
+        if isinstance(path, str) and (policy := policy_of_run(path)) is not None:
+            section["path"] = str(policy)
+            remarks.append(f"{name}.path={path} is the directory of a run; its policy is taken, {policy}")
         if name in SECTIONS:
             wrong |= _fill(section, name, typed)
     return wrong
@@ -111,6 +124,11 @@ def not_here(key: str, path: str) -> str:
     """The sentence about a model that is not on this machine."""
     local = local_path(path)
     if local is not None:
+        if (local / RUN_CONFIG_FILE).is_file():
+            return (
+                f"{key}={path} is the directory of a run that has not saved its policy. Write that of a checkpoint "
+                f"first: `penstock export {path} --to DIR`; or train on from it: `penstock resume {path} --as NEW`."
+            )
         what = "has no config.json: it is no Hugging Face model directory" if local.is_dir() else "is a file"
         return f"{key}={path} {what}. Give the directory that holds config.json, the weights and the tokenizer."
     if not is_hub_name(path):

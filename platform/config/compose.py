@@ -289,7 +289,7 @@ def _validate(overrides: Overrides, config_dir: Path | None, result: Composition
     """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
     raw = result.raw
-    misread = fill_shapes(raw, overrides.typed)
+    misread = fill_shapes(raw, overrides.typed, result.remarks)
     result.problems += misread.values()
     result.wrong_paths += misread
     for _ in range(3):

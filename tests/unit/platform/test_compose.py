@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import yaml
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import compose_config
-from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.checkpoint_shapes import not_here
+from penstock.platform.config.compose import compose_all, to_yaml
 from penstock.platform.config.field_errors import PEER_NAMES
 from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR, find_groups, sort_overrides
@@ -355,3 +357,21 @@ def test_cross_field_problems_of_a_wrong_key_are_left_out():
     assert [problem.split(" ")[0] for problem in problems("dataflow.batch_groups=abc", "trainer.num_ranks=5")] == [
         'dataflow.batch_groups="abc"'
     ]
+
+
+def test_the_directory_of_a_run_names_its_policy(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "before"
+    (run_dir / "policy").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text("name: before\n")
+    overrides = ["experiment=arithmetic", f"model.path={run_dir}"]
+    problem = not_here("model.path", str(run_dir))
+    assert f"model.path={run_dir} is the directory of a run that has not saved its policy" in problem
+    assert f"penstock export {run_dir} --to DIR" in problem
+    config = {"model_type": "qwen2", "vocab_size": 33, "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    (run_dir / "policy" / "config.json").write_text(json.dumps(config))
+    composed = compose_all(overrides)
+    assert composed.config is not None
+    assert composed.config.model.path == f"{run_dir}/policy"
+    assert composed.config.model.shape.vocab_size == 33
+    assert f"model.path={run_dir} is the directory of a run; its policy is taken, {run_dir}/policy" in composed.remarks
