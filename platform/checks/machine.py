@@ -45,6 +45,7 @@ def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = Fal
         if not is_resumed and not (config.resume == "auto" and (Path(config.run_dir) / CONFIG_FILE).exists()):
             yield from check_run_dir(config)
         yield from check_disk(config, command)
+        yield from check_upload(config)
     if config.cluster.address == "local":
         yield from check_threads(config)
         yield from check_driver(config, command)
@@ -202,11 +203,33 @@ def check_free_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
         )
 
 
+def check_upload(config: RunConfig) -> Iterator[Finding]:
+    """Check that a package knows the place of `checkpoint.upload`, and that there are checkpoints to copy."""
+    url, checkpoint = config.checkpoint.upload, config.checkpoint
+    if url is None:
+        return
+    import fsspec
+
+    protocol = fsspec.utils.get_protocol(url)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as problem:
+        yield absent(f"checkpoint.upload={url}: {problem}, so nothing could be copied there. Install that package.")
+    if protocol == "file" and Path(fsspec.core.strip_protocol(url)).absolute() == Path(config.run_dir).absolute():
+        yield error(f"checkpoint.upload={url} is run_dir itself. Give another place, or leave it out.")
+    if not (checkpoint.every_steps or checkpoint.every_minutes):
+        yield error(
+            f"checkpoint.upload={url} with checkpoint.every_minutes=0 and every_steps=0: there are no checkpoints to "
+            "copy. Set one of them."
+        )
+
+
 def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Check that checkpoints, the policy and logs fit on the disk of the run directory."""
     checkpoint = config.checkpoint
     takes_any = command == "train" and (checkpoint.every_steps or checkpoint.every_minutes)
-    count = checkpoint.keep + 1 if takes_any else 0  # a new one is complete before an old one is removed
+    for_good = 0 if checkpoint.keep_every is None else config.total_steps // checkpoint.keep_every
+    count = checkpoint.keep + for_good + 1 if takes_any else 0  # a new one is complete before an old one is removed
     one, others = trained_state_gib(config), published_gib(config) + _LOG_GIB
     needed = others + count * one
     free = hardware.free_disk_bytes(Path(config.run_dir)) / GIB
@@ -218,7 +241,7 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
             f"or start it on a larger disk{or_change(keys)}.",
             *("run_dir", "name", "checkpoint", "model", "total_steps"),
             fits=[Fit("checkpoint.keep", 1, f"more checkpoints do not fit into the {free:.1f} GiB that are free")]
-            if takes_any and others + 2 * one <= free
+            if takes_any and others + (2 + for_good) * one <= free
             else (),
         )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,8 @@ from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE
 from penstock.platform.metrics.trackers.jsonl import drop_later_records
 from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.checkpoint_upload import download
+from penstock.platform.run.durable_files import link_or_copy
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.flow_builder import flow_limits
 from penstock.platform.run.resume import changed_tasks, has_ended
@@ -71,11 +74,11 @@ class Limit:
     why: str
 
 
-def branch(run_dir: Path, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> int:
+def branch(source: str, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> int:
     """Begin the run and train it to its end; returns the exit code.
 
     Args:
-        run_dir: Directory of RUN, which is only read.
+        source: Directory of RUN, which is only read, or the place to which it copies its checkpoints.
         target: Name of the new run, which is made beside RUN, or a path to its directory.
         overrides: `KEY=VALUE` words.
         step: Which checkpoint; None is the newest complete one.
@@ -85,7 +88,21 @@ def branch(run_dir: Path, target: str, overrides: Sequence[str], step: int | Non
         ConfigError: If the new run is not possible; nothing was written then.
         CheckpointError: If there is no checkpoint that can be read.
     """
-    run_dir, new_dir = run_dir.resolve(), branch_dir(run_dir, target)
+    new_dir = branch_dir(source, target)
+    if "://" not in source:
+        return _branch(Path(source).resolve(), source, new_dir, overrides, step, restore)
+    new_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=new_dir.parent, prefix=".fetched-") as folder:
+        doing = Progress(f"fetching the checkpoint from {source}")
+        with ProgressLine(Console(stderr=True)).showing(lambda: doing):
+            download(source, Path(folder), step)
+        return _branch(Path(folder), source, new_dir, overrides, step, restore)
+
+
+def _branch(
+    run_dir: Path, source: str, new_dir: Path, overrides: Sequence[str], step: int | None, restore: str | None
+) -> int:
+    target = new_dir.name
     saved = read_saved_config(run_dir)
     if new_dir.exists() and (not new_dir.is_dir() or any(new_dir.iterdir())):
         raise ConfigError([f"--as {target}: {new_dir} exists. Give a name that is free, so that nothing is lost."])
@@ -97,13 +114,21 @@ def branch(run_dir: Path, target: str, overrides: Sequence[str], step: int | Non
         checkpoint = choose_checkpoint(run_dir, step)
     enter_folder_of(run_dir)
     before = changed_config(saved, (), run_dir)
-    config = changed_config(saved, overrides, run_dir, new_dir)
+    own = [] if before.checkpoint.upload is None else ["checkpoint.upload=null"]  # that place is RUN's
+    config = changed_config(saved, [*own, *overrides], run_dir, new_dir)
+    if (place := config.checkpoint.upload) is not None and place == before.checkpoint.upload:
+        raise ConfigError([f"checkpoint.upload={place} has the checkpoints of {run_dir}. Give another place."])
     kept, told = decide(list(limits(before, config, run_dir)), wanted)
+    if own and place is None:
+        told.append(
+            "checkpoint.upload=null: the place of the other run is its own; give one to copy checkpoints of this"
+        )
     composition = settled(config)
     config = composition.config or config
     if kept != "weights" and (problem := nothing_left(config, checkpoint, target)):
         raise ConfigError([problem])
-    lineage = {"run": str(run_dir), "step": checkpoint.version, "restored": kept}
+    origin = source if "://" in source else str(run_dir)
+    lineage = {"run": origin, "step": checkpoint.version, "restored": kept}
     prepare_run_dir(config, branched_from=lineage)
     with locked(new_dir):
         start = None
@@ -114,16 +139,18 @@ def branch(run_dir: Path, target: str, overrides: Sequence[str], step: int | Non
         else:
             start = copied(run_dir, checkpoint, new_dir, kept, config)
         changed = differences(saved, config.model_dump(mode="json"))
-        write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {run_dir}")
+        write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {origin}")
         for sentence in (*composition.derived.values(), *told):
             print(f"warning {sentence}")
-        print(f"{new_dir} begins at step {checkpoint.version} of {run_dir} with its {', '.join(upto(kept))}")
+        print(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
         return training.train_in(config, new_dir, start)
 
 
-def branch_dir(run_dir: Path, target: str) -> Path:
-    """Directory of the new run: beside the other one unless `target` is a path."""
-    return Path(target).absolute() if os.sep in target else run_dir.resolve().parent / target
+def branch_dir(source: str, target: str) -> Path:
+    """Directory of the new run: beside the other one, or in runs/, unless `target` is a path."""
+    if os.sep in target:
+        return Path(target).absolute()
+    return (Path("runs").absolute() if "://" in source else Path(source).resolve().parent) / target
 
 
 def upto(part: Part) -> tuple[Part, ...]:
@@ -300,14 +327,3 @@ def at_the_first_task(state: Mapping[str, Any], config: RunConfig) -> dict[str, 
     tasks |= {"rewards": {}, "requeued": [], "hooks": {}}
     fresh = {"max_new_tokens": {}, "num_taken": {}, "filtered_since_batch": {}, "consecutive_failures": 0}
     return {**state, **fresh, "core": core.state_dict(), "tasks": tasks}
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under another name where the file system can do that: files of checkpoints never change."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        target.hardlink_to(source)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)

@@ -343,7 +343,9 @@ def sweep(
 @app.command(no_args_is_help=True)
 @exits
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic; with --as also its upload's URL.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changed keys, e.g. total_steps=200.", show_default=False),
@@ -377,9 +379,12 @@ def resume(
             )
     if restore is not None:
         raise ConfigError([f"--restore {restore}: a run that goes on keeps all. It needs another run: --as NEW."])
+    if "://" in run:
+        raise ConfigError([f"{run}: a run goes on in its own directory. To begin another one from there: --as NEW."])
+    run_dir = Path(run)
     with startable_again():
         return with_trace(
-            run / "error.txt", lambda: resume_run(run, overrides or [], step, allows_changed=allow_changed)
+            run_dir / "error.txt", lambda: resume_run(run_dir, overrides or [], step, allows_changed=allow_changed)
         )
 
 

@@ -157,6 +157,11 @@ class CheckpointConfig(Section):
     """Take one every so many steps, too; 0 turns this off."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Keep for good those whose step is a multiple of this, too, if one is taken there (`every_steps`)."""
+    upload: str | None = Field(default=None, min_length=1)
+    """Where each complete checkpoint is copied while training goes on, e.g. `s3://bucket/runs/one`: any URL of fsspec,
+    whose package must be installed. The place has the layout of the run directory."""
 
 
 class SampleConfig(Section):

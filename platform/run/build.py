@@ -36,6 +36,7 @@ from penstock.platform.run.checkpoint import (
     CheckpointFolder,
     next_incarnation,
 )
+from penstock.platform.run.checkpoint_upload import CheckpointUpload, Place
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
@@ -142,6 +143,9 @@ async def build_run(
             ),
         )
         folder = CheckpointFolder(instruments.run_dir)
+        upload = None
+        if (place := config.checkpoint.upload) is not None:
+            upload = CheckpointUpload(Place(place, instruments.run_dir), instruments.run_dir, instruments.note)
         checkpointer = Checkpointer(
             config.checkpoint,
             folder,
@@ -151,9 +155,9 @@ async def build_run(
             resumed,
             incarnation,
             on_cut=log.rotate,
-            on_written=partial(trace_checkpoint, timeline),
+            on_written=partial(checkpoint_written, timeline, upload),
         )
-        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline)
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline, upload)
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)
@@ -172,8 +176,10 @@ def close_file(file: LedgerLog | Timeline, what: str, instruments: Instruments) 
         instruments.note(f"{what} is not complete, since it could not be written: {file.error}")
 
 
-def trace_checkpoint(timeline: Timeline, version: int, seconds: float) -> None:
+def checkpoint_written(timeline: Timeline, upload: CheckpointUpload | None, version: int, seconds: float) -> None:
     """Callback of the checkpointer, when one is complete."""
+    if upload is not None:
+        upload.start(version)
     now = time.time()
     timeline.add("checkpoint", f"checkpoint v{version}", now - seconds, now)
 
@@ -184,7 +190,11 @@ async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Check
     await flow.restore(saved, payloads)
     run.load_state_dict(resumed.version, resumed.manifest["run"])
     await asyncio.to_thread(
-        folder.prune, run.config.checkpoint.keep, resumed.version, run.evaluations.spared_versions()
+        folder.prune,
+        run.config.checkpoint.keep,
+        resumed.version,
+        run.evaluations.spared_versions(),
+        run.config.checkpoint.keep_every,
     )
 
 

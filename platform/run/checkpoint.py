@@ -195,17 +195,18 @@ class CheckpointFolder:
         found: tuple[OpenGroup, ...] = self._decode(name, sums[name])
         return found
 
-    def prune(self, keep: int, newest: int, spared: Collection[int] = ()) -> None:
+    def prune(self, keep: int, newest: int, spared: Collection[int] = (), every: int | None = None) -> None:
         """Remove what is not needed any more.
 
         Args:
             keep: Number of newest checkpoints to keep.
             newest: Version of the newest one; later ones are of a lineage that a resume has left.
             spared: Versions that are kept in addition.
+            every: Multiples of it are kept, too.
         """
         versions = self.versions()
         lineage = [version for version in versions if version <= newest]
-        kept = {*lineage[-keep:], *(version for version in lineage if version in spared)}
+        kept = {*lineage[-keep:], *(one for one in lineage if one in spared or (every and one and one % every == 0))}
         for version in versions:
             if version not in kept:
                 # Renamed first: a folder that is half removed must not look complete.
@@ -304,7 +305,7 @@ class Checkpointer:
         self._metrics: dict[str, float] = {}
         self._num_failed = 0
         self.newest = None if resumed is None else resumed.version
-        self.spared: Collection[int] = ()
+        self.spared: frozenset[int] = frozenset()
 
     def is_due(self, version: int, *, is_last: bool) -> bool:
         """Whether to take a checkpoint at this cut.
@@ -391,7 +392,8 @@ class Checkpointer:
             "run": run_state,
         }
         checkpoint: Checkpoint = await self._in_thread(self._folder.commit, folder, saved, manifest)
-        await self._in_thread(self._folder.prune, self.config.keep, version, self.spared)
+        keep, every = self.config.keep, self.config.keep_every
+        await self._in_thread(self._folder.prune, keep, version, self.spared, every)
         return checkpoint
 
 

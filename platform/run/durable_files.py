@@ -48,3 +48,18 @@ class Files:
     def size(self, path: Path) -> int | None:
         """Bytes of a file; None if it does not exist."""
         return path.stat().st_size if path.is_file() else None
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under another name where the file system can do that: files of checkpoints never change.
+
+    Raises:
+        FileNotFoundError: If it is gone.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

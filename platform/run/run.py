@@ -20,6 +20,7 @@ from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.summary import SkippedPrompts
 from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.checkpoint import Checkpointer
+from penstock.platform.run.checkpoint_upload import CheckpointUpload
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
 from penstock.platform.run.evaluations import Evaluations
@@ -63,6 +64,7 @@ class Run:
         instruments: Instruments,
         checkpointer: Checkpointer,
         timeline: Timeline | None = None,
+        upload: CheckpointUpload | None = None,
     ) -> None:
         self.config = config
         self.version = 0
@@ -87,6 +89,7 @@ class Run:
         self._flow = flow
         self._instruments = instruments
         self._checkpointer = checkpointer
+        self._upload = upload
         self._log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
@@ -135,7 +138,9 @@ class Run:
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
-        self._log.step(self.version, report, self._publishes, self._checkpointer.take_metrics())
+        more = self._checkpointer.take_metrics()
+        more |= {} if self._upload is None else self._upload.take_metrics()
+        self._log.step(self.version, report, self._publishes, more)
         self._publishes.clear()
 
     async def evaluate_first(self) -> None:
@@ -338,6 +343,11 @@ class Run:
     async def checkpoint_written(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
         await self._checkpointer.written()
+
+    async def checkpoint_uploaded(self) -> None:
+        """Wait until the newest checkpoint is in its other place (`checkpoint.upload`), if it has one."""
+        if self._upload is not None:
+            await self._upload.finished()
 
     async def abandon_checkpoint(self) -> None:
         """Stop writing a checkpoint, since a trainer rank is lost."""

@@ -297,6 +297,7 @@ async def train_to_end(
         else:
             await training
             await within(stop, run.checkpoint_written(), "the last checkpoint is not complete", run.note)
+            await within(stop, run.checkpoint_uploaded(), "the last checkpoint is not copied", run.note)
     except PenstockError as error:
         try:
             lost = await ranks_lost(actors, error)
@@ -347,6 +348,7 @@ async def end_training(
     await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
     await run.abandon_checkpoint()  # if it is not complete
     await within(stop, report, "the report is not complete", note)
+    await within(stop, run.checkpoint_uploaded(), "the last checkpoint is not copied", note)
     raise asyncio.CancelledError
 
 

@@ -78,7 +78,7 @@ def test_a_branch_equals_the_run_that_was_changed_there_and_leaves_its_parent_as
 ) -> None:
     before = contents(parent)
     with in_process(folder):
-        assert branch(parent, "branched", CHANGE, CUT, None) == 0
+        assert branch(str(parent), "branched", CHANGE, CUT, None) == 0
     assert contents(parent) == before
     branched = parent.parent / "branched"
     with in_process(folder):
@@ -106,7 +106,7 @@ def test_every_part_of_a_checkpoint_can_be_the_last_that_is_kept(folder: Path, a
     live = {group["task_id"] for group in checkpoint.manifest["flow"]["core"]["groups"]}
     assert live
     with in_process(folder):
-        assert branch(ahead, name, [], CUT, part) == 0
+        assert branch(str(ahead), name, [], CUT, part) == 0
     run_dir = ahead.parent / name
     summary = read_summary(run_dir)
     assert summary["status"] == "completed"
@@ -135,9 +135,9 @@ def test_what_cannot_be_branched_says_why_and_writes_nothing(folder: Path, ahead
             ([], CUT, "all", "--restore all: there is no such part"),
         ):
             with pytest.raises(ConfigError, match=said):
-                branch(ahead, "new", overrides, step, restore)
+                branch(str(ahead), "new", overrides, step, restore)
         with pytest.raises(ConfigError, match=r"--as ahead: .* exists"):
-            branch(ahead, "ahead", [], CUT, None)
+            branch(str(ahead), "ahead", [], CUT, None)
         with pytest.raises(ConfigError, match="name"):
-            branch(ahead, "no name", [], CUT, None)
+            branch(str(ahead), "no name", [], CUT, None)
     assert set(ahead.parent.iterdir()) == runs

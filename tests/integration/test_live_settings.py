@@ -113,7 +113,7 @@ def test_a_run_takes_over_keys_and_a_branch_from_there_is_bit_equal_to_it(folder
 
     plain = train(folder, "plain", lambda _: None)
     with in_process(folder):
-        assert branch(plain, "from_plain", ["trainer.optimizer.lr=3e-3", f"total_steps={LATER}"], CUT, None) == 0
+        assert branch(str(plain), "from_plain", ["trainer.optimizer.lr=3e-3", f"total_steps={LATER}"], CUT, None) == 0
     mine, other = weights(run_dir), weights(plain.parent / "from_plain")
     assert all(torch.equal(mine[name], other[name]) for name in other)
 

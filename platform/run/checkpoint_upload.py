@@ -1,0 +1,267 @@
+"""Copies of complete checkpoints in another place, made while training goes on: any location that fsspec knows.
+
+The place has the layout of the run directory, so that a run can be branched from it (`penstock resume URL --as NEW`):
+
+    config.yaml · environment.json · data.json · metrics.jsonl
+    spool/<group>.group
+    checkpoints/step_<v>/…, driver.json last
+
+Invariant: a checkpoint whose driver.json is in the place is complete there, with every file that it names. The order of
+copying is that of writing (checkpoint.py), and driver.json is the first that is removed. So nothing is lost if this
+process is killed at any time; what is half copied is copied again. The run may remove a checkpoint that is being
+copied: it is copied from names of its own (`UPLOADING`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import yaml
+
+from penstock.dataflow.errors import CheckpointError, ConfigError, boundary
+from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, METRICS_FILE
+from penstock.platform.run.checkpoint import CHECKPOINTS, MANIFEST, PREFIX, SPOOL, Checkpoint, CheckpointFolder
+from penstock.platform.run.durable_files import link_or_copy
+
+OF_THE_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, DATA_FILE, METRICS_FILE)
+UPLOADING = "uploading"
+"""Folder with names of the files of checkpoints that are being copied."""
+END_S = 1800.0
+"""Longest wait for the copy of the last checkpoint, seconds."""
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it.
+
+    Raises:
+        ConfigError: If no installed package knows it.
+    """
+    try:
+        found: tuple[Any, str] = fsspec.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError([f"{url}: fsspec cannot open it: {error}"]) from error
+    return found
+
+
+class Place:
+    """The copies of one run in a location. Blocking; called from a thread."""
+
+    def __init__(self, url: str, run_dir: Path) -> None:
+        self._url = url.rstrip("/")
+        self._run_dir = run_dir
+        self._local = CheckpointFolder(run_dir)
+        self._opened: tuple[Any, str] | None = None
+        self._is_new = True
+
+    def copy(self, version: int, source: Path | None = None) -> int:
+        """Copy a checkpoint, and remove those that the run does not keep any more; returns the bytes that were copied.
+
+        Args:
+            version: Of the checkpoint.
+            source: Folder with its files, in the layout of the run directory; None is the run directory itself.
+
+        Raises:
+            CheckpointError: If the location or the disk fails; what was there before stays.
+        """
+        with boundary(CheckpointError, f"{self._url}: the checkpoint of v{version} could not be copied there"):
+            fs, root = self._opened = self._opened or opened(self._url)
+            folder = source or self._run_dir
+            checkpoint = CheckpointFolder(folder).read(version)
+            there = sizes(fs, root)
+            if self._is_new and CONFIG_FILE in there:
+                self._check_is_ours(yaml.safe_load(fs.cat_file(f"{root}/{CONFIG_FILE}"))["name"])
+            self._is_new = False
+            num_bytes = 0
+            for name, size in [*of_the_run(self._run_dir), *files_of(checkpoint)]:
+                if there.get(name) != size or name in OF_THE_RUN or name.endswith(MANIFEST):
+                    fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+                    fs.put_file(str((self._run_dir if name in OF_THE_RUN else folder) / name), f"{root}/{name}")
+                    num_bytes += size
+            self._remove_others(fs, root, there, checkpoint)
+            return num_bytes
+
+    def _check_is_ours(self, name: str) -> None:
+        own = yaml.safe_load((self._run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["name"]
+        if name != own:
+            raise CheckpointError(
+                f"it has the checkpoints of the run {name}, and this is {own}, which would remove them. Give this run "
+                "another place (checkpoint.upload)"
+            )
+
+    def _remove_others(self, fs: Any, root: str, there: dict[str, int], copied: Checkpoint) -> None:
+        """Remove checkpoints and groups that the run does not keep."""
+        kept = [copied]
+        for version in self._local.versions():
+            with suppress(CheckpointError):  # removed meanwhile
+                kept.append(self._local.read(version))
+        named = {name for one in kept for name, _ in files_of(one)}
+        of_checkpoints = {name.split("/")[1] for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}")}
+        for folder in sorted(of_checkpoints - {one.path.name for one in kept}):
+            if f"{CHECKPOINTS}/{folder}/{MANIFEST}" in there:
+                fs.rm_file(f"{root}/{CHECKPOINTS}/{folder}/{MANIFEST}")
+            fs.rm(f"{root}/{CHECKPOINTS}/{folder}", recursive=True)
+        for name in there:
+            if name.startswith(f"{SPOOL}/") and name not in named:
+                fs.rm_file(f"{root}/{name}")
+
+
+def of_the_run(run_dir: Path) -> Iterator[tuple[str, int]]:
+    """Name and size of the files that a branch needs besides the checkpoint."""
+    for name in OF_THE_RUN:
+        if (run_dir / name).is_file():
+            yield name, (run_dir / name).stat().st_size
+
+
+def files_of(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Name below the run directory, and size, of every file of a checkpoint, in the order of copying."""
+    for name, size, _ in checkpoint.manifest["files"]:
+        yield name, size
+    size = (checkpoint.path / MANIFEST).stat().st_size
+    yield f"{CHECKPOINTS}/{checkpoint.path.name}/{MANIFEST}", size
+
+
+def sizes(fs: Any, root: str) -> dict[str, int]:
+    """Name below the location -> bytes, of all files in it."""
+    fs.invalidate_cache()
+    if not fs.exists(root):
+        return {}
+    root = root.rstrip("/")
+    return {path.removeprefix(f"{root}/"): info["size"] for path, info in fs.find(root, detail=True).items()}
+
+
+def download(url: str, run_dir: Path, step: int | None) -> None:
+    """Fetch a checkpoint of a run, and what else a branch of it needs, into a folder.
+
+    Args:
+        url: Where the run has copied its checkpoints to.
+        run_dir: A new folder, which then is like the directory of the run.
+        step: Which checkpoint; None is the newest.
+
+    Raises:
+        CheckpointError: If there is none, or the location fails.
+    """
+    fs, root = opened(url)
+    with boundary(CheckpointError, f"{url}: the checkpoint could not be fetched"):
+        there = sizes(fs, root)
+        manifests = [name for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}") and name.endswith(MANIFEST)]
+        versions = sorted(int(name.split("/")[1].removeprefix(PREFIX)) for name in manifests)
+        wanted = versions[-1:] if step is None else [one for one in versions if one == step]
+        if not wanted:
+            raise CheckpointError(
+                f"{url}: no complete checkpoint{'' if step is None else f' of step {step}'}; found "
+                f"{f'steps {versions}' if versions else 'none'}. A run with checkpoint.upload={url} copies them there."
+            )
+
+        def fetch(name: str) -> None:
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(f"{root.rstrip('/')}/{name}", str(run_dir / name))
+
+        fetch(f"{CHECKPOINTS}/{PREFIX}{wanted[0]}/{MANIFEST}")
+        checkpoint = CheckpointFolder(run_dir).read(wanted[0])
+        for name in (
+            *(one for one in OF_THE_RUN if one in there),
+            *(name for name, *_ in checkpoint.manifest["files"]),
+        ):
+            fetch(name)
+
+
+class CheckpointUpload:
+    """Copies each complete checkpoint to its place, one at a time; of those that wait only the newest is copied.
+
+    Consumes: versions of complete checkpoints. Waits for: the location. Unblocked by: the copy, or its failure, which
+    is said once and counted; the next checkpoint tries again.
+
+    Attributes:
+        copied: Version of the newest checkpoint that is in the place; None before the first.
+    """
+
+    def __init__(self, place: Place, run_dir: Path, note: Callable[[str], None]) -> None:
+        self.copied: int | None = None
+        self._place = place
+        self._run_dir = run_dir
+        self._note = note
+        self._next: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._metrics: dict[str, float] = {}
+        self._num_failed = 0
+        self._is_failing = False
+        shutil.rmtree(run_dir / UPLOADING, ignore_errors=True)  # of a process that was killed
+
+    def start(self, version: int) -> None:
+        """Copy a checkpoint, which was just completed, as soon as the one before is copied."""
+        checkpoint = CheckpointFolder(self._run_dir).read(version)
+        for name, _ in files_of(checkpoint):
+            link_or_copy(self._run_dir / name, self._names_of(version) / name)
+        if self._next is not None:
+            shutil.rmtree(self._names_of(self._next))
+        self._next = version
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._copy_all(), name="upload of checkpoints")
+
+    def _names_of(self, version: int) -> Path:
+        return self._run_dir / UPLOADING / f"{PREFIX}{version}"
+
+    async def finished(self) -> None:
+        """Wait until the newest checkpoint is copied, or has failed, for at most `END_S`."""
+        if self._task is not None and not self._task.done():
+            self._note("copying the last checkpoint …")
+            await asyncio.wait({self._task}, timeout=END_S)
+            if not self._task.done():
+                self._note(f"the last checkpoint was not copied within {END_S:g} s; the one before is complete there")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of copies since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    async def _copy_all(self) -> None:
+        while self._next is not None:
+            version, self._next = self._next, None
+            started = time.monotonic()
+            try:
+                num_bytes = await in_daemon_thread(partial(self._place.copy, version, self._names_of(version)))
+            except CheckpointError as error:
+                self._num_failed += 1
+                self._metrics["checkpoint/upload_failed"] = float(self._num_failed)
+                if not self._is_failing:
+                    self._note(f"{error}. The run goes on, and tries again with the next checkpoint.")
+                self._is_failing = True
+            else:
+                if self._is_failing:
+                    self._note(f"checkpoints are copied again, v{version} first")
+                self._is_failing, self.copied = False, version
+                self._metrics["checkpoint/upload_s"] = time.monotonic() - started
+                self._metrics["checkpoint/uploaded_bytes"] = float(num_bytes)
+            finally:
+                shutil.rmtree(self._names_of(version), ignore_errors=True)
+
+
+async def in_daemon_thread(call: Callable[[], int]) -> int:
+    """Run it in a thread that does not keep the process from ending, since a location may hang for ever."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[int] = loop.create_future()
+
+    def tell(answer: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if done.done() else answer())
+
+    def run() -> None:
+        try:
+            copied = call()
+        except BaseException as error:  # noqa: BLE001 - passed on
+            failure = error
+            tell(lambda: done.set_exception(failure))
+        else:
+            tell(lambda: done.set_result(copied))
+
+    threading.Thread(target=run, name="upload of checkpoints", daemon=True).start()
+    return await done
