@@ -74,8 +74,32 @@ class Limit:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A branch that can be trained.
+
+    Attributes:
+        start: Its first checkpoint; None if it begins with the weights alone.
+        told: What it begins with, and what it lost, one sentence each.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    start: Checkpoint | None
+    told: list[str]
+
+
 def branch(source: str, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> int:
-    """Begin the run and train it to its end; returns the exit code.
+    """Begin the run and train it to its end; returns the exit code. Arguments and errors are those of `begin`."""
+    begun = begin(source, target, overrides, step, restore)
+    for sentence in begun.told:
+        print(sentence)
+    with locked(begun.run_dir):
+        return training.train_in(begun.config, begun.run_dir, begun.start)
+
+
+def begin(source: str, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> Begun:
+    """Make the directory of a new run that begins at a checkpoint of another one.
 
     Args:
         source: Directory of RUN, which is only read, or the place to which it copies its checkpoints.
@@ -90,20 +114,19 @@ def branch(source: str, target: str, overrides: Sequence[str], step: int | None,
     """
     new_dir = branch_dir(source, target)
     if "://" not in source:
-        return _branch(Path(source).resolve(), source, new_dir, overrides, step, restore)
+        return _begin(Path(source).resolve(), source, new_dir, overrides, step, restore)
     new_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=new_dir.parent, prefix=".fetched-") as folder:
         doing = Progress(f"fetching the checkpoint from {source}")
         with ProgressLine(Console(stderr=True)).showing(lambda: doing):
             download(source, Path(folder), step)
-        return _branch(Path(folder), source, new_dir, overrides, step, restore)
+        return _begin(Path(folder), source, new_dir, overrides, step, restore)
 
 
-def _branch(
+def _begin(
     run_dir: Path, source: str, new_dir: Path, overrides: Sequence[str], step: int | None, restore: str | None
-) -> int:
-    target = new_dir.name
-    saved = read_saved_config(run_dir)
+) -> Begun:
+    saved, target = read_saved_config(run_dir), new_dir.name
     if new_dir.exists() and (not new_dir.is_dir() or any(new_dir.iterdir())):
         raise ConfigError([f"--as {target}: {new_dir} exists. Give a name that is free, so that nothing is lost."])
     if restore is not None and restore not in PARTS:
@@ -118,9 +141,9 @@ def _branch(
     config = changed_config(saved, [*own, *overrides], run_dir, new_dir)
     if (place := config.checkpoint.upload) is not None and place == before.checkpoint.upload:
         raise ConfigError([f"checkpoint.upload={place} has the checkpoints of {run_dir}. Give another place."])
-    kept, told = decide(list(limits(before, config, run_dir)), wanted)
+    kept, lost = decide(list(limits(before, config, run_dir)), wanted)
     if own and place is None:
-        told.append(
+        lost.append(
             "checkpoint.upload=null: the place of the other run is its own; give one to copy checkpoints of this"
         )
     composition = settled(config)
@@ -128,22 +151,19 @@ def _branch(
     if kept != "weights" and (problem := nothing_left(config, checkpoint, target)):
         raise ConfigError([problem])
     origin = source if "://" in source else str(run_dir)
-    lineage = {"run": origin, "step": checkpoint.version, "restored": kept}
-    prepare_run_dir(config, branched_from=lineage)
-    with locked(new_dir):
-        start = None
-        if kept == "weights":
-            with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
-                export_policy(before, checkpoint.path, new_dir / START_POLICY)
-            config = starting_from(config, new_dir)
-        else:
-            start = copied(run_dir, checkpoint, new_dir, kept, config)
-        changed = differences(saved, config.model_dump(mode="json"))
-        write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {origin}")
-        for sentence in (*composition.derived.values(), *told):
-            print(f"warning {sentence}")
-        print(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
-        return training.train_in(config, new_dir, start)
+    prepare_run_dir(config, branched_from={"run": origin, "step": checkpoint.version, "restored": kept})
+    start = None
+    if kept == "weights":
+        with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
+            export_policy(before, checkpoint.path, new_dir / START_POLICY)
+        config = starting_from(config, new_dir)
+    else:
+        start = copied(run_dir, checkpoint, new_dir, kept, config)
+    changed = differences(saved, config.model_dump(mode="json"))
+    write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {origin}")
+    told = [f"warning {sentence}" for sentence in (*composition.derived.values(), *lost)]
+    told.append(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
+    return Begun(config, new_dir, start, told)
 
 
 def branch_dir(source: str, target: str) -> Path:

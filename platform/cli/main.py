@@ -342,6 +342,62 @@ def sweep(
 
 @app.command(no_args_is_help=True)
 @exits
+def population(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="experiment=NAME KEY=LOW:HIGH [KEY=VALUE]...",
+            help="KEY=LOW:HIGH is searched, e.g. trainer.optimizer.lr=1e-6:1e-4. Others apply to all members.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    members: Annotated[int, typer.Option(min=2, max=1000, help="Number of members.")] = 4,
+    generations: Annotated[int, typer.Option(min=1, help="Number of generations.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that every member trains in a generation.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws of keys.")] = 0,
+    score: Annotated[str, typer.Option(metavar="METRIC", help="What the best has most of.")] = "eval/accuracy",
+    trainable: Annotated[
+        str | None, typer.Option(metavar="MODULE:CLASS", help="Members other than runs (see docs/guides/day-two.md).")
+    ] = None,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs.")] = Path("runs/population"),
+    side_by_side: Annotated[int, typer.Option(min=1, help="Members that train at the same time.")] = 1,
+    member_timeout_s: Annotated[
+        float, typer.Option(metavar="S", help="Time limit of a member in a generation, seconds.")
+    ] = 7200.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the first members.")] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Train several members; after each generation the worst go on as branches of the best, with other keys.
+
+    e.g. population experiment=arithmetic trainer.optimizer.lr=1e-6:1e-4 --members 4 --generations 5 --steps 20
+
+    DIR/population.md, .json and .html show who began with whom. The same command continues an interrupted population.
+    """
+    from rich.console import Console
+
+    from penstock.platform.cli.population import run_population
+
+    with unwinding():
+        return run_population(
+            overrides or [],
+            num_members=members,
+            generations=generations,
+            steps_per_generation=steps,
+            seed=seed,
+            score=score,
+            trainable=trainable,
+            folder=folder,
+            side_by_side=side_by_side,
+            timeout_s=member_timeout_s,
+            dry_run=dry_run,
+            config_dir=config_dir,
+            console=Console(soft_wrap=True),
+        )
+
+
+@app.command(no_args_is_help=True)
+@exits
 def resume(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic; with --as also its upload's URL.")

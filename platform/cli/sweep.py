@@ -17,9 +17,6 @@ import hashlib
 import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +29,7 @@ from hydra.errors import HydraException
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.load import load_config
+from penstock.platform.cli.child import run_penstock
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
@@ -46,9 +44,6 @@ OF_THE_SWEEP = ("name", "run_dir", "overwrite")
 SEED = "seed"
 STALENESS_METRIC = "staleness/mean_versions"
 KL_METRIC, KL_STEPS = "loss/reference_kl", 10
-_PROGRAM = "from penstock.platform.cli.main import main; main()"
-_KILL_RESERVE_S = 5.0
-_LOG_TAIL_BYTES = 2000
 _MAX_NAME = 120
 
 
@@ -248,9 +243,11 @@ def run_trials(
         if result is None:
             note(f"{where}: running")
             log = folder / f"{trial.name}.log"
+            log.unlink(missing_ok=True)
             cause = f"it ended without completing; its output is in {log}."
             try:
-                _run([*own_yaml, *_overrides(grid, trial, folder)], log, timeout_s, trial.name, config.stop_grace_s)
+                words = ["train", *own_yaml, *_overrides(grid, trial, folder)]
+                run_penstock(words, log, timeout_s, f"sweep: {trial.name}", config.stop_grace_s)
             except PenstockError as failure:
                 cause = str(failure)
             result = find_completed(config)
@@ -394,32 +391,6 @@ def run_sweep(
 def _overrides(grid: Grid, trial: Trial, folder: Path) -> list[str]:
     own = [f"name={trial.name}", f"run_dir={folder}/{trial.name}", "overwrite=true"]
     return [*grid.fixed, *trial.overrides, *own]
-
-
-def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
-    """Run `penstock train` with its output in `log`. An interrupt ends it within its grace time, with its processes."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a signal to the process group ends it by way of this process, once
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise PenstockError(f"sweep: {name} took longer than {timeout_s:.0f} s; its output is in {log}.") from None
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(grace_s + _KILL_RESERVE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-    if code:
-        tail = log.read_text(errors="replace")[-_LOG_TAIL_BYTES:]
-        raise PenstockError(f"sweep: {name} failed with exit code {code}. The end of {log}:\n{tail}")
 
 
 def _plot(grid: Grid, results: Results, path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.load import LoadedConfig, load_config
-from penstock.platform.cli import sweep
+from penstock.platform.cli import child, sweep
 from penstock.platform.cli.sweep import (
     Grid,
     Result,
@@ -161,14 +161,14 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
         started.append(arguments)
         finish(second, 0.7)
 
-    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "run_penstock", run)
     notes: list[str] = []
     sizes: list[int] = []
     monkeypatch.setattr(sweep, "write_results", lambda _grid, found, _folder: sizes.append(len(found)))
     results = run_trials(grid, configs, tmp_path, 10.0, notes.append)
     assert started == [
         [
-            "experiment=arithmetic", "dataflow.max_staleness=2", "name=max_staleness-2",
+            "train", "experiment=arithmetic", "dataflow.max_staleness=2", "name=max_staleness-2",
             f"run_dir={tmp_path}/max_staleness-2", "overwrite=true",
         ]
     ]  # fmt: skip
@@ -182,11 +182,11 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monke
     _, second = two_trials(tmp_path)[1].values()
 
     def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
-        if name == "max_staleness-0":
+        if name == "sweep: max_staleness-0":
             raise PenstockError("planted")
         finish(second, 0.7)
 
-    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "run_penstock", run)
     told = StringIO()
     console = Console(file=told, width=200, soft_wrap=True)
     with pytest.raises(PenstockError, match=r"1 of 2 trials failed: max_staleness-0\."):
@@ -200,7 +200,7 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monke
 
 def test_a_run_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid, configs = two_trials(tmp_path)
-    monkeypatch.setattr(sweep, "_run", lambda *_: None)
+    monkeypatch.setattr(sweep, "run_penstock", lambda *_: None)
     notes: list[str] = []
     results = run_trials(grid, configs, tmp_path, 10.0, notes.append)
     assert {result.status for result in results.values()} == {"failed"}
@@ -209,7 +209,7 @@ def test_a_run_that_ends_without_completing_has_failed(tmp_path: Path, monkeypat
 
 def test_a_dry_run_prints_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish(next(iter(two_trials(tmp_path / "sweep")[1].values())))
-    monkeypatch.setattr(sweep, "_run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(sweep, "run_penstock", lambda *_: pytest.fail("it ran"))
     told = StringIO()
     folder, console = tmp_path / "sweep", Console(file=told, width=200, soft_wrap=True)
     assert run_sweep(TWO, folder=folder, cell_timeout_s=1.0, dry_run=True, config_dir=None, console=console) == 0
@@ -310,12 +310,12 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sweep, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
+    monkeypatch.setattr(child, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
     with pytest.raises(PenstockError, match=r"(?s)a-trial failed with exit code 3.*what went wrong"):
-        sweep._run(["x"], tmp_path / "log", 60.0, "a-trial", 25.0)
+        child.run_penstock(["x"], tmp_path / "log", 60.0, "a-trial", 25.0)
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sweep, "_PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(child, "_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(PenstockError, match=r"a-trial took longer than 1 s"):
-        sweep._run(["x"], tmp_path / "log", 1.0, "a-trial", 25.0)
+        child.run_penstock(["x"], tmp_path / "log", 1.0, "a-trial", 25.0)

@@ -1,0 +1,67 @@
+"""A `penstock` command as a process of another one, which ends it with itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.dataflow.errors import PenstockError
+
+_PROGRAM = "from penstock.platform.cli.main import main; main()"
+_KILL_RESERVE_S = 5.0
+_POLL_S = 0.2
+_LOG_TAIL_BYTES = 2000
+
+
+def run_penstock(
+    words: Sequence[str],
+    log: Path,
+    timeout_s: float,
+    name: str,
+    grace_s: float,
+    ending: threading.Event | None = None,
+) -> None:
+    """Run a command with its output added to `log`. An interrupt ends it within its grace time, with its processes.
+
+    Args:
+        words: Command and arguments.
+        log: File of its output.
+        timeout_s: Longest time for it, seconds.
+        name: Of it, in messages.
+        grace_s: Its `stop_grace_s`.
+        ending: Set when it is to end, by the thread that hears signals; None if that is the caller's.
+
+    Raises:
+        PenstockError: If it fails, takes longer, or is ended.
+    """
+    ends_at = time.monotonic() + timeout_s
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a signal to the process group ends it by way of this process, once
+        )
+        try:
+            while (code := process.poll()) is None:
+                if time.monotonic() > ends_at:
+                    raise PenstockError(f"{name} took longer than {timeout_s:.0f} s; its output is in {log}.")
+                if ending is not None and ending.is_set():
+                    raise PenstockError(f"{name} was ended.")
+                time.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(grace_s + _KILL_RESERVE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    if code:
+        tail = log.read_text(errors="replace")[-_LOG_TAIL_BYTES:]
+        raise PenstockError(f"{name} failed with exit code {code}. The end of {log}:\n{tail}")

@@ -1,0 +1,167 @@
+"""Populations: who is replaced by whom, with which keys; full at the end, and better than independent runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform.cli.population import run_population, searched
+from penstock.platform.run.population import Keys, Member, Population, Range
+
+RATE = {"lr": Range(1e-5, 1e-1)}
+
+
+def one_after_the_other(train: Callable[[Member], Member], members: Sequence[Member]) -> list[Member]:
+    return [train(member) for member in members]
+
+
+class Scored:
+    """Members whose score is given by their name; it records what it is asked for."""
+
+    def __init__(self, scores: dict[str, float] | None = None, deaths: Counter[str] | None = None) -> None:
+        self.scores = scores or {}
+        self.deaths = deaths or Counter()
+        self.branches: list[tuple[str, str, int]] = []
+        self.trained: list[tuple[str, int]] = []
+
+    def branch(self, parent: str, name: str, step: int, keys: Keys) -> None:
+        self.branches.append((parent, name, step))
+
+    def train(self, name: str, step: int, keys: Keys) -> float:
+        if self.deaths[name] > 0:
+            self.deaths[name] -= 1
+            raise PenstockError("planted")
+        self.trained.append((name, step))
+        return self.scores.get(name, 0.5)
+
+
+def advance(population: Population, trainable: Scored, times: int = 1) -> list[str]:
+    notes: list[str] = []
+    for _ in range(times):
+        population.advance(trainable, notes.append, one_after_the_other)
+    return notes
+
+
+def test_the_first_members_cover_the_range() -> None:
+    values = sorted(member.keys["lr"] for member in Population.begin(4, RATE, 10, seed=3).members)
+    assert [value < bound for value, bound in zip(values, (1e-4, 1e-3, 1e-2, 1e-1), strict=True)] == [True] * 4
+    assert [value >= bound for value, bound in zip(values, (1e-5, 1e-4, 1e-3, 1e-2), strict=True)] == [True] * 4
+
+
+def test_the_worst_goes_on_from_the_best_at_their_step_with_other_keys() -> None:
+    population = Population.begin(4, RATE, 10, seed=0)
+    trainable = Scored({"member2": 0.9, "member1": 0.1})
+    advance(population, trainable, 2)
+    assert trainable.branches == [("member2", "member1-1", 10)]
+    assert sorted(trainable.trained) == sorted(
+        [(f"member{slot}", 10) for slot in range(4)]
+        + [(f"member{slot}", 20) for slot in (0, 2, 3)]
+        + [("member1-1", 20)]
+    )
+    new, parent = population.members[1], population.members[2]
+    assert new.keys["lr"] != parent.keys["lr"]
+    assert 1e-5 <= new.keys["lr"] <= 1e-1
+    assert population.best.name == "member2"
+
+
+def test_a_perturbed_key_is_a_factor_away_or_drawn_anew() -> None:
+    factors = []
+    for seed in range(400):
+        population = Population.begin(2, RATE, 1, seed)
+        advance(population, Scored({"member0": 1.0}))
+        kept, new = population.chosen()
+        assert new.parent == kept.name
+        factors.append(new.keys["lr"] / kept.keys["lr"])
+    num_perturbed = sum(min(abs(factor - 0.8), abs(factor - 1.25)) < 1e-9 for factor in factors)
+    assert 0.68 < num_perturbed / len(factors) <= 0.80  # 3/4, less those at an end of the range
+
+
+def test_a_member_that_dies_once_goes_on_and_one_that_dies_again_is_replaced() -> None:
+    population = Population.begin(4, RATE, 5, seed=0)
+    trainable = Scored({"member3": 0.9, "member0": 0.2}, Counter(member0=1, member1=2))
+    notes = advance(population, trainable)
+    assert [member.score for member in population.members] == [0.2, None, 0.5, 0.9]
+    assert sum("has died" in note for note in notes) == 3
+    advance(population, trainable)
+    assert [member.score is not None for member in population.members] == [True] * 4, "it is full again"
+    assert {name for _, name, _ in trainable.branches} == {"member1-1"}, "the dead one took the place of the worst"
+
+
+def test_it_ends_only_when_all_have_died() -> None:
+    population = Population.begin(2, RATE, 5, seed=0)
+    with pytest.raises(PenstockError, match="all 2 members have died in generation 0"):
+        advance(population, Scored(deaths=Counter(member0=9, member1=9)))
+
+
+def quadratic(folder: Path, seed: int, generations: int, *, out: Console | None = None) -> None:
+    done = run_population(
+        ["lr=1e-3:1"],
+        num_members=4,
+        generations=generations,
+        steps_per_generation=10,
+        seed=seed,
+        score="minus_loss",
+        trainable="examples.quadratic_member:Quadratic",
+        folder=folder,
+        side_by_side=1 + seed % 2,
+        timeout_s=10.0,
+        dry_run=False,
+        config_dir=None,
+        console=out or Console(quiet=True),
+    )
+    assert done == 0
+
+
+def test_a_population_beats_independent_members_at_equal_steps(tmp_path: Path) -> None:
+    from examples.quadratic_member import Quadratic
+
+    wins = 0
+    for seed in range(10):
+        folder, alone = tmp_path / f"{seed}", tmp_path / f"{seed}-alone"
+        alone.mkdir()
+        quadratic(folder, seed, 12)
+        state = json.loads((folder / "population.json").read_text())
+        first = Population.begin(4, {"lr": Range(1e-3, 1.0)}, 10, seed).members
+        independent = max(Quadratic(alone).train(member.name, 120, member.keys) for member in first)
+        wins += max(member["score"] for member in state["members"]) > independent
+    assert wins >= 8
+
+
+def test_an_interrupted_population_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+    quadratic(tmp_path / "whole", 4, 6)
+    quadratic(tmp_path / "cut", 4, 3)
+    quadratic(tmp_path / "cut", 4, 6)
+    assert (tmp_path / "whole" / "population.md").read_text() == (tmp_path / "cut" / "population.md").read_text()
+    table = (tmp_path / "whole" / "population.md").read_text()
+    assert table.startswith("| step | member | begins with | lr | minus_loss |")
+    assert table.count("\n| 60 | ") == 4
+    assert "step 10 |" in table
+    assert "plotly" in (tmp_path / "whole" / "population.html").read_text()
+    with pytest.raises(ConfigError, match="it holds a population whose seed is 4, and this one has 6"):
+        quadratic(tmp_path / "cut", 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["experiment=arithmetic"], "Nothing is searched"),
+        (["trainer.optimizer.lr=1e-4:1e-6"], "has a range LOW:HIGH"),
+        (["trainer.optimizer.lr=1e-4:x"], "has a range LOW:HIGH"),
+        (["trainer.optimizer.lr=1e-6:1e-4", "name=mine"], "a population sets name for each member"),
+    ],
+)
+def test_what_is_no_search_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        searched(words)
+
+
+def test_words_with_a_colon_that_are_no_ranges_are_overrides() -> None:
+    words = ["reward.fn=module:function", "env.args.url=http://host:80", "trainer.optimizer.lr=1e-6:1e-4"]
+    ranges, fixed = searched(words)
+    assert (list(ranges), fixed) == (["trainer.optimizer.lr"], words[:2])
