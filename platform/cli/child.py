@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.dataflow.errors import PenstockError
@@ -18,13 +17,17 @@ _POLL_S = 0.2
 _LOG_TAIL_BYTES = 2000
 
 
+class EndedError(PenstockError):
+    """A command was ended in order, for the reason that the message gives."""
+
+
 def run_penstock(
     words: Sequence[str],
     log: Path,
     timeout_s: float,
     name: str,
     grace_s: float,
-    ending: threading.Event | None = None,
+    ending: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Run a command with its output added to `log`. An interrupt ends it within its grace time, with its processes.
 
@@ -34,10 +37,11 @@ def run_penstock(
         timeout_s: Longest time for it, seconds.
         name: Of it, in messages.
         grace_s: Its `stop_grace_s`.
-        ending: Set when it is to end, by the thread that hears signals; None if that is the caller's.
+        ending: Asked all the time; a reason ends it in order.
 
     Raises:
-        PenstockError: If it fails, takes longer, or is ended.
+        EndedError: If it was ended for a reason.
+        PenstockError: If it fails, or takes longer.
     """
     ends_at = time.monotonic() + timeout_s
     with log.open("a") as output:
@@ -51,8 +55,8 @@ def run_penstock(
             while (code := process.poll()) is None:
                 if time.monotonic() > ends_at:
                     raise PenstockError(f"{name} took longer than {timeout_s:.0f} s; its output is in {log}.")
-                if ending is not None and ending.is_set():
-                    raise PenstockError(f"{name} was ended.")
+                if (reason := ending()) is not None:
+                    raise EndedError(reason)
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:

@@ -314,6 +314,10 @@ def sweep(
     *,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder of runs, logs and results.")] = Path("runs/sweep"),
     cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Time limit of one run, seconds.")] = 7200.0,
+    side_by_side: Annotated[int, typer.Option(min=1, help="Runs that train at the same time.")] = 1,
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="Stop a run whose accuracy falls behind that of the others.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list all runs without starting them.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
@@ -337,6 +341,8 @@ def sweep(
             dry_run=dry_run,
             config_dir=config_dir,
             console=Console(soft_wrap=True),
+            side_by_side=side_by_side,
+            stops_early=stop_early,
         )
 
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +84,8 @@ class Runs:
                 own = [f"name={name}", f"run_dir={run_dir}", f"total_steps={step}", "resume=auto"]
                 own += [f"{key}={_written(value)}" for key, value in keys.items()]
                 words = ["train", *self._own_yaml, *self._overrides, *own]
-            run_penstock(words, log, self._timeout_s, name, self._grace_s, self.ending)
+            ending = partial(_told_to_end, self.ending)
+            run_penstock(words, log, self._timeout_s, name, self._grace_s, ending)
             score = self._score_at(run_dir, step)
         if score is None:
             raise PenstockError(f"{name}: {self._score} was not measured at step {step}; its output is in {log}.")
@@ -98,6 +100,10 @@ class Runs:
 
     def _is_score(self, logged_at: int, step: int, record: Any) -> bool:
         return logged_at == step and self._score in record.metrics
+
+
+def _told_to_end(event: threading.Event) -> str | None:
+    return "the population was told to end" if event.is_set() else None
 
 
 def _written(value: float) -> str:

@@ -4,9 +4,10 @@
 
 1. `parse_grid` parses the overrides: `KEY=A,B` and `seeds=FIRST:END` are axes, all others apply to every trial.
 2. `check_trials` composes and checks all trials, and reports all violations before the first trial starts.
-3. `run_trials` runs them one after the other, each as `penstock train` in its own process. A trial whose run directory
-   holds a completed run of the same configuration is skipped, so the same command continues an interrupted sweep. A
-   failed trial is recorded, and the next one starts.
+3. `run_trials` runs them one after the other, or some side by side, each as `penstock train` in its own process. A
+   trial whose run directory holds a completed run of the same configuration is skipped, so the same command continues
+   an interrupted sweep. A failed trial is recorded, and the next one starts. One that falls behind can be stopped
+   early (`FallsBehind`).
 4. `write_results` writes the table, figures and plot after every trial.
 """
 
@@ -17,10 +18,14 @@ import hashlib
 import itertools
 import json
 import re
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -29,7 +34,7 @@ from hydra.errors import HydraException
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.load import load_config
-from penstock.platform.cli.child import run_penstock
+from penstock.platform.cli.child import EndedError, run_penstock
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
@@ -42,6 +47,10 @@ if TYPE_CHECKING:
 OF_THE_SWEEP = ("name", "run_dir", "overwrite")
 """Keys that the sweep sets for each trial."""
 SEED = "seed"
+STOPPED_FILE = "stopped_early.txt"
+"""In the run directory of a trial that was stopped: why."""
+FEWEST_OTHERS, LOOK_S = 3, 2.0
+ACCURACY_METRIC = "eval/accuracy"
 STALENESS_METRIC = "staleness/mean_versions"
 KL_METRIC, KL_STEPS = "loss/reference_kl", 10
 _MAX_NAME = 120
@@ -94,7 +103,7 @@ class Result:
     """How one trial ended.
 
     Attributes:
-        status: `completed`, or `failed` with the cause in the trial's log.
+        status: `completed`; `stopped` early; or `failed` with the cause in the trial's log.
         run_dir: Run directory of the trial.
         accuracy: Held-out accuracy after the last step; None if the run has no evaluation.
         gain: Increase of the accuracy over the run.
@@ -106,7 +115,7 @@ class Result:
         wall_s: Wall time of the run, seconds.
     """
 
-    status: Literal["completed", "failed"]
+    status: Literal["completed", "stopped", "failed"]
     run_dir: str
     accuracy: float | None = None
     gain: float | None = None
@@ -222,8 +231,11 @@ def run_trials(
     timeout_s: float,
     note: Callable[[str], None],
     config_dir: Path | None = None,
+    *,
+    side_by_side: int = 1,
+    stops_early: bool = False,
 ) -> Results:
-    """Run the uncompleted trials one after the other. A failed trial does not end the sweep.
+    """Run the uncompleted trials. A failed trial does not end the sweep.
 
     After every trial the results so far are written.
 
@@ -234,12 +246,23 @@ def run_trials(
         timeout_s: Time limit of one trial, seconds.
         note: Prints a line before and after each trial.
         config_dir: Folder with the user's own YAML.
+        side_by_side: Trials that run at the same time.
+        stops_early: Whether a trial that falls behind the others is stopped.
     """
     results: dict[Trial, Result] = {}
     own_yaml = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    for number, (trial, config) in enumerate(configs.items()):
+    is_ending, writing = threading.Event(), threading.Lock()
+
+    def run(number: int, trial: Trial, config: RunConfig) -> None:
         where = f"[{number + 1}/{len(configs)}] {trial.name}"
-        result = find_completed(config)
+        behind = FallsBehind(config, [other for other in configs.values() if other is not config])
+
+        def ending() -> str | None:
+            if is_ending.is_set():
+                return "the sweep was told to end"
+            return behind() if stops_early else None
+
+        result = find_completed(config) or find_stopped(config, stops_early=stops_early)
         if result is None:
             note(f"{where}: running")
             log = folder / f"{trial.name}.log"
@@ -247,20 +270,91 @@ def run_trials(
             cause = f"it ended without completing; its output is in {log}."
             try:
                 words = ["train", *own_yaml, *_overrides(grid, trial, folder)]
-                run_penstock(words, log, timeout_s, f"sweep: {trial.name}", config.stop_grace_s)
+                run_penstock(words, log, timeout_s, f"sweep: {trial.name}", config.stop_grace_s, ending)
+            except EndedError as reason:
+                cause = str(reason)
+                if not is_ending.is_set():
+                    (Path(config.run_dir) / STOPPED_FILE).write_text(f"{cause}\n")
             except PenstockError as failure:
                 cause = str(failure)
-            result = find_completed(config)
-        if result is None:
-            note(f"{where}: {cause}")
+            result = find_completed(config) or find_stopped(config, stops_early=stops_early)
+        if result is None or result.status == "stopped":
+            note(f"{where}: {cause if result is None else 'stopped early'}")
         else:
             accuracy, gain, staleness = (
                 _number(value) for value in (result.accuracy, result.gain, result.mean_staleness)
             )
             note(f"{where}: accuracy {accuracy}, gain {gain}, mean staleness {staleness} versions")
-        results[trial] = result or Result("failed", config.run_dir)
-        write_results(grid, results, folder)
-    return results
+        with writing:
+            results[trial] = result or Result("failed", config.run_dir)
+            in_order = {one: results[one] for one in configs if one in results}
+            write_results(grid, in_order, folder)
+
+    todo = [(number, trial, config) for number, (trial, config) in enumerate(configs.items())]
+    if side_by_side == 1:
+        for one in todo:
+            run(*one)
+    else:
+        run(*todo[0])  # alone, since its warm start may be that of all
+        with ThreadPoolExecutor(side_by_side) as threads:
+            try:
+                list(threads.map(lambda one: run(*one), todo[1:]))
+            except BaseException:
+                is_ending.set()
+                threads.shutdown(cancel_futures=True)
+                raise
+    return {trial: results[trial] for trial in configs}
+
+
+class FallsBehind:
+    """Whether a trial falls behind: the median stopping rule of Golovin et al., "Google Vizier", 2017, section 3.2.1.
+
+    At an evaluation during training, its best accuracy so far is compared with the median of the means, up to the same
+    step, of the other trials that came as far. It needs `FEWEST_OTHERS` of them.
+    """
+
+    def __init__(self, config: RunConfig, others: Sequence[RunConfig]) -> None:
+        self._run_dir = Path(config.run_dir)
+        self._others = [Path(other.run_dir) for other in others]
+        self._read_at = 0.0
+
+    def __call__(self) -> str | None:
+        """Why it is stopped; None if it is not. The files are read every `LOOK_S`."""
+        if time.monotonic() - self._read_at < LOOK_S:
+            return None
+        self._read_at = time.monotonic()
+        mine = _accuracies(self._run_dir)
+        if not mine or (step := mine[-1][0]) == 0:
+            return None
+        means = []
+        for other in self._others:
+            found = _accuracies(other)
+            if found and found[-1][0] >= step:
+                means.append(mean(value for at, value in found if at <= step))
+        best = max(value for _, value in mine)
+        if len(means) < FEWEST_OTHERS or best >= median(means):
+            return None
+        return (
+            f"its best accuracy at step {step}, {best:.3f}, is below the median of {len(means)} others, "
+            f"{median(means):.3f}"
+        )
+
+
+def _accuracies(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and accuracy of the evaluations of a run so far; empty if it has not begun."""
+    try:
+        records = list(read_metrics(run_dir))
+    except FileNotFoundError:
+        return []
+    return [(one.step, one.metrics[ACCURACY_METRIC]) for one in records if ACCURACY_METRIC in one.metrics]
+
+
+def find_stopped(config: RunConfig, *, stops_early: bool) -> Result | None:
+    """The result of a trial that was stopped early; None if it was not, or is to be completed now."""
+    found = _accuracies(Path(config.run_dir))
+    if not stops_early or not found or not (Path(config.run_dir) / STOPPED_FILE).exists():
+        return None
+    return Result("stopped", config.run_dir, accuracy=found[-1][1], gain=found[-1][1] - found[0][1])
 
 
 def _without_keep(text: str) -> dict[str, Any]:
@@ -304,8 +398,9 @@ def result_rows(grid: Grid, results: Results) -> list[list[str]]:
     for line in dict.fromkeys(trial.line for trial in grid.trials):
         trials = [trial for trial in grid.trials if trial.line == line]
         found = [results[trial] for trial in trials if trial in results]
-        num_failed = sum(result.status == "failed" for result in found)
-        completed = f"{len(found) - num_failed} of {len(trials)}" + (f", {num_failed} failed" if num_failed else "")
+        ends = Counter(result.status for result in found)
+        others = [f"{ends[end]} {end}" for end in ("stopped", "failed") if ends[end]]
+        completed = ", ".join([f"{ends['completed']} of {len(trials)}", *others])
         accuracies = [result.accuracy for result in found if result.accuracy is not None]
         spread = f" ({min(accuracies):.3f} to {max(accuracies):.3f})" if len(accuracies) > 1 else ""
         gains = [result.gain for result in found if result.gain is not None]
@@ -347,6 +442,8 @@ def run_sweep(
     dry_run: bool,
     config_dir: Path | None,
     console: Console,
+    side_by_side: int = 1,
+    stops_early: bool = False,
 ) -> int:
     """Check all trials, run the uncompleted ones and print the table; returns the exit code.
 
@@ -370,7 +467,9 @@ def run_sweep(
         return 0
     folder.mkdir(parents=True, exist_ok=True)
 
-    results = run_trials(grid, configs, folder, cell_timeout_s, note, config_dir)
+    results = run_trials(
+        grid, configs, folder, cell_timeout_s, note, config_dir, side_by_side=side_by_side, stops_early=stops_early
+    )
     header, *rows = result_rows(grid, results)
     shown = Table(title="greedy held-out accuracy after training", title_justify="left")
     for column in header:

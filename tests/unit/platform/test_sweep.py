@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
+import threading
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform.checks.load import LoadedConfig, load_config
+from penstock.platform.checks.load import LoadedConfig, compose_config, load_config
 from penstock.platform.cli import child, sweep
 from penstock.platform.cli.sweep import (
+    FallsBehind,
     Grid,
     Result,
     check_trials,
     find_completed,
+    find_stopped,
     parse_grid,
     result_rows,
     run_sweep,
@@ -157,7 +161,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     finish(first)
     started = []
 
-    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float, ending: object) -> None:
         started.append(arguments)
         finish(second, 0.7)
 
@@ -181,7 +185,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
 def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, second = two_trials(tmp_path)[1].values()
 
-    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float) -> None:
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float, ending: object) -> None:
         if name == "sweep: max_staleness-0":
             raise PenstockError("planted")
         finish(second, 0.7)
@@ -319,3 +323,78 @@ def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(child, "_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(PenstockError, match=r"a-trial took longer than 1 s"):
         child.run_penstock(["x"], tmp_path / "log", 1.0, "a-trial", 25.0)
+
+
+def evaluate(config: RunConfig, *accuracies: float) -> None:
+    """Metrics of a run with evaluations at steps 0, 10, 20, …"""
+    tracker = JsonlTracker(Path(config.run_dir))
+    for number, accuracy in enumerate(accuracies):
+        tracker.log(10 * number, {"eval/accuracy": accuracy})
+    tracker.close()
+
+
+def of_runs(folder: Path, num_runs: int) -> list[RunConfig]:
+    config = compose_config(["experiment=arithmetic"])
+    return [config.model_copy(update={"run_dir": str(folder / f"run{number}")}) for number in range(num_runs)]
+
+
+def test_a_trial_is_stopped_when_its_best_is_below_the_median_of_the_others_means(tmp_path: Path) -> None:
+    mine, *others = of_runs(tmp_path, 5)
+    for other, last in zip(others, (0.9, 0.8, 0.7, 0.2), strict=True):
+        evaluate(other, 0.1, 0.4, last)
+    for accuracies, said in (
+        ((0.1,), None),  # before training nothing is known
+        ((0.1, 0.2), "its best accuracy at step 10, 0.200, is below the median of 4 others, 0.250"),
+        ((0.1, 0.26), None),
+        ((0.1, 0.26, 0.1), "at step 20, 0.260, is below the median of 4 others, 0.417"),
+        ((0.1, 0.5, 0.1), None),  # its best counts
+    ):
+        shutil.rmtree(mine.run_dir, ignore_errors=True)
+        evaluate(mine, *accuracies)
+        found = FallsBehind(mine, others)()
+        assert (found is None) if said is None else (said in (found or ""))
+
+
+def test_too_few_others_stop_nothing(tmp_path: Path) -> None:
+    mine, *others = of_runs(tmp_path, 4)
+    evaluate(mine, 0.1, 0.1)
+    for other in others[:2]:
+        evaluate(other, 0.1, 0.9)
+    evaluate(others[2], 0.1)  # has not come as far
+    assert FallsBehind(mine, others)() is None
+
+
+def test_a_stopped_trial_is_kept_and_completed_without_the_option(tmp_path: Path) -> None:
+    (config,) = of_runs(tmp_path, 1)
+    evaluate(config, 0.1, 0.3)
+    assert find_stopped(config, stops_early=True) is None
+    (Path(config.run_dir) / "stopped_early.txt").write_text("why")
+    found = find_stopped(config, stops_early=True)
+    assert found is not None
+    assert (found.status, found.accuracy, found.gain) == ("stopped", 0.3, pytest.approx(0.2))
+    assert find_stopped(config, stops_early=False) is None
+
+
+def test_trials_side_by_side_run_at_the_same_time_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = parse_grid(["experiment=arithmetic", "dataflow.max_staleness=0,1,2"])
+    configs, _ = check_trials(grid, tmp_path, dry_run=True)
+    by_dir = {f"run_dir={config.run_dir}": config for config in configs.values()}
+    running, most = 0, []
+    together = threading.Barrier(2, timeout=10)
+
+    def run(arguments: list[str], *_: object) -> None:
+        nonlocal running
+        running += 1
+        most.append(running)
+        if len(most) > 1:
+            together.wait()
+        finish(by_dir[next(word for word in arguments if word.startswith("run_dir="))])
+        running -= 1
+
+    monkeypatch.setattr(sweep, "run_penstock", run)
+    results = run_trials(grid, configs, tmp_path, 10.0, print, side_by_side=2)
+    assert [trial.name for trial in results] == [trial.name for trial in configs]
+    assert most[0] == 1
+    assert sorted(most[1:]) == [1, 2]
