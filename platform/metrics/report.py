@@ -21,6 +21,7 @@ from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.report_charts import (
     STALENESS_COLORS,
     distribution_charts,
+    expert_charts,
     flow_charts,
     health_charts,
     learning_charts,
@@ -98,6 +99,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
     sections = {
         "Learning": [*learning_charts(record), *distribution_charts(record)],
         "Staleness": staleness_charts(record),
+        "Experts": expert_charts(record),
         "Throughput": flow_charts(record),
     }
     return template.render(

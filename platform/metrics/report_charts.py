@@ -172,6 +172,36 @@ def staleness_charts(record: RunRecord) -> list[Chart]:
     return charts
 
 
+def expert_charts(record: RunRecord) -> list[Chart]:
+    """The experts of a mixture over the steps; empty for a dense model."""
+    shares = [
+        ("differing", "routing/differing_share", AMBER),
+        ("of no engine", "routing/unknown_share", BLUE),
+        ("idle experts", "routing/idle_experts_share", TEAL),
+    ]
+    prefix = "routing/staleness_differing_share/"
+    by_age = sorted(name for name in record.series if name.startswith(prefix))
+    aged = [
+        (f"staleness {name.removeprefix(prefix).replace('_', ' to ')}", name, staleness_color(number))
+        for number, name in enumerate(by_age)
+    ]
+    load = [("busiest expert", "routing/max_load", VIOLET), ("balance loss", "routing/balance_loss", TEAL)]
+    return [
+        *_line_chart(
+            record,
+            "Choice of experts",
+            "Share of the tokens × layers for which the trainer's router would choose other experts than the engine, "
+            "for which no engine has recorded any, and share of the experts without a token.",
+            shares,
+            ".1%",
+        ),
+        *_line_chart(
+            record, "Differing choices by staleness", "The same, of the tokens of one staleness.", aged, ".1%"
+        ),
+        *_line_chart(record, "Load of experts", "Tokens of the busiest expert over the mean of all.", load),
+    ]
+
+
 def flow_charts(record: RunRecord) -> list[Chart]:
     """Throughput and waiting times over the steps."""
     throughput = [
