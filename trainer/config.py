@@ -296,6 +296,9 @@ class CriticConfig(BaseModel):
     """ε_v: a value is clipped to ± this around the value at the start of the batch."""
     warmup_steps: Annotated[int, _HAS_CRITIC] = Field(default=0, ge=0)
     """Batches at the start that train the critic only; the policy stays as it is."""
+    updates_per_policy_update: float = Field(default=1.0, gt=0, le=100)
+    """Optimizer steps of the critic per optimizer step of the policy, also while only the critic is trained. 2.5: two
+    and three in turn on the sequences of the policy's step, towards the same returns; 0.5: on every second step."""
 
 
 class ReferenceConfig(BaseModel):
