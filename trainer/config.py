@@ -109,6 +109,8 @@ class TrainerConfig(BaseModel):
     """Recompute activations in the backward pass: less memory, about 30 % more time."""
     offload_optimizer: bool = False
     """Keep master weights and moments in host memory; needs zero_stage >= 1."""
+    offload_parameters: bool = False
+    """Keep the weights in host memory, but those of the layers that compute; needs zero_stage=3."""
     max_tokens_per_micro_batch: int = Field(gt=0)
     """Token budget of one forward-backward on one rank."""
     share_prompts: bool = True
@@ -312,6 +314,8 @@ class ReferenceConfig(BaseModel):
     """Processes; each holds the whole policy in float32."""
     pool: str | None = None
     """Pool that they run on; None is the trainer's."""
+    offload: bool = False
+    """With `cluster.colocated`: they share the trainer's GPUs, and their weights are in host memory while it steps."""
 
 
 class TeacherConfig(ReferenceConfig):

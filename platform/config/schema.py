@@ -311,5 +311,11 @@ class RunConfig(Section):
         is_without_adapters = role == "reference" and self.trainer.lora is not None and self.reference.path is None
         return self.frozen(role).num_workers if is_needed and not is_without_adapters else 0
 
+    def takes_turns(self, role: FrozenRole) -> bool:
+        """Whether a frozen policy shares the GPUs of colocated roles, at rest while the trainer steps."""
+        cluster, pool = self.cluster, self.frozen_pool(role)
+        is_shared = cluster.colocated and pool == cluster.trainer_pool and cluster.pools[pool].device == "gpu"
+        return is_shared and self.frozen(role).offload and self.num_frozen(role) > 0
+
     def frozen_pool(self, role: FrozenRole) -> str:
         return self.frozen(role).pool or self.cluster.trainer_pool
