@@ -202,6 +202,8 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     per_s = _link_bytes_per_s(config, config.cluster.trainer_pool, trainer.num_ranks)
     exchanged = (num_replicas - 1) / num_replicas / per_s
     gather_s = 2 * weights * num_micro_batches * exchanged if trainer.zero_stage == 3 else 0.0
+    if trainer.offload_parameters:  # each rank's part comes from main memory before it is gathered
+        gather_s += 2 * weights * num_micro_batches / num_replicas / MAIN_MEMORY_BYTES_PER_S
     reduced = {0: 2, 1: 2, 2: num_micro_batches + 1, 3: num_micro_batches}[trainer.zero_stage]
     reduce_s = reduced * trained * exchanged
     # An all-to-all before and after attention for each of four tensors, forward and backward.

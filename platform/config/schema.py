@@ -5,7 +5,7 @@ Sections are defined next to the component that they configure. A component rece
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -84,9 +84,12 @@ class DataflowConfig(Section):
     that are too old no loss weight, and `drop` drops them and requeues their tasks."""
     max_requeues: int = Field(default=3, ge=0)
     """How often a task is requeued after `drop`."""
-    surplus: int = Field(default=0, ge=0)
+    surplus: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many of them are
-    cancelled. Biased towards short answers."""
+    cancelled. Biased towards short answers. `auto`: the fewest, up to `max_surplus`, with which versions come fastest.
+    """
+    max_surplus: int | None = Field(default=None, ge=1)
+    """Largest number of redundant groups with `surplus=auto`; null is a quarter of batch_groups, at least 1."""
     stream_micro_batches: bool = False
     """The trainer starts with the first groups of a batch while the rest is still being generated. The gradient is the
     same."""
@@ -106,6 +109,13 @@ class DataflowConfig(Section):
     batch_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
     """Longest wait for a batch without a new token, score or ready group, seconds, before the run stops and lists what
     it waits for."""
+
+    @property
+    def largest_surplus(self) -> int:
+        """Redundant groups of a batch at most."""
+        if self.surplus != "auto":
+            return self.surplus
+        return max(1, self.batch_groups // 4) if self.max_surplus is None else self.max_surplus
 
     @property
     def fewest_members(self) -> int:
