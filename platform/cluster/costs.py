@@ -189,7 +189,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
 
     algorithm = config.algorithm
     has_own_reference = algorithm.needs_reference and not config.num_frozen("reference")
-    passes = 3 + trainer.gradient_checkpointing + (algorithm.proximal == "recompute") + has_own_reference
+    passes: float = 3 + trainer.gradient_checkpointing + (algorithm.proximal == "recompute") + has_own_reference
     passes *= 1 + algorithm.needs_critic * config.critic.updates_per_policy_update
     attention = 2 * length * shape.num_heads * shape.head_dim * shape.num_layers
     flops = passes * (2 * shape.active_parameters + attention)
