@@ -122,8 +122,7 @@ class FrozenPolicyClient:
         self._last_cause = ""
         self._jobs: set[asyncio.Task[Any]] = set()
         self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        self._may_compute = asyncio.Event()
-        self._may_compute.set()
+        self._rest_ends: asyncio.Event | None = None
         for worker in self._workers:
             self._free.put_nowait(worker)
 
@@ -172,12 +171,13 @@ class FrozenPolicyClient:
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
         """Within it no worker computes, and none has parameters on its device: the trainer has the memory."""
-        self._may_compute.clear()
+        self._rest_ends = rest_ends = asyncio.Event()
         try:
             await asyncio.gather(*map(self._rest, self._workers))
             yield
         finally:
-            self._may_compute.set()
+            self._rest_ends = None
+            rest_ends.set()
 
     async def _rest(self, worker: _Worker) -> None:
         """Have a worker rest. One that does not is ended, which frees its device too; its next group finds it so."""
@@ -210,7 +210,8 @@ class FrozenPolicyClient:
         try:
             # A worker that was lost while it was idle is found here, so no group is blamed for it.
             await answer_of(worker.process.ready.remote(), PING_TIMEOUT_S, _WorkerLostError, ping)
-            await self._may_compute.wait()
+            if self._rest_ends is not None:
+                await self._rest_ends.wait()
             was_computing = True
             found, length = worker.process.logprobs.remote(handle)
             hint = (

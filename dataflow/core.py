@@ -162,7 +162,7 @@ class Dataflow:
         ledger = self.ledger
         # Redundant groups must have ended before v advances, so none are admitted from the time the batch is complete
         # until it has been trained.
-        surplus = 0 if self.is_batch_complete else self.surplus
+        surplus = 0 if self.is_batch_complete else self._present.surplus
         free = free_credits(
             self._present,
             admitted=ledger.num_admitted,
@@ -277,7 +277,7 @@ class Dataflow:
         """
         assert not self._in_training, "one batch at a time"
         shortfall = self._gate.shortfall(self.version)
-        if shortfall is None or shortfall > self.surplus:
+        if shortfall is None or shortfall > self._present.surplus:
             return None
         for record in self._gate.redundant(shortfall) if shortfall else ():
             self._cancel(record, Reason.REDUNDANT)
