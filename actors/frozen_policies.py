@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,11 +48,22 @@ class FrozenPolicyActor:
         keep_output("frozen-policies")
         torch.set_num_threads(spec.threads)
         self._policy = FrozenPolicy.load(
-            spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature, replays_routes=spec.replays_routes
+            spec.path,
+            spec.model,
+            spec.device,
+            spec.max_tokens,
+            spec.temperature,
+            replays_routes=spec.replays_routes,
+            offloads=spec.offloads,
         )
 
     def ready(self) -> None:
         """Answers once the policy is loaded, and as long as the process is alive."""
+
+    def rest(self) -> None:
+        """Give the memory of the device back until the next group; ordered with the groups."""
+        if self._policy.offloaded is not None:
+            self._policy.offloaded.rest()
 
     @ray.method(num_returns=2)
     def logprobs(self, payload: GroupPayload) -> tuple[NDArray[np.float32], int]:
@@ -110,6 +122,7 @@ class FrozenPolicyClient:
         self._last_cause = ""
         self._jobs: set[asyncio.Task[Any]] = set()
         self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()
+        self._rest_ends: asyncio.Event | None = None
         for worker in self._workers:
             self._free.put_nowait(worker)
 
@@ -155,6 +168,25 @@ class FrozenPolicyClient:
                     what = f"{num_losses} workers were lost while computing the logprobs of the group"
                     raise TrajectoryError("reward", f"{trace}{self._role}: {what}; the last cause: {lost}") from None
 
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """Within it no worker computes, and none has parameters on its device: the trainer has the memory."""
+        self._rest_ends = rest_ends = asyncio.Event()
+        try:
+            await asyncio.gather(*map(self._rest, self._workers))
+            yield
+        finally:
+            self._rest_ends = None
+            rest_ends.set()
+
+    async def _rest(self, worker: _Worker) -> None:
+        """Have a worker rest. One that does not is ended, which frees its device too; its next group finds it so."""
+        process = worker.process
+        try:
+            await answer_of(process.rest.remote(), self._timeout_s, _WorkerLostError, f"{worker.name}: rest")
+        except _WorkerLostError:
+            ray.kill(process)
+
     def close(self) -> None:
         """Start no more processes, and wait for no more answers."""
         for job in self._jobs:
@@ -178,6 +210,8 @@ class FrozenPolicyClient:
         try:
             # A worker that was lost while it was idle is found here, so no group is blamed for it.
             await answer_of(worker.process.ready.remote(), PING_TIMEOUT_S, _WorkerLostError, ping)
+            if self._rest_ends is not None:
+                await self._rest_ends.wait()
             was_computing = True
             found, length = worker.process.logprobs.remote(handle)
             hint = (

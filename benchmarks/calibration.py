@@ -124,6 +124,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         eta=flow["max_staleness"],
         on_expiry=flow["on_expiry"],
         surplus=flow["surplus"],
+        max_surplus=flow.get("max_surplus") or max(1, flow["batch_groups"] // 4),
         min_group_size=min(2, flow["group_size"]) if (least := flow["min_group_size"]) is None else least,
         stream=flow["stream_micro_batches"],
         routing=rollout["routing"],

@@ -21,6 +21,7 @@ from penstock.dataflow.gates import ConsumptionGate, free_credits
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import LIVE, UNREADY, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
+from penstock.dataflow.surplus import AdaptiveSurplus
 from penstock.dataflow.trajectory import GroupRef
 
 Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
@@ -68,6 +69,7 @@ class Dataflow:
         retries: Number of granted retries by kind of failure.
         ignored: Number of ignored reports by reason.
         newest_ignored: The group of the newest ignored report.
+        surplus_search: Chooses the number of redundant groups of the next batch; None if it is fixed.
     """
 
     def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0, ledger: Ledger | None = None) -> None:
@@ -78,6 +80,11 @@ class Dataflow:
         self.retries: Counter[FailureKind] = Counter()
         self.ignored: Counter[Ignored] = Counter()
         self.newest_ignored: GroupId | None = None
+        self.surplus_search: AdaptiveSurplus | None = None
+        self._present = limits  # those of the batch that fills now
+        if limits.adapts_surplus:
+            self.surplus_search = AdaptiveSurplus(limits.surplus, limits.max_staleness)
+            self._present = replace(limits, surplus=self.surplus_search.surplus)
         self._gate = ConsumptionGate(limits)
         self._in_training: list[GroupRef] = []
         self._cancelled: list[Cancelled] = []
@@ -107,6 +114,7 @@ class Dataflow:
             "retries": dict(self.retries),
             "ignored": dict(self.ignored),
             "groups": groups,
+            "surplus_search": None if self.surplus_search is None else self.surplus_search.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
@@ -129,6 +137,9 @@ class Dataflow:
             records.append(record)
         self.version = state["version"]
         self.ledger.load_state_dict(state["ledger"], records)
+        if self.surplus_search is not None and (search := state.get("surplus_search")) is not None:
+            self.surplus_search.load_state_dict(search)
+            self._present = replace(self.limits, surplus=self.surplus_search.surplus)
         self.retries.update(state["retries"])
         self.ignored.update(state["ignored"])
         for record in records:
@@ -151,9 +162,9 @@ class Dataflow:
         ledger = self.ledger
         # Redundant groups must have ended before v advances, so none are admitted from the time the batch is complete
         # until it has been trained.
-        surplus = 0 if self.is_batch_complete else self.limits.surplus
+        surplus = 0 if self.is_batch_complete else self._present.surplus
         free = free_credits(
-            self.limits,
+            self._present,
             admitted=ledger.num_admitted,
             returned=ledger.num_returned,
             trained=ledger.num_trained,
@@ -167,6 +178,11 @@ class Dataflow:
             remaining = self.limits.max_live_trajectories - ledger.live_trajectories
             free = min(free, max(0, remaining) // self.rules.group_size)
         return free
+
+    @property
+    def surplus(self) -> int:
+        """Redundant groups of the batch that fills now. It changes only where none are live: at `adapt_surplus`."""
+        return self._present.surplus
 
     @property
     def num_ready(self) -> int:
@@ -262,7 +278,7 @@ class Dataflow:
         """
         assert not self._in_training, "one batch at a time"
         shortfall = self._gate.shortfall(self.version)
-        if shortfall is None or shortfall > self.limits.surplus:
+        if shortfall is None or shortfall > self._present.surplus:
             return None
         for record in self._gate.redundant(shortfall) if shortfall else ():
             self._cancel(record, Reason.REDUNDANT)
@@ -299,6 +315,18 @@ class Dataflow:
         self.ledger.mark(version)
         if self.limits.on_expiry is not ExpiryPolicy.WAIT:
             self._expire_overdue()
+
+    def adapt_surplus(self, step_s: float, waited_s: float) -> None:
+        """Choose the number of redundant groups of the next batch, if it is adapted. Call it after `advance` only.
+
+        Args:
+            step_s: Seconds from the previous version to this one.
+            waited_s: Of these, seconds in which the trainer waited for its batch.
+        """
+        assert not self._in_training, "the number changes between two batches, when no redundant group is live"
+        if self.surplus_search is not None:
+            self.surplus_search.observe(step_s, waited_s)
+            self._present = replace(self.limits, surplus=self.surplus_search.surplus)
 
     def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
         """Record that the optimizer step was skipped: the groups of the batch end untrained, the version is kept."""

@@ -46,7 +46,8 @@ class FlowLimits:
         batch_groups: B, groups per batch.
         max_staleness: η, in versions.
         total_steps: Number of batches to train.
-        surplus: Groups admitted beyond the credits (redundant groups); 0 disables them.
+        surplus: Largest number of groups admitted beyond the credits (redundant groups); 0 disables them.
+        adapts_surplus: Whether the number changes between batches, up to `surplus` (`AdaptiveSurplus`).
         on_expiry: What happens to groups that would become too old.
         max_requeues: Maximum number of restarts of a task whose groups were dropped as too old.
         max_live_trajectories: Maximum number of live trajectories, which bounds reserved memory; None is no limit.
@@ -59,6 +60,7 @@ class FlowLimits:
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
     max_requeues: int = 3
     max_live_trajectories: int | None = None
+    adapts_surplus: bool = False
 
     @property
     def window(self) -> int:

@@ -119,12 +119,14 @@ class Counters(NamedTuple):
         num_steps: Optimizer steps by prefix; they decide the learning rate.
         num_ranks: Ranks of the trainer, each with a file.
         coefficients: State of the controllers of coefficients.
+        critic_pace: Updates of the critic and of the policy (`trainer.models.critic.Pace`).
     """
 
     version: int
     num_steps: Mapping[str, int]
     num_ranks: int
     coefficients: Mapping[str, float] = {}
+    critic_pace: Mapping[str, float] = {}
 
 
 class TrainerSnapshot:

@@ -109,6 +109,8 @@ class TrainerConfig(BaseModel):
     """Recompute activations in the backward pass: less memory, about 30 % more time."""
     offload_optimizer: bool = False
     """Keep master weights and moments in host memory; needs zero_stage >= 1."""
+    offload_parameters: bool = False
+    """Keep the weights in host memory, but those of the layers that compute; needs zero_stage=3."""
     max_tokens_per_micro_batch: int = Field(gt=0)
     """Token budget of one forward-backward on one rank."""
     share_prompts: bool = True
@@ -296,6 +298,9 @@ class CriticConfig(BaseModel):
     """ε_v: a value is clipped to ± this around the value at the start of the batch."""
     warmup_steps: Annotated[int, _HAS_CRITIC] = Field(default=0, ge=0)
     """Batches at the start that train the critic only; the policy stays as it is."""
+    updates_per_policy_update: float = Field(default=1.0, gt=0, le=100)
+    """Optimizer steps of the critic per optimizer step of the policy, also while only the critic is trained. 2.5: two
+    and three in turn on the sequences of the policy's step, towards the same returns; 0.5: on every second step."""
 
 
 class ReferenceConfig(BaseModel):
@@ -309,6 +314,8 @@ class ReferenceConfig(BaseModel):
     """Processes; each holds the whole policy in float32."""
     pool: str | None = None
     """Pool that they run on; None is the trainer's."""
+    offload: bool = False
+    """With `cluster.colocated`: they share the trainer's GPUs, and their weights are in host memory while it steps."""
 
 
 class TeacherConfig(ReferenceConfig):

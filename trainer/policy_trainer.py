@@ -128,7 +128,7 @@ class PolicyTrainer:
             sequences = self._builder.build(payloads, version)
             updates, trained_tokens = [], {}
             num_updates = self._algorithm.config.mini_batches * self._algorithm.config.epochs
-            has_critic = self.critic is not None
+            pace = None if self.critic is None else self.critic.pace
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.config.mini_batches
@@ -136,13 +136,18 @@ class PolicyTrainer:
                 opened.learns = learns
                 self._backward(opened, part, self._objective, is_last=True)
                 is_last = len(updates) + 1 == num_updates
-                updates.append(self._update(opened, is_last=is_last and not has_critic))
+                num_of_critic = 0 if pace is None else pace.num_next
+                updates.append(self._update(opened, is_last=is_last and not num_of_critic))
                 trained_tokens |= opened.trained_tokens
-                if self.critic is not None:
+                num_taken = 0
+                for num_left in reversed(range(num_of_critic)):
+                    assert self.critic is not None, "only a critic has a pace"
                     self._prepare_update(is_last=False)
-                    self.critic.update(part, self.stop, is_last=is_last)
+                    num_taken += self.critic.update(part, self.stop, is_last=is_last and not num_left)
+                pace = None if pace is None else pace.after(num_taken)
             metrics = summary(updates) | batch_metrics(payloads)
-            if self.critic is not None:
+            if self.critic is not None and pace is not None:
+                self.critic.pace = pace
                 metrics |= self.critic.take_metrics(sequences)
         if not self._algorithm.needs_reference:
             del metrics["loss/reference_kl"]
@@ -318,7 +323,8 @@ class PolicyTrainer:
         num_steps = {"model": self._num_steps}
         if self.critic is not None:
             num_steps["critic"] = self.critic.num_steps
-        counters = Counters(version, num_steps, self._spec.trainer.num_ranks, dict(self._controllers.state))
+        pace = {} if self.critic is None else self.critic.pace._asdict()
+        counters = Counters(version, num_steps, self._spec.trainer.num_ranks, dict(self._controllers.state), pace)
         self._snapshot = TrainerSnapshot({prefix: one.fragments() for prefix, one in backends.items()}, counters)
         return self._snapshot
 
@@ -342,6 +348,7 @@ class PolicyTrainer:
         self._num_steps = reader.counters.num_steps["model"]
         if self.critic is not None:
             self.critic.num_steps = reader.counters.num_steps["critic"]
+            self.critic.pace = self.critic.pace.restored(reader.counters.critic_pace)
         self._controllers.restore(reader.counters.coefficients)
         self._use(self._controllers.algorithm)
         torch.set_rng_state(reader.random_state(self.backend.rank))

@@ -63,6 +63,7 @@ class FrozenPolicySpec:
         max_tokens: Padded tokens of one forward.
         temperature: The sampling temperature.
         replays_routes: Tokens go to the experts that the engines recorded: it is the policy of an earlier time.
+        offloads: Its parameters are in host memory between uses.
     """
 
     path: str
@@ -72,6 +73,7 @@ class FrozenPolicySpec:
     max_tokens: int
     temperature: float
     replays_routes: bool = True
+    offloads: bool = False
 
 
 def free_port() -> int:

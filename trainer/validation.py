@@ -26,6 +26,11 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
             "Use zero_stage=1, 2 or 3."
         )
+    if trainer.offload_parameters and trainer.zero_stage != 3:
+        violations.append(
+            f"trainer.offload_parameters=true with trainer.zero_stage={trainer.zero_stage}: only weights that are "
+            "gathered layer by layer can leave the device between layers. Use zero_stage=3."
+        )
     if trainer.backend == "torch":
         unsupported = {
             f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,

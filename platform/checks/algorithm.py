@@ -20,7 +20,7 @@ from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.aggregation import SEQUENCE_SUMS
 from penstock.trainer.algorithms.catalog import Custom, Named, find
-from penstock.trainer.algorithms.conditions import Condition
+from penstock.trainer.algorithms.conditions import SEVERAL_UPDATES, Condition
 from penstock.trainer.algorithms.corrections import CorrectionConfig
 from penstock.trainer.algorithms.losses.clipped import ClipConfig, is_dapo
 from penstock.trainer.algorithms.losses.pairs import PairsConfig
@@ -257,6 +257,11 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
                 f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage.name}, which has no "
                 "critic, so it would not be loaded. Use algorithm=ppo, or critic.path=null."
             )
+        if (ratio := config.critic.updates_per_policy_update) != 1:
+            yield error(
+                f"critic.updates_per_policy_update={ratio:g} with algorithm.advantage={algorithm.advantage.name}, "
+                "which has no critic, so nothing would be updated. Use algorithm=ppo, or leave it at 1."
+            )
         return
     if config.dataflow.stream_micro_batches:
         yield error(
@@ -274,6 +279,12 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
                     f"the policy is trained in the rest of the total_steps={config.total_steps}",
                 )
             ],
+        )
+    ratio, num_updates = config.critic.updates_per_policy_update, config.total_steps * algorithm.updates_per_batch
+    if int(num_updates * ratio + 1e-9) < 1:
+        yield error(
+            f"critic.updates_per_policy_update={ratio:g} with {num_updates} updates of the policy (total_steps="
+            f"{config.total_steps}): the critic would never be updated. Use at least {1 / num_updates:.3g}."
         )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
@@ -403,6 +414,8 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
     for key, value, field in settings:
         conditions = [one for one in field.metadata if isinstance(one, Condition)]
         conditions += [is_stale] if key == "algorithm.staleness_decay" else []
+        if key == "critic.value_clip" and config.critic.updates_per_policy_update > 1:
+            conditions.remove(SEVERAL_UPDATES)  # the critic itself has several
         default = field.get_default(call_default_factory=True)
         # For a variant only its choice is compared; its settings have their own conditions.
         is_default = value.name == default.name if isinstance(value, Named | Custom) else value == default

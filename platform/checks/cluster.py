@@ -45,6 +45,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_rollout_pools(config)
     if command == "train":
         yield from check_colocated(config)
+        yield from check_offload(config)
         yield from check_weights(config)
 
 
@@ -156,11 +157,13 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
     }
     for role in FROZEN_ROLES:
         name, (key, value) = config.frozen_pool(role), asked_by[role]
+        if config.takes_turns(role):
+            continue
         if config.num_frozen(role) and name == cluster.trainer_pool and cluster.pools[name].device == "gpu":
             yield error(
                 f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, but "
                 f"the {role} runs at the same time. Give it its own pool ({role}.pool; a CPU pool suffices for small "
-                "policies)."
+                f"policies), or turns on the same GPUs ({role}.offload=true)."
             )
     if (pool := config.reward.pool) == cluster.trainer_pool and cluster.pools[pool].device == "gpu":
         yield error(
@@ -171,6 +174,25 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"cluster.colocated=true needs one pool, not trainer_pool={cluster.trainer_pool} and "
             f"rollout_pool={cluster.rollout_pool}: they share devices. Name the same pool twice."
+        )
+
+
+def check_offload(config: RunConfig) -> Iterator[Finding]:
+    """Warn of frozen policies that are told to leave the trainer's GPUs between uses and are not on them."""
+    for role in FROZEN_ROLES:
+        if not config.frozen(role).offload or config.takes_turns(role):
+            continue
+        pool = config.frozen_pool(role)
+        if not config.num_frozen(role):
+            why = f"this run starts no process for a {role}"
+        elif config.cluster.pools[pool].device == "cpu":
+            why = f"the pool {pool} has no GPUs, so its weights are in main memory anyway"
+        else:
+            why = f"each of its workers has a GPU of the pool {pool} to itself, which nobody else would use"
+        yield warning(
+            f"{role}.offload=true has no effect: {why}. It is for cluster.colocated=true without {role}.pool. "
+            f"Leave {role}.offload at false.",
+            role,
         )
 
 

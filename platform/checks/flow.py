@@ -61,7 +61,19 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are cancelled "
             "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
         )
-    if flow.surplus:
+    if flow.max_surplus is not None and flow.surplus != "auto":
+        yield warning(
+            f"dataflow.max_surplus={flow.max_surplus} has no effect with dataflow.surplus={flow.surplus}, which is "
+            "fixed. Use surplus=auto, or leave max_surplus out."
+        )
+    if flow.surplus == "auto":
+        derived = ", a quarter of dataflow.batch_groups" if flow.max_surplus is None else ""
+        yield warning(
+            f"dataflow.surplus=auto: 0 to {flow.largest_surplus} redundant groups (max_surplus{derived}), as versions "
+            "come fastest. Stragglers are cancelled, so trained answers are shorter than sampled ones. Watch "
+            "length/trained_share and flow/surplus; surplus=0 is unbiased."
+        )
+    elif flow.surplus:
         yield warning(
             f"dataflow.surplus={flow.surplus}: stragglers are cancelled, so trained answers are shorter than sampled "
             "ones. Watch length/trained_share; surplus=0 is unbiased."

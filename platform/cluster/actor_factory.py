@@ -408,6 +408,7 @@ async def start_frozen_group(
         max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
         replays_routes=role == "reference" and section.path in (None, config.model.path),
+        offloads=config.takes_turns(role),
     )
     environment = torch_environment(config, spec.device)
     start_timeout_s = config.trainer.start_timeout_s

@@ -189,8 +189,8 @@ def train_s(config: RunConfig, workload: Workload) -> float:
 
     algorithm = config.algorithm
     has_own_reference = algorithm.needs_reference and not config.num_frozen("reference")
-    passes = 3 + trainer.gradient_checkpointing + (algorithm.proximal == "recompute") + has_own_reference
-    passes *= 1 + algorithm.needs_critic
+    passes: float = 3 + trainer.gradient_checkpointing + (algorithm.proximal == "recompute") + has_own_reference
+    passes *= 1 + algorithm.needs_critic * config.critic.updates_per_policy_update
     attention = 2 * length * shape.num_heads * shape.head_dim * shape.num_layers
     flops = passes * (2 * shape.active_parameters + attention)
     compute_s = num_tokens * flops / (trainer.num_ranks * device.flops * MODEL_FLOPS)
@@ -202,6 +202,8 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     per_s = _link_bytes_per_s(config, config.cluster.trainer_pool, trainer.num_ranks)
     exchanged = (num_replicas - 1) / num_replicas / per_s
     gather_s = 2 * weights * num_micro_batches * exchanged if trainer.zero_stage == 3 else 0.0
+    if trainer.offload_parameters:  # each rank's part comes from main memory before it is gathered
+        gather_s += 2 * weights * num_micro_batches / num_replicas / MAIN_MEMORY_BYTES_PER_S
     reduced = {0: 2, 1: 2, 2: num_micro_batches + 1, 3: num_micro_batches}[trainer.zero_stage]
     reduce_s = reduced * trained * exchanged
     # An all-to-all before and after attention for each of four tensors, forward and backward.

@@ -5,7 +5,7 @@ Q and K query and key/value width, I intermediate, V vocabulary. Under tensor pa
 parameters of one rank (all but the embeddings are divided by t), and R, Q, K, I and the V of an untied head are
 divided by t.
 
-    trainer weights      P·b          / R if Z = 3
+    trainer weights      P·b          / R if Z = 3; in main memory with offload_parameters
     gradients            bfloat16: 2·P at Z = 0, 4·P at Z = 1, 4·P / R at Z ≥ 2; float32: 4·P, / R at Z ≥ 2;
                          and P·b of a bucket of at most 5e7 elements at Z = 3
     master weights       4·P          / R if Z ≥ 1; none for float32 at Z = 0
@@ -33,7 +33,8 @@ divided by t.
     loading              P·b of main memory on each rank with Z ≤ 2, until it is on its GPU
     with adapters        of A parameters: gradients, master weights and moments for A only; 4·A in shared memory, and
                          P·b of main memory per engine; if full weights are sent, P·b while a version is merged
-    reference, teacher   P·b (of that model) + T·b·(5H + 3I)
+    reference, teacher   P·b (of that model) + T·b·(5H + 3I); with offload also P·b of main memory, and none of both on
+                         the device while the trainer steps
     reward with a pool   the same; 2·P on a GPU, 4·P on a CPU
     base                 process without weights (measured on CPU; the CUDA context on GPU)
 
@@ -137,9 +138,11 @@ def trainer_memory(config: RunConfig, pool: PoolConfig, *, has_partner: bool = F
     is_loaded_whole = stage < 3 or config.trainer.tensor_parallel_size > 1
     host: dict[Part, float] = {"base": BASE_GPU_HOST_GIB, **copied}
     host["weights"] = shape.num_parameters * width * is_loaded_whole / GIB
-    if config.trainer.offload_optimizer:
-        return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {**host, "optimizer": optimizer})
-    return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, host)
+    device: dict[Part, float] = {"base": CUDA_CONTEXT_GIB, **parts}
+    if config.trainer.offload_parameters:
+        host["weights"] += device.pop("weights")
+    (host if config.trainer.offload_optimizer else device)["optimizer"] = optimizer
+    return Memory(device, host)
 
 
 def resident_gib(config: RunConfig, rank: Memory) -> float:
@@ -261,7 +264,12 @@ def _engine_without_cache(config: RunConfig) -> dict[Part, float]:
 
 
 def frozen_memory(
-    config: RunConfig, pool: PoolConfig, weights: int | None = None, dtype: DType | None = None
+    config: RunConfig,
+    pool: PoolConfig,
+    weights: int | None = None,
+    dtype: DType | None = None,
+    *,
+    is_offloaded: bool = False,
 ) -> Memory:
     """Memory of one process with a frozen model, which keeps nothing for a backward pass.
 
@@ -270,6 +278,7 @@ def frozen_memory(
         pool: Where the process runs.
         weights: Number of its parameters; None: as many as the policy.
         dtype: Its dtype; None: that of the policy.
+        is_offloaded: Whether main memory holds a copy from which the device gets its own.
     """
     shape, tokens, width = config.model.shape, config.trainer.max_group_tokens, DTYPE_BYTES[dtype or config.model.dtype]
     layer = max(3 * shape.intermediate_size, 4 * shape.head_dim * (shape.num_heads + shape.num_kv_heads))
@@ -278,7 +287,10 @@ def frozen_memory(
     parts: dict[Part, float] = {"weights": held / GIB, "activations": passing / GIB}
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
-    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})
+    host: dict[Part, float] = {"base": BASE_GPU_HOST_GIB}
+    if is_offloaded:
+        host["weights"] = held / GIB
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, host)
 
 
 def adapter_parameters(config: RunConfig) -> int:
@@ -335,6 +347,9 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
         taken = sum(_engine_without_cache(config).values())
         if config.cluster.colocated:  # vLLM cannot measure it: a trainer's moments are only allocated in the first step
             taken += resident_gib(config, trainer_memory(config, pool))
+            taken += frozen_memory(config, pool).device_gib * config.takes_turns("reference")
+            of_teacher = frozen_memory(config, pool, config.teacher.num_parameters).device_gib
+            taken += of_teacher * config.takes_turns("teacher")
         return max(pool.limit_gib * engine.gpu_memory_utilization - taken, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 

@@ -28,7 +28,7 @@ from penstock.platform.cluster.memory import (
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.pools import PoolConfig
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 
 Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
 Process = tuple[Role, PolicyId, int]
@@ -114,9 +114,10 @@ def _plan(config: RunConfig, command: Command, *, has_partner: bool) -> list[Rol
         engines += place("engine", view.cluster.rollout_pool, view.rollout.num_engines, engine_memory, width, view)
     placements += [replace(engine, index=number) for number, engine in enumerate(engines)]
     if command == "train":
-        of_teacher = partial(frozen_memory, weights=config.teacher.num_parameters)
-        placements += place("reference", config.frozen_pool("reference"), config.num_frozen("reference"), frozen_memory)
-        placements += place("teacher", config.frozen_pool("teacher"), config.num_frozen("teacher"), of_teacher)
+        for role in FROZEN_ROLES:
+            num_parameters = config.teacher.num_parameters if role == "teacher" else None
+            of_role = partial(frozen_memory, weights=num_parameters, is_offloaded=config.takes_turns(role))
+            placements += place(role, config.frozen_pool(role), config.num_frozen(role), of_role)
     num_rewards = config.reward.num_workers if engines else 0
     if config.reward.pool is not None:
         on_gpu = cluster.pools[config.reward.pool].device == "gpu"
@@ -173,7 +174,9 @@ def device_bundles(config: RunConfig, command: Command = "train") -> list[Bundle
 
 
 def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:
-    return config.cluster.colocated and command == "train" and role in ("trainer", "engine")
+    if not config.cluster.colocated or command != "train":
+        return False
+    return role in ("trainer", "engine") or (role in FROZEN_ROLES and config.takes_turns(role))
 
 
 def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
@@ -181,6 +184,7 @@ def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[
 
     Colocated roles take turns, but what a rank keeps between steps stays while the engine generates, and so do the
     context and the version buffers of an engine that sleeps: max(whole rank + sleeping engine, resting rank + engine).
+    A frozen policy with `offload` is on the device while the engine generates; of one at rest the context stays.
     """
     by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
     for placement in placements:
@@ -203,10 +207,12 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
         return sum(placement.memory.device_gib for placement in here)
     ranks = [placement.memory for placement in here if placement.role == "trainer"]
     engines = [placement.memory for placement in here if placement.role == "engine"]
-    others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
+    frozen = [one.memory for one in here if one.role in FROZEN_ROLES and config.takes_turns(one.role)]
+    others = sum(one.memory.device_gib for one in here if not _takes_turns(config, one.role, "train"))
     has_buffers = weight_route(config) in DEVICE_BUFFER_ROUTES
     asleep = sum(memory.device["base"] + memory.device["published"] * has_buffers for memory in engines)
-    training = sum(memory.device_gib for memory in ranks) + asleep
-    generating = sum(resident_gib(config, memory) for memory in ranks) + sum(memory.device_gib for memory in engines)
+    training = sum(memory.device_gib for memory in ranks) + asleep + sum(memory.device["base"] for memory in frozen)
+    generating = sum(resident_gib(config, memory) for memory in ranks)
+    generating += sum(memory.device_gib for memory in (*engines, *frozen))
     turns = max(training, generating)
     return turns + others

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -296,15 +296,28 @@ def _num_common_sections(path: str, other: str) -> int:
 def expectation(field: FieldInfo) -> str:
     """The accepted values of a key in words: `an integer >= 1`, `a number in (0, 1]`, `one of: a, b`."""
     kinds = _alternatives(field.annotation)
-    words = [_kind_words(kind) for kind in kinds if kind is not NoneType]
+    own = _bounds_of_members(field.annotation)
+    words = [_kind_words(kind) + _range(own.get(kind, [])) for kind in kinds if kind is not NoneType]
     nullable = " or null" if NoneType in kinds else ""
-    return " or ".join(words) + range_words(field) + nullable
+    return " or ".join(words) + _range(field.metadata) + nullable
 
 
 def range_words(field: FieldInfo) -> str:
     """The range of a number: ` >= 1`, ` in (0, 1]`; empty if it has none."""
+    return _range([*field.metadata, *chain.from_iterable(_bounds_of_members(field.annotation).values())])
+
+
+def _bounds_of_members(annotation: Any) -> dict[Any, list[Any]]:
+    """The bounds of the members of a union that have their own: `Annotated[int, Field(ge=0)] | Literal["auto"]`."""
+    if get_origin(annotation) not in (Union, UnionType):
+        return {}
+    members = [get_args(member) for member in get_args(annotation) if get_origin(member) is Annotated]
+    return {kind: own.metadata for kind, own in members if isinstance(own, FieldInfo)}
+
+
+def _range(bounds: Iterable[Any]) -> str:
     low = high = ""
-    for bound in field.metadata:
+    for bound in bounds:
         match bound:
             case Ge(ge=value):
                 low = f"[{value}"

@@ -5,7 +5,7 @@ Sections are defined next to the component that they configure. A component rece
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
@@ -84,9 +84,12 @@ class DataflowConfig(Section):
     that are too old no loss weight, and `drop` drops them and requeues their tasks."""
     max_requeues: int = Field(default=3, ge=0)
     """How often a task is requeued after `drop`."""
-    surplus: int = Field(default=0, ge=0)
+    surplus: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
     """Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many of them are
-    cancelled. Biased towards short answers."""
+    cancelled. Biased towards short answers. `auto`: the fewest, up to `max_surplus`, with which versions come fastest.
+    """
+    max_surplus: int | None = Field(default=None, ge=1)
+    """Largest number of redundant groups with `surplus=auto`; null is a quarter of batch_groups, at least 1."""
     stream_micro_batches: bool = False
     """The trainer starts with the first groups of a batch while the rest is still being generated. The gradient is the
     same."""
@@ -106,6 +109,13 @@ class DataflowConfig(Section):
     batch_timeout_s: float = Field(default=1800.0, ge=1, le=MAX_TIMEOUT_S)
     """Longest wait for a batch without a new token, score or ready group, seconds, before the run stops and lists what
     it waits for."""
+
+    @property
+    def largest_surplus(self) -> int:
+        """Redundant groups of a batch at most."""
+        if self.surplus != "auto":
+            return self.surplus
+        return max(1, self.batch_groups // 4) if self.max_surplus is None else self.max_surplus
 
     @property
     def fewest_members(self) -> int:
@@ -315,6 +325,12 @@ class RunConfig(Section):
         is_needed = algorithm.needs_reference if role == "reference" else algorithm.needs_teacher
         is_without_adapters = role == "reference" and self.trainer.lora is not None and self.reference.path is None
         return self.frozen(role).num_workers if is_needed and not is_without_adapters else 0
+
+    def takes_turns(self, role: FrozenRole) -> bool:
+        """Whether a frozen policy shares the GPUs of colocated roles, at rest while the trainer steps."""
+        cluster, pool = self.cluster, self.frozen_pool(role)
+        is_shared = cluster.colocated and pool == cluster.trainer_pool and cluster.pools[pool].device == "gpu"
+        return is_shared and self.frozen(role).offload and self.num_frozen(role) > 0
 
     def frozen_pool(self, role: FrozenRole) -> str:
         return self.frozen(role).pool or self.cluster.trainer_pool

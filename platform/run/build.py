@@ -16,6 +16,7 @@ from itertools import islice
 from typing import cast
 
 from penstock.actors.cluster import draining_nodes
+from penstock.actors.frozen_policies import FrozenPolicyClient
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.dataflow.core import Dataflow, GroupRules
@@ -24,7 +25,7 @@ from penstock.dataflow.task import Task
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FrozenRole, RunConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats, sampled_every
@@ -224,6 +225,8 @@ async def policy_runtime(
     # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
     # therefore not restarted there.
     max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
+    policies: dict[FrozenRole, FrozenPolicyClient | None] = {"reference": actors.reference, "teacher": actors.teacher}
+    frozen = [policy for role, policy in policies.items() if policy is not None and config.takes_turns(role)]
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
     try:
         are_equal = not config.cluster.extra_rollout_pools
@@ -231,7 +234,7 @@ async def policy_runtime(
         async with restarts.running(), watching.running() as monitor:
             yield PolicyRuntime(
                 runner,
-                trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
+                trainer=TimeSharedTrainer(actors.trainer, pool, frozen) if config.cluster.colocated else actors.trainer,
                 publisher=publisher,
                 evaluator=Evaluator(
                     runner,

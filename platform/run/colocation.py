@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, cast
 
 from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.frozen_policies import FrozenPolicyClient
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup, WrittenFile
 from penstock.dataflow.trajectory import GroupRef
@@ -20,20 +22,25 @@ from penstock.rollout.engine_pool.pool import EnginePool
 class TimeSharedTrainer:
     """A `TrainerGroup` that has exclusive use of the devices during each step.
 
-    Consumes: a closed batch. Waits for: all engines to be idle (evaluations included), then asleep. Unblocked by: the
-    engines in service; one that fails to sleep or wake up is fenced, and the step continues without it. After a step
+    Consumes: a closed batch. Waits for: all engines to be idle (evaluations included), then asleep, and frozen policies
+    that share the devices to rest. Unblocked by: the engines in service; one that fails to sleep or wake up is fenced,
+    and the step continues without it. After a step
     that fails they stay asleep, because its ranks may still hold the memory; going back to a checkpoint wakes them
     (`RunActors.roll_back`).
     """
 
-    def __init__(self, trainer: TrainerGroup, pool: EnginePool) -> None:
+    def __init__(self, trainer: TrainerGroup, pool: EnginePool, frozen: Sequence[FrozenPolicyClient] = ()) -> None:
         self._trainer = trainer
         self._pool = pool
+        self._frozen = frozen
 
     async def step(self, batch: Sequence[GroupRef]) -> StepReport:
         await self._pool.wait_idle()
         await self._for_each_engine(lambda engine: engine.sleep())
-        report = await self._trainer.step(batch)
+        async with AsyncExitStack() as resting:
+            for policy in self._frozen:
+                await resting.enter_async_context(policy.at_rest())
+            report = await self._trainer.step(batch)
         await self._for_each_engine(lambda engine: engine.wake())
         return report
 

@@ -151,6 +151,7 @@ class Flow:
         self._consecutive_failures = 0
         self._last_snapshot: FlowSnapshot | None = None
         self.is_running = False
+        self._version_began: tuple[float, float] | None = None  # when, and what the trainer had waited by then
         self._num_logged_ignored = 0
         self._ignored_logged_at = -math.inf
         queue = EarlyLogprobsQueue(core.limits.batch_groups, core.find_ready)
@@ -235,9 +236,19 @@ class Flow:
     def advance(self, version: int) -> None:
         """Record that the batch in training was trained and published as `version`; frees its credits."""
         self.core.advance(version)
+        if self.core.surplus_search is not None:
+            self._adapt_surplus()
         self._in_batch.clear()
         self._tasks.follow_curriculum(version, self.core.ledger)
         self._settle()
+
+    def _adapt_surplus(self) -> None:
+        """Choose the redundant groups of the next batch by what this version took, unless a skipped step was in it."""
+        now, waited_s = asyncio.get_running_loop().time(), sum(self.stats.trainer_wait_for.values())
+        if self._version_began is not None:
+            began_at, had_waited_s = self._version_began
+            self.core.adapt_surplus(now - began_at, waited_s - had_waited_s)
+        self._version_began = now, waited_s
 
     def record_version(self, group_id: GroupId, member: int, version: int) -> None:
         """Record which version samples a trajectory. A group that was waiting for an engine may free a credit."""
@@ -247,6 +258,7 @@ class Flow:
     def skip(self) -> None:
         """Record that the optimizer step was skipped: its groups end as dropped(bad_step) and free their credits."""
         self.core.skip()
+        self._version_began = None
         self._in_batch.clear()
         self._settle()
 
@@ -346,7 +358,8 @@ class Flow:
     def _bounds(self) -> list[Any]:
         """The limits under which live groups were admitted."""
         limits = self.core.limits
-        return [limits.batch_groups, limits.max_staleness, limits.surplus, str(limits.on_expiry)]
+        bounds = [limits.batch_groups, limits.max_staleness, limits.surplus, str(limits.on_expiry)]
+        return [*bounds, "adapted"] if limits.adapts_surplus else bounds
 
     def fail(self, error: Exception) -> None:
         """Stop the run with an error that is not a `TrajectoryError`; `next_batch` raises it to the trainer."""

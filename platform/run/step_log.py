@@ -187,6 +187,7 @@ class StepLog:
             "flow/live": counts.live,
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
+            **({} if flow.core.surplus_search is None else {"flow/surplus": flow.core.surplus}),
             "flow/skipped_prompts": flow.skipped_tasks()[1],
             "flow/abstained": self._flow.stats.num_abstained,
             "flow/retries": flow.core.retries.total(),

@@ -107,8 +107,10 @@ class SimulationConfig(BaseModel):
     """η, max_staleness, versions."""
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     """What happens to groups that would become too old."""
-    surplus: int = Field(default=0, ge=0)
-    """Redundant groups beyond the credits."""
+    surplus: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Redundant groups beyond the credits; `auto` adapts their number."""
+    max_surplus: int = Field(default=4, ge=1)
+    """Largest number of them with `auto`."""
     min_group_size: int = Field(default=2, ge=1)
     """Smallest number of members with which a group trains after others have failed."""
     max_live: int | None = Field(default=None, ge=1)

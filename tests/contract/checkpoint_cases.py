@@ -66,6 +66,8 @@ LONG_PAIRS = [
     *(same(zero(stage, dtype="bfloat16")) for stage in (0, 1, 2, 3)),
     *(same(zero(stage, offload_optimizer=True)) for stage in (2, 3)),
     same(zero(1, dtype="bfloat16", offload_optimizer=True)),
+    same(zero(3, offload_parameters=True)),
+    Pair(zero(3, offload_parameters=True, offload_optimizer=True), zero(3)),
     *(same(zero(stage, has_adapters=True)) for stage in (0, 1, 3)),
     same(zero(1, **WITH_CRITIC)),
     same(zero(1, sequence_parallel=2)),

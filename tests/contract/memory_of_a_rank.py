@@ -58,6 +58,7 @@ class Case(NamedTuple):
     has_critic: bool = False
     on_gpu: bool = True
     offload_optimizer: bool = False
+    offload_parameters: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -71,6 +72,7 @@ class Case(NamedTuple):
             zero_stage=self.zero_stage,
             gradient_checkpointing=self.gradient_checkpointing,
             offload_optimizer=self.offload_optimizer,
+            offload_parameters=self.offload_parameters,
             max_tokens_per_micro_batch=self.tokens,
             lora=LoraConfig(rank=self.lora, alpha=16) if self.lora else None,
             optimizer=OptimizerConfig(lr=1e-3),

@@ -39,6 +39,7 @@ CASES = [
     Case("bfloat16", 3, lora=8),
     Case("bfloat16", 2, has_critic=True),
     Case("bfloat16", 3, has_critic=True),
+    Case("bfloat16", 3, offload_parameters=True),
     Case("float32", 0, num_ranks=1, on_gpu=False),
     Case("float32", 2, on_gpu=False, tokens=64),
 ]
@@ -64,6 +65,8 @@ def estimated_bytes(case: Case) -> float:
     parts = dict(planned.device if case.on_gpu else planned.host)
     if case.offload_optimizer:  # one memory here
         parts["optimizer"] = planned.host["optimizer"]
+    if case.offload_parameters:
+        parts["weights"] = planned.host["weights"]
     return sum(gib for part, gib in parts.items() if part not in ("base", "published", "checkpoint")) * GIB
 
 

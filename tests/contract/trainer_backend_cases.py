@@ -61,6 +61,7 @@ class Case:
     sequence_parallel: int = 1
     is_tied: bool = True
     offload_optimizer: bool = False
+    offload_parameters: bool = False
     updates: str = "one"
     has_adapters: bool = False
     has_early_logprobs: bool = False
@@ -109,6 +110,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
+    Case(world_size=2, zero_stage=3, offload_parameters=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case(
         world_size=2,
@@ -153,6 +155,16 @@ LONG_CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="with a reference"),
     Case(world_size=2, zero_stage=3, has_adapters=True, dtype="bfloat16"),
+    Case(world_size=2, zero_stage=3, offload_parameters=True, offload_optimizer=True, dtype="bfloat16"),
+    Case(world_size=2, zero_stage=3, offload_parameters=True, has_adapters=True, adam_epsilon=1.0),
+    Case(
+        world_size=2,
+        zero_stage=3,
+        offload_parameters=True,
+        max_tokens=40,
+        adam_epsilon=1.0,
+        updates="several with a critic",
+    ),
     Case(
         world_size=2,
         zero_stage=3,
@@ -251,6 +263,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         gradient_checkpointing=case.gradient_checkpointing,
         compile=case.is_compiled,
         offload_optimizer=case.offload_optimizer,
+        offload_parameters=case.offload_parameters,
         max_tokens_per_micro_batch=case.max_tokens,
         lora=LORA if case.has_adapters else None,
         optimizer=OptimizerConfig(

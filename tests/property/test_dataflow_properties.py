@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.trajectory import GroupRef
 from tests.property.virtual_run import StreamedRun, VirtualRun
 from tests.tiers import examples
 
@@ -80,6 +81,53 @@ def test_redundant_groups_are_given_up_and_never_more_than_the_surplus_per_batch
     assert run.max_staleness <= eta
     redundant = run.core.ledger.reasons[GroupState.DROPPED, Reason.REDUNDANT]
     assert redundant <= surplus * steps
+    assert run.core.finish().trained == batch * steps
+
+
+class AdaptedRun(VirtualRun):
+    """The number of redundant groups is another one for every version: by the search, or at random."""
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        before = self.core.ledger.reasons[GroupState.DROPPED, Reason.REDUNDANT]
+        batch = super().close_batch()
+        given_up = self.core.ledger.reasons[GroupState.DROPPED, Reason.REDUNDANT] - before
+        assert given_up <= self.core.surplus
+        if batch is not None:
+            outside = self.core.ledger.counts().live - len(batch)
+            assert outside <= self.core.limits.max_staleness * len(batch), "no redundant group is left"
+        return batch
+
+    def check(self) -> None:
+        super().check()
+        if not self.core.in_training and self.core.version > self.seen:
+            self.seen = self.core.version
+            self.core.adapt_surplus(self.rng.lognormvariate(0, 1), self.rng.random())
+            self.used.add(self.core.surplus)
+
+    seen = 0
+    used: set[int]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    batch=st.integers(1, 6),
+    eta=st.integers(0, 3),
+    sigma=st.floats(0.0, 2.0),
+    failure_rate=st.sampled_from([0.0, 0.2]),
+    skip_rate=st.sampled_from([0.0, 0.2]),
+    surplus=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_a_number_of_redundant_groups_that_changes_keeps_the_bound_and_never_blocks(
+    batch: int, eta: int, sigma: float, failure_rate: float, skip_rate: float, surplus: int, seed: int
+) -> None:
+    steps = 40
+    run = AdaptedRun(batch, eta, steps, sigma, failure_rate, seed, surplus=surplus, adapts_surplus=True)
+    run.used = set()
+    run.run(skip_rate)
+    assert run.max_staleness <= eta
+    assert len(run.trained) == len(set(run.trained)) == batch * steps
+    assert len(run.used) > 1, "it did change"
     assert run.core.finish().trained == batch * steps
 
 

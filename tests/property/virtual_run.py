@@ -26,8 +26,10 @@ class VirtualRun:
         seed: int,
         policy: ExpiryPolicy = ExpiryPolicy.WAIT,
         surplus: int = 0,
+        *,
+        adapts_surplus: bool = False,
     ) -> None:
-        limits = FlowLimits(batch, eta, steps, surplus, policy)
+        limits = FlowLimits(batch, eta, steps, surplus, policy, adapts_surplus=adapts_surplus)
         self.core = Dataflow(limits, GroupRules(2, 2, 1))
         self.cancelled: set[GroupId] = set()
         self.rng = random.Random(seed)

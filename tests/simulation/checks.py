@@ -194,6 +194,9 @@ class CheckedDataflow(Dataflow):
         batch = super().close_batch()
         if batch is not None:
             self._check_batch(batch)
+            outside, most = self.ledger.counts().live - len(batch), self.limits.max_staleness * len(batch)
+            if outside > most:
+                raise InvariantError("I6", f"{outside} groups are live beside a full batch, at most {most} may be")
             self._world.note(f"batch at v{self.version}: {[int(group.group_id) for group in batch]}")
         self.check()
         return batch

@@ -38,6 +38,7 @@ def memory_of(run: Run, flow: Flow) -> dict[str, Any]:
         "live by stream": plain(ledger.live_by_stream),
         "live trajectories": ledger.live_trajectories,
         "free credits": core.free_credits,
+        "surplus": None if core.surplus_search is None else plain(vars(core.surplus_search)),
         "ready groups": core.num_ready,
         "retries": plain(core.retries),
         "ignored reports": plain(core.ignored),

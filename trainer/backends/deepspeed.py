@@ -215,7 +215,8 @@ class DeepSpeedBackend:
                 held[name] = merged(part, adapters[name])
             else:  # one row-major stretch of the weight; what lies behind it is padding
                 start = self.rank * part.numel()
-                held[name] = merged(part[: max(0, parameter.ds_numel - start)], adapters[name], start)
+                own = part[: max(0, parameter.ds_numel - start)].to(self.device)  # from host memory, if off-loaded
+                held[name] = merged(own, adapters[name], start)
         return held
 
     def held_weights(self) -> dict[str, Tensor]:

@@ -45,12 +45,13 @@ RESERVED: dict[str, str] = {
     ),
     "zero_optimization.stage": "set trainer.zero_stage",
     "zero_optimization.offload_optimizer": "set trainer.offload_optimizer",
+    "zero_optimization.offload_param": "set trainer.offload_parameters",
     **{
         f"zero_optimization.{name}": _LAYOUT
         for name in (
             "allgather_partitions", "compute_grad_norm", "cpu_offload", "cpu_offload_param",
             "cpu_offload_use_pin_memory", "elastic_checkpoint", "leaf_module", "legacy_stage1",
-            "load_from_fp32_weights", "offload_param", "override_module_apply", "parameter_alignment",
+            "load_from_fp32_weights", "override_module_apply", "parameter_alignment",
             "pipeline_loading_checkpoint", "round_robin_gradients", "save_muon_momentum_buffer_in_memory",
             "stage3_module_granularity_threshold", "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
             "zero_quantized_nontrainable_weights", "zero_quantized_weights",
@@ -74,6 +75,8 @@ def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig) -> dict[str, 
     }
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if trainer.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

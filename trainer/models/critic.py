@@ -1,13 +1,14 @@
 """The critic of gae: a separate model that predicts returns, trained next to the policy on the same ranks.
 
-    values of all sampled tokens (start of the batch) → advantages and returns → one update per policy update
+    values of all sampled tokens (start of the batch) → advantages and returns → `Pace.due` updates per policy update
 
 Shape legend: n_i sampled tokens of a trajectory, K loss tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,12 +28,50 @@ from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.step_stop import StepStop
 
 
+class Pace(NamedTuple):
+    """How many updates of the critic follow each update of the policy (`critic.updates_per_policy_update`, PQL's β).
+
+    Invariant: after p updates of the policy, floor(p · ratio) of the critic were due. An update of the policy is one of
+    its mini-batches, also if it was skipped, had no gradient, or was in the critic's warm-up.
+
+    Attributes:
+        ratio: Updates of the critic per update of the policy.
+        policy_updates: Updates of the policy, since the run has this ratio.
+        due: Updates of the critic that followed them.
+        taken: Those of them that changed the critic.
+    """
+
+    ratio: float
+    policy_updates: int = 0
+    due: int = 0
+    taken: int = 0
+
+    @property
+    def num_next(self) -> int:
+        """Updates of the critic that follow the next update of the policy."""
+        # The margin is above the rounding of the product: ten times 0.1 is one.
+        return int((self.policy_updates + 1) * self.ratio + 1e-9) - self.due
+
+    def after(self, taken: int) -> Self:
+        """The pace after the next update of the policy, if `taken` of the critic's updates were not skipped."""
+        return self._replace(
+            policy_updates=self.policy_updates + 1, due=self.due + self.num_next, taken=self.taken + taken
+        )
+
+    def restored(self, saved: Mapping[str, float]) -> Self:
+        """The pace of a checkpoint; unchanged if that is of another ratio, or had none."""
+        if saved.get("ratio") != self.ratio:
+            return self
+        return self._replace(**{name: int(count) for name, count in saved.items() if name != "ratio"})
+
+
 class Critic:
     """One rank's critic. Collective: all ranks make the same calls with the same arguments.
 
     Attributes:
         num_steps: Optimizer steps taken; they decide the learning rate.
         warmup_steps: Batches at the start that train the critic only.
+        pace: How many updates follow the policy's next one. It changes at the end of a batch.
     """
 
     def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, flops: FlopCounter) -> None:
@@ -42,6 +81,7 @@ class Critic:
         self._flops = flops
         self.num_steps = 0
         self.warmup_steps = config.warmup_steps
+        self.pace = Pace(config.updates_per_policy_update)
         self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each
         self._num_skipped = 0
 
@@ -62,13 +102,16 @@ class Critic:
             for sequences in of_groups
         ]
 
-    def update(self, sequences: Sequence[TrainingSequence], stop: StepStop, *, is_last: bool) -> None:
+    def update(self, sequences: Sequence[TrainingSequence], stop: StepStop, *, is_last: bool) -> bool:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite.
 
         Args:
             sequences: Of the mini-batch.
             stop: Ends the step.
             is_last: Whether it is the last update of the batch.
+
+        Returns:
+            Whether it was not skipped.
         """
         plan = self._passes.plan(sequences)
         self._flops.computed(sequences, plan.shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
@@ -105,9 +148,10 @@ class Critic:
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
         if result.is_skipped:
             self._num_skipped += 1
-            return
+            return False
         self.num_steps += 1
         self._updates.append(np.append(totals_of_all, result.grad_norm))
+        return True
 
     def take_metrics(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
         """Metrics of the updates since the last call; `sequences` are those of the whole batch.
@@ -118,7 +162,8 @@ class Critic:
         num_skipped, self._num_skipped = self._num_skipped, 0
         old = np.concatenate([np.zeros(0), *(one.old_values for one in sequences if one.old_values is not None)])
         returns = np.concatenate([np.zeros(0), *(one.returns for one in sequences if one.returns is not None)])
-        metrics = {"critic/skipped_updates": float(num_skipped)}
+        metrics = {"critic/skipped_updates": float(num_skipped), "critic/updates": float(len(updates))}
+        metrics["critic/updates_per_policy_update"] = self.pace.taken / max(self.pace.policy_updates, 1)
         if len(returns):
             spread = float(returns.var())
             metrics["critic/mean_value"] = float(old.mean())

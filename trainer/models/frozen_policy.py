@@ -22,6 +22,40 @@ from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import ModelConfig
 
 
+class OffloadedParameters:
+    """Parameters of a frozen model: on its device while it is used, in host memory between uses.
+
+    Invariant: the copies in host memory never change, so nothing is copied back.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Take over a model that is in host memory; only its buffers are moved to the device."""
+        self._device = device
+        is_pinned = device.type == "cuda"
+        self._host = [(one, one.data.pin_memory() if is_pinned else one.data) for one in model.parameters()]
+        self.is_loaded = False
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        self.rest()
+
+    def load(self) -> None:
+        """Copy them to the device, unless they are there."""
+        if not self.is_loaded:
+            for parameter, values in self._host:
+                # Pinned, they are copied on the stream of the computation, which therefore waits for them.
+                parameter.data = values.to(self._device, non_blocking=True, copy=True)
+            self.is_loaded = True
+
+    def rest(self) -> None:
+        """Give the memory of the device back."""
+        for parameter, values in self._host:
+            parameter.data = values
+        self.is_loaded = False
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenPolicy:
     """Scores groups.
@@ -31,6 +65,7 @@ class FrozenPolicy:
         temperature: The sampling temperature; the same as the trainer's, so that logprobs can be compared.
         attention_share: Of the cost model of packing, by the shape of the policy that is trained.
         replays_routes: Tokens go to the experts that the engines recorded for the policy.
+        offloaded: Its parameters, if they leave the device between uses.
     """
 
     model: PolicyModel
@@ -40,6 +75,7 @@ class FrozenPolicy:
     temperature: float
     attention_share: float
     replays_routes: bool = True
+    offloaded: OffloadedParameters | None = None
 
     @classmethod
     def load(
@@ -51,6 +87,7 @@ class FrozenPolicy:
         temperature: float,
         *,
         replays_routes: bool = True,
+        offloads: bool = False,
     ) -> FrozenPolicy:
         """Load it in `model.dtype`, as the trained policy: rounded alike, equal weights diverge by nothing.
 
@@ -58,15 +95,20 @@ class FrozenPolicy:
             ConfigError: If there is no such model, it cannot be loaded, or it has another vocabulary than the policy.
         """
         own = settings_for(path, model, device)
-        policy = load_policy(path, own, gradient_checkpointing=False).to(device).eval()
+        policy = load_policy(path, own, gradient_checkpointing=False).eval()
         check_vocabulary("frozen policy", path, policy.hf_model.config.vocab_size, model.shape.vocab_size)
         policy.requires_grad_(requires_grad=False)
-        share = attention_share(model.shape)
-        return cls(policy, torch.device(device), row_layout(own), max_tokens, temperature, share, replays_routes)
+        offloaded = OffloadedParameters(policy, torch.device(device)) if offloads else None
+        if offloaded is None:
+            policy.to(device)
+        share, layout = attention_share(model.shape), row_layout(own)
+        return cls(policy, torch.device(device), layout, max_tokens, temperature, share, replays_routes, offloaded)
 
     @torch.no_grad()
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
         """`[n] float32`, natural log, of every sampled token. The prompt of the group is computed once."""
+        if self.offloaded is not None:
+            self.offloaded.load()
         sequences = sampled_tokens([payload])
         if not self.replays_routes:
             sequences = [replace(one, routes=None) for one in sequences]

@@ -32,6 +32,8 @@ class Process:
         self.is_dead = False
         self.logprobs = SimpleNamespace(remote=self._logprobs)
         self.ready = SimpleNamespace(remote=self._ready)
+        self.rest = SimpleNamespace(remote=lambda: asyncio.ensure_future(self._rest()))
+        self.is_at_rest = True
         self.groups: list[int] = []
         self.most_inside = self._inside = 0
         self._lock = asyncio.Lock()
@@ -43,6 +45,12 @@ class Process:
         if self.is_dead:
             raise DIED
 
+    async def _rest(self) -> None:
+        if self.is_dead:
+            raise DIED
+        async with self._lock:  # calls of an actor start in order
+            self.is_at_rest = True
+
     def _logprobs(self, group: int) -> tuple[str, Any]:
         return f"logprobs of {group}", asyncio.ensure_future(self._compute(group))
 
@@ -50,6 +58,7 @@ class Process:
         self._inside += 1
         self.most_inside = max(self.most_inside, self._inside)
         async with self._lock:
+            self.is_at_rest = False
             self.groups.append(group)
             await asyncio.sleep(self.seconds)
         self._inside -= 1
@@ -299,3 +308,42 @@ async def test_a_closed_client_starts_no_more_processes() -> None:
     await asyncio.wait([computing])
     await asyncio.sleep(0.1)
     assert len(starter.processes) == 1
+
+
+async def test_workers_at_rest_have_ended_their_groups_and_begin_no_other_one() -> None:
+    starters = [Starter(lambda: Process(0.05)), Starter(lambda: Process(0.05))]
+    with client_of(*starters) as client:
+        running = [asyncio.create_task(client.logprobs(group)) for group in range(3)]
+        await asyncio.sleep(0.01)
+        workers = [starter.processes[0] for starter in starters]
+        async with client.at_rest():
+            assert all(worker.is_at_rest for worker in workers)
+            before = [list(worker.groups) for worker in workers]
+            late = asyncio.create_task(client.logprobs(3))
+            await asyncio.sleep(0.15)
+            assert all(worker.is_at_rest for worker in workers), "no group is computed, and none waits in a worker"
+            assert [list(worker.groups) for worker in workers] == before
+        assert await asyncio.gather(*running, late) == [f"logprobs of {group}" for group in range(4)]
+        assert not all(worker.is_at_rest for worker in workers)
+
+
+async def test_a_step_that_fails_lets_the_workers_go_on() -> None:
+    with client_of(Starter(Process)) as client:
+        with pytest.raises(ZeroDivisionError):
+            async with client.at_rest():
+                raise ZeroDivisionError
+        assert await computed(client, 1) == ["logprobs of 1"]
+
+
+async def test_a_worker_that_does_not_rest_is_ended_and_its_next_process_computes(killed: list[Any]) -> None:
+    class Sleepless(Process):
+        async def _rest(self) -> None:
+            await asyncio.Event().wait()
+
+    starter = Starter(Sleepless, Process)
+    with client_of(starter, timeout_s=0.05) as client:
+        async with client.at_rest():
+            assert killed == [starter.processes[0]]
+            starter.processes[0].is_dead = True
+        assert await computed(client, 1) == ["logprobs of 1"]
+    assert starter.processes[1].groups == [1]

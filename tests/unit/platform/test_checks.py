@@ -81,6 +81,9 @@ def empty_folder(tmp_path, monkeypatch):
         (["dataflow.max_live_gib=0.0001"], ["holds 52 trajectories", "a batch has 256", "Use at least 0.000493"]),
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.stream_micro_batches=true", "dataflow.surplus=4"], ["surplus=4", "when a batch closes"]),
+        (["dataflow.stream_micro_batches=true", "dataflow.surplus=auto"], ["surplus=auto", "when a batch closes"]),
+        (["dataflow.surplus=auto", "dataflow.on_expiry=trim"], ["surplus=auto", "on_expiry=trim", "on_expiry=wait"]),
+        (["trainer.offload_parameters=true"], ["offload_parameters", "zero_stage=0", "Use zero_stage=3"]),
         (
             ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"],
             ["zero_stage=0", "Use trainer.zero_stage=2 or 3"],

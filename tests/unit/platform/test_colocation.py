@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -104,6 +104,32 @@ async def test_the_step_waits_for_work_that_is_in_use_of_the_engines_though_no_r
         await asyncio.sleep(0.01)
         assert calls == [], "the lease has ended, the work has not"
     assert await step == ["a sleep", "step", "a wake"]
+
+
+class Frozen:
+    """A reference that shares the GPU."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        self.calls.append("reference rests")
+        try:
+            yield
+        finally:
+            self.calls.append("reference may compute")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_reference_on_the_same_gpu_rests_while_the_trainer_steps(is_lost: bool) -> None:
+    calls: list[str] = []
+    pool = EnginePool([Sleepy("a", calls)], 4)  # type: ignore[list-item]
+    trainer = TimeSharedTrainer(Trainer(calls, is_lost), pool, [Frozen(calls)])  # type: ignore[list-item]
+    with pytest.raises(TrainingError) if is_lost else nullcontext():
+        await trainer.step([])
+    turns = ["a sleep", "reference rests", "step", "reference may compute"]
+    assert calls == (turns if is_lost else [*turns, "a wake"])
 
 
 async def test_a_checkpoint_needs_no_turn_of_the_engines() -> None:

@@ -237,6 +237,7 @@ def test_broken_yaml_is_one_problem(tmp_path):
     [
         ("total_steps=abc", ['total_steps="abc"', "wrong type", "an integer in [1, 100000000]"]),
         ("seed=true", ["seed=true", "an integer in [0, 4294967296)"]),
+        ("dataflow.surplus=some", ['dataflow.surplus="some"', "wrong type", "an integer >= 0 or one of: auto"]),
         ("total_steps=1.5", ["total_steps=1.5", "an integer in [1, 100000000]"]),
         ("overwrite=1", ["overwrite=1", "true or false"]),
         ("name=3", ["name=3", "text"]),
@@ -254,6 +255,7 @@ def test_a_wrong_type_says_what_is_expected(override, words):
     ("override", "words"),
     [
         ("dataflow.batch_groups=0", ["dataflow.batch_groups=0", "out of range", "in [1, 65536]"]),
+        ("dataflow.surplus=-1", ["dataflow.surplus=-1", "out of range", "must be >= 0."]),
         ("rollout.sampling.temperature=0", ["rollout.sampling.temperature=0", "in (0, 10]"]),
         ("algorithm.loss.clip_low=1.5", ["algorithm.loss.clip_low=1.5", "in (0, 1)"]),
         ("rollout.engine.journal_interval_tokens=65", ["in [1, 64]"]),

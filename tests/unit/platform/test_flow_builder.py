@@ -19,12 +19,17 @@ from penstock.platform.run.flow_builder import flow_limits, make_task_queue
         ("dataflow.max_staleness=3", "max_staleness", 3),
         ("total_steps=11", "total_steps", 11),
         ("dataflow.surplus=2", "surplus", 2),
+        ("dataflow.surplus=2", "adapts_surplus", False),
+        ("dataflow.surplus=auto", "adapts_surplus", True),
+        ("dataflow.surplus=auto dataflow.batch_groups=12", "surplus", 3),
+        ("dataflow.surplus=auto dataflow.batch_groups=2", "surplus", 1),
+        ("dataflow.surplus=auto dataflow.max_surplus=5", "surplus", 5),
         ("dataflow.on_expiry=drop", "on_expiry", ExpiryPolicy.DROP),
         ("dataflow.max_requeues=5", "max_requeues", 5),
     ],
 )
 def test_a_key_reaches_the_limit_of_its_name(override: str, attribute: str, value: object) -> None:
-    assert getattr(flow_limits(compose_config(["experiment=arithmetic", override])), attribute) == value
+    assert getattr(flow_limits(compose_config(["experiment=arithmetic", *override.split()])), attribute) == value
 
 
 def test_a_limit_of_memory_is_one_of_live_trajectories() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.platform.checks.cluster import check_offload
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_spec
 from penstock.platform.cluster.memory import (
@@ -12,12 +13,13 @@ from penstock.platform.cluster.memory import (
     frozen_memory,
     kv_cache_gib,
     published_gib,
+    resident_gib,
     shared_gib,
     staged_gib,
     trainer_memory,
 )
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
-from penstock.platform.cluster.weight_routes import weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""
@@ -197,6 +199,57 @@ def test_offloading_moves_the_optimizer_to_main_memory():
     assert "optimizer" not in memory.device
     # By hand: masters and moments 12, gradients 4 in two places; AdamW on a CPU takes 8 for each of 1e9 at once.
     assert memory.host["optimizer"] == pytest.approx((20 * 7.616e9 / 4 + 8e9) / GIB, rel=1e-3)
+
+
+def test_offloading_moves_the_weights_to_main_memory_but_those_that_are_gathered():
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    before = trainer_memory(config, config.cluster.pools["train"])
+    config = compose_config(["experiment=math_qwen_8gpu", "trainer.offload_parameters=true"])
+    after = trainer_memory(config, config.cluster.pools["train"])
+    # By hand: 2 bytes for each of 7.616e9 parameters, over four ranks.
+    assert before.device["weights"] == after.host["weights"] == pytest.approx(2 * 7.616e9 / 4 / GIB, rel=1e-3)
+    assert after.device == {part: gib for part, gib in before.device.items() if part != "weights"}
+
+
+TURNS = ["experiment=gsm8k_qwen_1gpu", "algorithm.kl.coefficient=0.01"]
+
+
+def test_a_reference_with_offload_takes_turns_with_the_trainer_on_its_gpu():
+    config = compose_config([*TURNS, "reference.offload=true"])
+    placements = plan_placement(config)
+    by_role = {one.role: one for one in placements if one.device == "gpu"}
+    rank, engine, reference = (by_role[role] for role in ("trainer", "engine", "reference"))
+    assert (reference.slot, reference.num_gpus) == (rank.slot, rank.num_gpus) == (0, 0.0)
+    weights = 2 * config.model.shape.num_parameters / GIB
+    assert reference.memory.host["weights"] == reference.memory.device["weights"] == pytest.approx(weights)
+    training = rank.memory.device_gib + engine.memory.device["base"] + reference.memory.device["base"]
+    training += engine.memory.device["published"] * (weight_route(config) in DEVICE_BUFFER_ROUTES)
+    generating = resident_gib(config, rank.memory) + engine.memory.device_gib + reference.memory.device_gib
+    assert device_load_gib(config, placements)["gpu"] == pytest.approx(max(training, generating))
+
+
+def test_the_cache_of_a_colocated_engine_leaves_room_for_a_reference_on_its_gpu():
+    alone, shared = compose_config(TURNS[:1]), compose_config([*TURNS, "reference.offload=true"])
+    pool = shared.cluster.pools["gpu"]
+    reference = frozen_memory(shared, pool).device_gib
+    assert kv_cache_gib(alone, pool) - kv_cache_gib(shared, pool) == pytest.approx(reference)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["experiment=arithmetic", "algorithm.kl.coefficient=0.01"], "the pool cpu has no GPUs"),
+        (["experiment=arithmetic"], "this run starts no process for a reference"),
+        (
+            ["experiment=math_qwen_8gpu", "algorithm.kl.coefficient=0.01", "cluster.pools.train.count=5"],
+            "has a GPU of the pool train to itself",
+        ),
+    ],
+)
+def test_offload_of_a_policy_that_shares_no_gpu_with_the_trainer_says_that_it_has_no_effect(overrides, words):
+    (found,) = check_offload(compose_config([*overrides, "reference.offload=true"]))
+    assert words in found.message
+    assert found.message.startswith("reference.offload=true has no effect")
 
 
 def test_ranks_that_do_not_load_in_partitions_need_main_memory_for_the_whole_model():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.dataflow.errors import ConfigError, TrainingError
+from penstock.dataflow.errors import ConfigError, StepEndedError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.build import build_trainer
 from penstock.trainer.checkpoint import write_snapshot
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.models.critic import Pace
 from penstock.trainer.models.value_model import load_value_model
+from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from tests.algorithms import algorithm_config
 from tests.unit.trainer.torch_trainer import MODEL, trainer_of
@@ -219,3 +222,96 @@ def test_values_at_cuts_that_were_computed_early_are_used(policy, judge, batch) 
     mine, theirs = (one._builder.build(batch, 0) for one in (trainer, other))
     for one, same in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(one.returns, same.returns, atol=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 2.5, 0.5, 0.3, 1 / 3, 7.77])
+def test_a_pace_keeps_its_ratio_over_2000_updates_and_goes_on_where_it_was_saved(ratio: float) -> None:
+    pace, resumed, of_each = Pace(ratio), Pace(ratio), []
+    for number in range(2000):
+        of_each.append(pace.num_next)
+        assert resumed.num_next == pace.num_next
+        pace, resumed = pace.after(pace.num_next), resumed.after(resumed.num_next)
+        if number % 7 == 0:  # as the metadata of a checkpoint holds it
+            resumed = Pace(ratio).restored(json.loads(json.dumps(resumed._asdict())))
+    assert abs(sum(of_each) - 2000 * ratio) < 1
+    assert set(of_each) <= {int(ratio), int(ratio) + 1}, "spread evenly"
+    assert pace == resumed == Pace(ratio, 2000, sum(of_each), sum(of_each))
+
+
+def test_a_pace_of_another_ratio_begins_again() -> None:
+    saved = Pace(3.0).after(3).after(3)._asdict()
+    assert Pace(0.5).restored(saved) == Pace(0.5)
+    assert Pace(0.5).restored({}) == Pace(0.5), "a checkpoint from before the setting"
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(2.5, [7, 8, 7]), (0.5, [1, 2, 1]), (1.0, [3, 3, 3])])
+def test_the_critic_is_updated_by_its_ratio_and_a_resumed_one_likewise(
+    policy, judge, batch, tmp_path, ratio: float, expected: list[int]
+) -> None:
+    def trainer() -> PolicyTrainer:
+        return trainer_of(policy, critic_path=judge, critic_ratio=ratio, **(PPO | {"lr": 1e-3}))
+
+    whole, first, second = trainer(), trainer(), trainer()
+    reports = [whole.step(batch, version) for version in range(3)]
+    assert [one.metrics["critic/updates"] for one in reports] == expected
+    total, num_policy = sum(expected), 9
+    assert whole.critic.num_steps == total
+    assert whole._num_steps == num_policy
+    assert reports[-1].metrics["critic/updates_per_policy_update"] == total / num_policy
+    first.step(batch, 0)
+    write_snapshot(first.snapshot(1), tmp_path, 0)
+    second.restore(str(tmp_path))
+    resumed = [second.step(batch, version) for version in (1, 2)]
+    assert [one.metrics["critic/updates"] for one in resumed] == expected[1:]
+    assert resumed[-1].metrics["critic/updates_per_policy_update"] == total / num_policy
+    for mine, theirs in ((whole, second), (whole.critic.backend, second.critic.backend)):
+        assert all(
+            torch.equal(one, other)
+            for (_, one), (_, other) in zip(mine.export_weights(), theirs.export_weights(), strict=True)
+        )
+
+
+def test_several_updates_of_the_critic_are_those_of_a_plain_loop(policy, judge, batch) -> None:
+    """One policy update and three of the critic: the same critic as three epochs make, on the same returns."""
+    trainer = trainer_of(policy, 60, critic_path=judge, critic_ratio=3.0, **(PPO | {"epochs": 1}))
+    before = {name: tensor.clone() for name, tensor in trainer.critic.backend.export_weights()}
+    report = trainer.step(batch, 0)
+    expected, facts = oracle(judge, batch)
+    after = dict(trainer.critic.backend.export_weights())
+    moved = sum(float((expected[name] - old).square().sum()) for name, old in before.items())
+    error = sum(float((after[name] - expected[name]).square().sum()) for name in after)
+    assert error**0.5 < 1e-4 * moved**0.5
+    assert {name: report.metrics[name] for name in facts} == pytest.approx(facts, rel=1e-4)
+    assert trainer._num_steps == 1
+
+
+def test_skipped_updates_of_the_critic_lower_the_realised_ratio_and_are_not_made_up(policy, judge, batch) -> None:
+    trainer = trainer_of(policy, critic_path=judge, critic_ratio=2.0, **(PPO | {"epochs": 1}))
+    trainer.step(batch, 0)
+    with torch.no_grad():
+        trainer.critic.backend._model.classifier.score.weight[0, 0] = np.nan
+    metrics = trainer.step(batch, 1).metrics
+    assert (metrics["critic/updates"], metrics["critic/skipped_updates"]) == (0, 2)
+    assert metrics["critic/updates_per_policy_update"] == 1.0
+    assert trainer.critic.pace.num_next == 2
+
+
+def test_a_step_that_is_ended_leaves_the_pace_as_it_was(policy, judge, batch) -> None:
+    trainer = trainer_of(policy, critic_path=judge, critic_ratio=1.5, **(PPO | {"epochs": 1}))
+    trainer.step(batch, 0)
+    before = trainer.critic.pace
+    trainer.stop.request()
+    with pytest.raises(StepEndedError):
+        trainer.step(batch, 1)
+    assert trainer.critic.pace == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ratio", [2.5, 0.3])
+def test_2000_updates_of_a_real_policy_realise_the_ratio(policy, judge, batch, ratio: float) -> None:
+    trainer = trainer_of(policy, 1000, critic_path=judge, critic_ratio=ratio, **(PPO | {"epochs": 10, "lr": 1e-4}))
+    for version in range(200):
+        metrics = trainer.step(batch, version).metrics
+    assert trainer._num_steps == 2000
+    assert abs(trainer.critic.num_steps / 2000 / ratio - 1) < 0.05
+    assert metrics["critic/updates_per_policy_update"] == trainer.critic.num_steps / 2000

@@ -17,7 +17,7 @@ from penstock.dataflow.versions import Span
 from penstock.kernels.portable.logprob import CPU_TILE
 from penstock.trainer.algorithms.kl import k2, k3
 from penstock.trainer.batches.samples import policy_sequences
-from penstock.trainer.models.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy, OffloadedParameters
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.algorithms import resolved
@@ -163,3 +163,44 @@ def test_a_reference_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="does not exist"):
         FrozenPolicy.load(str(tmp_path / "nothing"), MODEL, "cpu", 100, 1.0)
+
+
+def test_an_offloaded_policy_has_its_parameters_on_the_device_while_it_is_used_only(
+    policy: str, batch: list[GroupPayload]
+) -> None:
+    """On a CPU the device is main memory too; its copies are other tensors, and their bytes are counted."""
+    expected = scores(policy, batch)
+    with LiveBytes() as live:
+        frozen = FrozenPolicy.load(policy, MODEL, "cpu", 60, TEMPERATURE, offloads=True)
+        offloaded = frozen.offloaded
+        assert offloaded is not None
+        num_bytes = sum(one.untyped_storage().nbytes() for one in frozen.model.parameters())  # tied ones once
+        host = {one.data_ptr() for one in frozen.model.parameters()}
+        at_rest = live.now
+        for _ in range(2):
+            found = [frozen.logprobs(group) for group in batch]
+            assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True)), "bit for bit"
+            assert offloaded.is_loaded
+            assert not host & {one.data_ptr() for one in frozen.model.parameters()}, "all of them are on the device"
+            assert live.now == at_rest + num_bytes, "one copy each, also for several groups in a row"
+            offloaded.rest()
+            assert {one.data_ptr() for one in frozen.model.parameters()} == host
+            assert live.now == at_rest, "what the device had is free"
+
+
+def test_only_buffers_of_an_offloaded_policy_stay_on_the_device() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("frequencies", torch.ones(2), persistent=False)
+
+    model = torch.nn.Sequential(Block(), Block())
+    offloaded = OffloadedParameters(model, torch.device("meta"))  # a device that is not main memory, without elements
+    assert {one.device.type for one in model.buffers()} == {"meta"}
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    offloaded.load()
+    assert {one.device.type for one in model.parameters()} == {"meta"}
+    offloaded.rest()
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert all(torch.equal(one, torch.ones(3)) for one in model.parameters())

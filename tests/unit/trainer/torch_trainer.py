@@ -43,6 +43,7 @@ def trainer_of(
     preset: AlgorithmConfig | None = None,
     value_clip: float = 0.2,
     critic_warmup: int = 0,
+    critic_ratio: float = 1.0,
     record_every: int = 0,
     **algorithm,
 ) -> PolicyTrainer:
@@ -70,6 +71,7 @@ def trainer_of(
             optimizer=CriticOptimizerConfig(lr=lr, eps=adam_epsilon),
             value_clip=value_clip,
             warmup_steps=critic_warmup,
+            updates_per_policy_update=critic_ratio,
         ),
     )
     return build_trainer(spec)
