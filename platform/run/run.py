@@ -62,6 +62,7 @@ class Run:
         instruments: Instruments,
         checkpointer: Checkpointer,
         timeline: Timeline | None = None,
+        sets: Mapping[str, list[Task]] | None = None,
     ) -> None:
         self.config = config
         self.version = 0
@@ -78,6 +79,7 @@ class Run:
             lambda metrics: instruments.hub.log(self.version, metrics),
             instruments.note,
             timeline,
+            sets,
         )
         self.policy_version: int | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None

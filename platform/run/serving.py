@@ -106,7 +106,7 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     limits, context = config.env.episode, config.model.max_context_tokens
     budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
     is_spread = is_joined(config) and config.env.episode.num_workers > 1
-    host = (spread_episodes if is_spread else EpisodeHost)(config.env, config.seed)
+    host = (spread_episodes if is_spread else EpisodeHost)(config.played_env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
         yield EpisodePlayer(host.open, codec, budget, endpoint)
