@@ -429,15 +429,25 @@ def report(
 @app.command(no_args_is_help=True)
 @exits
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories; they may still go on.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Run directories; they may still go on. Or two of `penstock eval`."),
+    ],
 ) -> int:
-    """Show what runs were configured differently, and what came of it, side by side."""
+    """Show what runs were configured differently, and what came of it, side by side.
+
+    Of two folders of `penstock eval`: the difference of accuracy on the same tasks, and the tasks that changed.
+    """
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from penstock.platform.metrics.comparison import compare as compare_runs
+    from penstock.platform.metrics.evaluation_results import is_results, run_comparison
     from penstock.platform.metrics.run_record import read_run
 
+    if any(map(is_results, runs)):
+        return run_comparison(runs, Console())
     if len(runs) < 2:
         raise ConfigError([f"{len(runs)} run: give at least two run directories, e.g. runs/a runs/b."])
     console = plain_console()
