@@ -203,6 +203,23 @@ def majority_solves(votes: Sequence[tuple[str, bool]]) -> float:
     return fmean(fmean(solves for one, solves in votes if one == answer) for answer in first) if first else 0.0
 
 
+def measured(answer: Trajectory, part: str | None) -> float:
+    """The reward of a scored answer, or a part of it (`evaluation.part`).
+
+    Raises:
+        PenstockError: If it has no such part.
+    """
+    assert answer.reward is not None, "it is scored"
+    if part is None:
+        return answer.reward
+    if part not in answer.reward_parts:
+        raise PenstockError(
+            f"evaluation.part={part}: the reward of {answer.task_id} has no such part, so the evaluation has no "
+            f"figures. Its parts: {', '.join(answer.reward_parts) or 'none'}."
+        )
+    return answer.reward_parts[part]
+
+
 async def sample_and_score(
     runner: RolloutRunner, rewards: RewardWorker, context: RolloutContext, index: int, sampling: SamplingParams
 ) -> Trajectory:
@@ -339,9 +356,9 @@ class Evaluator:
         for task, of_task in answers:
             judged = [one for one in of_task if not one.has_abstained]
             if judged:
-                by_set.setdefault(task.evaluation_set, []).append(
-                    [(self._measured(one), one.answer or "" if has_answers else one.response.strip()) for one in judged]
-                )
+                said = [one.answer or "" if has_answers else one.response.strip() for one in judged]
+                rewards = [measured(one, config.part) for one in judged]
+                by_set.setdefault(task.evaluation_set, []).append(list(zip(rewards, said, strict=True)))
         if not by_set:
             raise PenstockError(
                 f"evaluation: none of the {num_wanted} answers has a reward, so there is no figure: "
@@ -367,23 +384,6 @@ class Evaluator:
             num_skipped=skipped.total(),
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
-
-    def _measured(self, answer: Trajectory) -> float:
-        """The reward of a scored answer, or its part.
-
-        Raises:
-            PenstockError: If it has no such part.
-        """
-        assert answer.reward is not None, "it is scored"
-        part = self._config.part
-        if part is None:
-            return answer.reward
-        if part not in answer.reward_parts:
-            raise PenstockError(
-                f"evaluation.part={part}: the reward of {answer.task_id} has no such part, so the evaluation has no "
-                f"figures. Its parts: {', '.join(answer.reward_parts) or 'none'}."
-            )
-        return answer.reward_parts[part]
 
     def _score(self, judged: Sequence[Sequence[tuple[float, str]]], size: int, num_skipped: int = 0) -> SetScore:
         """The figures of tasks, each with the rewards of its answers and what they are, of `size` that were asked."""
