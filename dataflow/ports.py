@@ -106,10 +106,15 @@ class Engine(Protocol):
 # Not frozen: one is created per trajectory, and constructing frozen instances takes three times as long.
 @dataclass(slots=True)
 class Score:
-    """The reward of one trajectory, and its named parts; None is no opinion."""
+    """The reward of one trajectory, and its named parts; None is no opinion.
+
+    Attributes:
+        answer: What the reward read as the answer; None if it does not say.
+    """
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class RewardWorker(Protocol):

@@ -93,6 +93,7 @@ class Episode:
             environment is an agent program that returned no reward.
         parts: Named parts of the reward.
         counts: Counters of the environment (`tool_calls`, ...), summed over the turns.
+        answer: What the environment took as the answer of the policy; None if it does not say.
     """
 
     turns: tuple[Turn, ...]
@@ -100,6 +101,7 @@ class Episode:
     reward: float | None = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -200,6 +202,7 @@ class Trajectory:
         alternatives: Of the sampled tokens; None if they were sampled from the whole vocabulary.
         routes: `[T, layers, k]`, experts of all tokens; those of a token are of the pass that predicted the next one.
             None if no engine recorded any.
+        answer: In an evaluation, what the reward read as the answer; None if it does not say.
         num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
@@ -223,6 +226,7 @@ class Trajectory:
     alternatives: Alternatives | None = None
     routes: Routes | None = None
     has_abstained: bool = False
+    answer: str | None = None
     num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

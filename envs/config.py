@@ -45,8 +45,8 @@ def _named_isolation(value: object) -> object:
 Isolation = Annotated[IsolationConfig | None, BeforeValidator(_named_isolation)]
 
 
-class StreamConfig(BaseModel):
-    """One of several streams of training tasks."""
+class SourceConfig(BaseModel):
+    """A source of tasks beside that of `env`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -54,6 +54,11 @@ class StreamConfig(BaseModel):
     """As `env.factory`; None is `env.factory`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that differ from `env.args`, or all of them for another factory."""
+
+
+class StreamConfig(SourceConfig):
+    """One of several streams of training tasks."""
+
     weight: float = Field(default=1.0, ge=0)
     """Share of admissions, relative to the other streams."""
     quota: float = Field(default=1.0, gt=0, le=1)

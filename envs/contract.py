@@ -14,10 +14,11 @@ from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.sandbox.config import SandboxConfig
 
 Device = Literal["cpu", "cuda"]
-RewardResult = float | Mapping[str, float] | None
+RewardResult = float | Mapping[str, float | str] | None
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
-"""`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum. None
-is no opinion: the answer is neither trained nor part of its group's baseline."""
+"""`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum. Its
+entry `answer`, if that is text, is what the reward read as the answer, by which evaluations vote. None is no opinion:
+the answer is neither trained nor part of its group's baseline."""
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -29,6 +30,23 @@ def pure(function: _Function) -> _Function:
     """
     function.is_pure = True  # type: ignore[attr-defined]
     return function
+
+
+class Judged(float):
+    """A reward, and the answer that it judged: the same as a dict `{"reward": …, "answer": …}`, and still a number.
+
+    Evaluations count answers of the same text as one, so write equal answers alike.
+    """
+
+    answer: str
+
+    def __new__(cls, reward: float, answer: str) -> Self:
+        judged = super().__new__(cls, reward)
+        judged.answer = answer
+        return judged
+
+    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]
+        return float(self), self.answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,14 +93,14 @@ class Done:
     """The end of an episode.
 
     Attributes:
-        reward: Reward of the last turn; a dict names parts, as for a reward function. None is for agent programs
-            without a reward: the reward function alone scores the trajectory.
+        reward: Reward of the last turn; a dict names parts, as for a reward function, and may hold the text `answer`.
+            None is for agent programs without a reward: the reward function alone scores the trajectory.
         counts: As in `Observation`.
         thread_rewards: Thread -> its own reward, compared with threads of the same name in the group. A thread without
             one gets the episode's reward. For `reward=episode`; other reward functions return parts `thread/NAME`.
     """
 
-    reward: float | Mapping[str, float] | None = 0.0
+    reward: float | Mapping[str, float | str] | None = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
     thread_rewards: Mapping[str, float] = field(default_factory=dict)
 

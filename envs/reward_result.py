@@ -15,17 +15,21 @@ from penstock.envs.workers.permission_hints import permission_hint
 
 MAX_DETAIL_CHARACTERS = 4000
 MAX_PARTS = 64
+ANSWER = "answer"
+"""Entry of a dict that is the answer, if it is text, and otherwise a part."""
+MAX_ANSWER_CHARACTERS = 4000
 _MAX_NAME_CHARACTERS = 100
 _MAX_MESSAGE_CHARACTERS = 500
 
 
 class Reply(TypedDict, total=False):
-    """Either `reward` with its `parts`, or `abstains`, or `error`, or `timed_out`; the hello has `is_async`, `is_pure`
-    or `error`.
+    """Either `reward` with its `parts`, and the `answer` if the function gives it, or `abstains`, or `error`, or
+    `timed_out`; the hello has `is_async`, `is_pure` or `error`.
     """
 
     reward: float
     parts: dict[str, float]
+    answer: str
     abstains: bool
     error: str
     timed_out: bool
@@ -36,7 +40,7 @@ class Reply(TypedDict, total=False):
 def to_reply(returned: object, what: str = "the reward function returned", *, may_abstain: bool = True) -> Reply:
     """Turn the return value of the user's function into a reward and its parts, or into an error that describes it.
 
-    A dict names parts; the reward is its `reward` entry, or the sum.
+    A dict names parts; the reward is its `reward` entry, or the sum. Text under `answer` is what it read as the answer.
 
     Args:
         returned: The return value of the user's code.
@@ -47,7 +51,10 @@ def to_reply(returned: object, what: str = "the reward function returned", *, ma
         return {"abstains": True}
     if not isinstance(returned, Mapping):
         number = _to_number(returned, f"{what} ")
-        return {"error": number} if isinstance(number, str) else {"reward": number, "parts": {}}
+        return {"error": number} if isinstance(number, str) else _judged(number, {}, getattr(returned, ANSWER, None))
+    answer = returned.get(ANSWER)
+    if isinstance(answer, str):
+        returned = {name: value for name, value in returned.items() if name != ANSWER}
     if not returned:
         return {"error": f"{what} an empty dict; it needs at least one number"}
     if len(returned) > MAX_PARTS:
@@ -60,7 +67,14 @@ def to_reply(returned: object, what: str = "the reward function returned", *, ma
             return {"error": number}
         parts[label] = number
     total = parts.pop("reward", None)
-    return {"reward": math.fsum(parts.values()) if total is None else total, "parts": parts}
+    return _judged(math.fsum(parts.values()) if total is None else total, parts, answer)
+
+
+def _judged(reward: float, parts: dict[str, float], answer: object) -> Reply:
+    reply: Reply = {"reward": reward, "parts": parts}
+    if isinstance(answer, str):
+        reply["answer"] = answer[:MAX_ANSWER_CHARACTERS]
+    return reply
 
 
 def is_hello(hello: object) -> bool:
@@ -77,7 +91,8 @@ def is_reply(reply: object) -> bool:
     if not isinstance(reply, dict):
         return False
     if "reward" in reply:
-        return are_finite([reply["reward"]]) and are_parts(reply.get("parts"))
+        is_judged = are_finite([reply["reward"]]) and are_parts(reply.get("parts"))
+        return is_judged and isinstance(reply.get("answer", ""), str)
     return "timed_out" in reply or reply.get("abstains") is True or isinstance(reply.get("error"), str)
 
 

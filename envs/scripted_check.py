@@ -20,7 +20,7 @@ import numpy as np
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Thread, Trajectory, Turn
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
@@ -77,7 +77,9 @@ class PlayedScript:
             for name, value in (pair for reply in self.replies for pair in reply.get(kind, {}).items()):
                 named[name] = named.get(name, 0.0) + value
         is_done = bool(self.replies[-1].get("done"))
-        episode = Episode(tuple(self.turns), "done" if is_done else "max_turns", self.reward, **sums)
+        end: EpisodeEnd = "done" if is_done else "max_turns"
+        answer = self.replies[-1].get("answer")
+        episode = Episode(tuple(self.turns), end, self.reward, sums["parts"], sums["counts"], answer)
         return scripted_trajectory(task, self.turns, episode)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.dataflow.stages import Stage
 from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import TaskStream
-from penstock.envs.config import EnvConfig, StreamConfig
+from penstock.envs.config import EnvConfig, SourceConfig
 from penstock.envs.contract import TaskSource
 from penstock.envs.environment import EnvironmentSource
 from penstock.envs.loading import load_task_source
@@ -53,14 +53,19 @@ def load_held_out(config: EnvConfig, seed: int, num_tasks: int | None) -> list[T
     return held_out_tasks(load_task_source(config, seed), num_tasks)
 
 
-def held_out_tasks(source: TaskSource, num_tasks: int | None) -> list[Task]:
+def held_out_tasks(source: TaskSource, num_tasks: int | None, name: str = MAIN) -> list[Task]:
     """The first `num_tasks` held-out tasks of a source; None is all of them, at most `MAX_HELD_OUT_TASKS`.
+
+    Args:
+        source: The source.
+        num_tasks: Their number.
+        name: Stream whose environment answers, if they have one.
 
     Raises:
         ValueError: If a number is given and there are fewer, with both numbers.
     """
     asked = MAX_HELD_OUT_TASKS if num_tasks is None else num_tasks
-    tasks = list(named_tasks(source, MAIN, source.held_out(asked))) if asked else []
+    tasks = list(named_tasks(source, name, source.held_out(asked))) if asked else []
     if num_tasks is not None and len(tasks) < num_tasks:
         raise ValueError(f"there are only {len(tasks)} held-out tasks. Use at most {len(tasks)}, or hold out more.")
     return tasks
@@ -84,8 +89,8 @@ def stream_factories(config: EnvConfig) -> dict[str, EnvConfig]:
     return {MAIN: config} | {name: stream_env(config, stream) for name, stream in config.streams.items()}
 
 
-def stream_env(config: EnvConfig, stream: StreamConfig) -> EnvConfig:
-    """The environment of one stream. It inherits `env.args` only if it has the same factory."""
+def stream_env(config: EnvConfig, stream: SourceConfig) -> EnvConfig:
+    """The environment of one stream or evaluation set. It inherits `env.args` only if it has the same factory."""
     factory, args = stream.factory or config.factory, stream.args
     if factory == config.factory:
         args = {**config.args, **args}

@@ -118,7 +118,7 @@ class Evaluator:
     fails_at: set[int] = field(default_factory=set)
     evaluated: list[int] = field(default_factory=list)
 
-    async def evaluate(self, step: int, tasks: object) -> Evaluation:
+    async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
         del tasks
         self.evaluated.append(step)
         if step in self.fails_at:

@@ -37,7 +37,7 @@ class WeightedSum:
 
     If a part fails, the sum fails: without that part it would be a different reward. A part that returns None has no
     opinion on the answer: it adds nothing and is not recorded. If that is true of all parts with a weight, the sum has
-    none either.
+    none either. The answer that it judged is that of the first part that gives one.
 
     Args:
         parts: Name -> reward.
@@ -60,13 +60,13 @@ class WeightedSum:
 
     def __call__(
         self, trajectory: Trajectory, /, **fields: Any
-    ) -> dict[str, float] | Coroutine[Any, Any, dict[str, float] | None] | None:
+    ) -> dict[str, float | str] | Coroutine[Any, Any, dict[str, float | str] | None] | None:
         """The reward and its parts, or None; awaitable if a part is asynchronous."""
         if self.is_async:
             return self._gather(trajectory, fields)
         return self._combine({name: self._returned(name, trajectory, fields) for name in self.parts})
 
-    async def _gather(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, float] | None:
+    async def _gather(self, trajectory: Trajectory, fields: Mapping[str, Any]) -> dict[str, float | str] | None:
         """Run the synchronous parts, then the asynchronous ones concurrently. The first failure cancels the others."""
         names = sorted(self.parts, key=lambda name: is_async_function(self.parts[name].function))
         returned = {name: self._returned(name, trajectory, fields) for name in names}
@@ -93,7 +93,7 @@ class WeightedSum:
             self._caches[name].put(key, returned)
         return returned
 
-    def _combine(self, returned: Mapping[str, object]) -> dict[str, float] | None:
+    def _combine(self, returned: Mapping[str, object]) -> dict[str, float | str] | None:
         """The reward and the value of each part, before clipping and weighting; None without an opinion.
 
         Raises:
@@ -115,7 +115,10 @@ class WeightedSum:
         weighted = {name for name, part in self.parts.items() if part.weight} or self.parts.keys()
         if weighted.isdisjoint(replies):
             return None
-        return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies)}
+        answer = next((reply["answer"] for reply in replies.values() if "answer" in reply), None)
+        # A part of that name keeps its place.
+        judged = {} if answer is None or "answer" in recorded else {"answer": answer}
+        return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies), **judged}
 
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
         """The sum for each thread that has a reward of its own in a part; the other parts contribute their reward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field
@@ -88,7 +89,7 @@ class HttpReward:
         """
         return cls(HttpConfig.model_validate(args), context)
 
-    async def __call__(self, trajectory: Trajectory, /, **fields: Any) -> dict[str, float] | None:
+    async def __call__(self, trajectory: Trajectory, /, **fields: Any) -> Mapping[str, float | str] | None:
         """Request the reward of one trajectory; None if the service answers null, which is no opinion.
 
         Raises:
@@ -99,7 +100,8 @@ class HttpReward:
             raise RewardServiceError(reply["error"])
         if "abstains" in reply:
             return None
-        return {**reply["parts"], "reward": reply["reward"]}
+        answer = {"answer": reply["answer"]} if "answer" in reply else {}
+        return {**reply["parts"], "reward": reply["reward"], **answer}
 
     async def _post_json(self, body: object) -> Any:
         """Post a body; return the decoded reply.

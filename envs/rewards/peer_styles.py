@@ -126,7 +126,8 @@ class VerlReward(PeerReward):
     """`compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict` with the key `score`.
 
     The ground truth is the field `ground_truth`, or that entry of the field `reward_model`, or the field `answer`.
-    Numbers of a dict are recorded as parts of the reward; its other values are ignored.
+    Numbers of a dict are recorded as parts of the reward; its other values are ignored, but for the text `pred`, the
+    answer by which evaluations vote, as in verl.
     """
 
     style = "verl"
@@ -171,7 +172,8 @@ class VerlReward(PeerReward):
             for name, value in returned.items()
             if name not in ("score", "reward") and (isinstance(value, Real) or getattr(value, "shape", None) == ())
         }
-        return {**numbers, "reward": returned["score"]}
+        answer = {"answer": returned["pred"]} if isinstance(returned.get("pred"), str) else {}
+        return {**numbers, "reward": returned["score"], **answer}
 
 
 PEERS: tuple[type[PeerReward], ...] = (TrlReward, VerlReward)

@@ -21,7 +21,7 @@ from typing import Literal
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
-from penstock.envs.contract import pure
+from penstock.envs.contract import Judged, pure
 from penstock.envs.rewards.answers import AnswerValue, equals_answer, last_field
 
 Operator = Literal["+", "-"]
@@ -218,5 +218,6 @@ def exact_match(trajectory: Trajectory, answer: AnswerValue, **_: object) -> flo
     Raises:
         ValueError: If no response could equal the answer.
     """
-    is_right = equals_answer(last_field(trajectory.response, answer), answer)
-    return float(is_right and trajectory.finish_reason == "stop")
+    found, is_whole = last_field(trajectory.response, answer), trajectory.finish_reason == "stop"
+    is_right = equals_answer(found, answer)
+    return Judged(is_right and is_whole, (str(answer) if is_right else found.strip()) if is_whole else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.dataflow.task import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
-from penstock.envs.tasks.math_tasks import MathTasks, has_answer
+from penstock.envs.tasks.math_tasks import MathTasks, judge
 from penstock.envs.tools.calculator import calculate
 from penstock.envs.tools.functions import parse_calls
 from penstock.envs.tools.tool_environment import ToolEnvironment
@@ -38,4 +38,4 @@ class WithCalculator(ToolEnvironment):
 
     def score(self, task: Task, answer: str) -> float:
         """1 or 0."""
-        return float(has_answer(answer, task.fields["answer"]))
+        return judge(answer, task.fields["answer"])

@@ -13,7 +13,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
-from penstock.envs.contract import pure
+from penstock.envs.contract import Judged, pure
 from penstock.envs.import_path import nearest_hint
 from penstock.envs.rewards.answers import AnswerValue, checked_answer
 from penstock.envs.row_files import open_rows
@@ -134,12 +134,12 @@ def math_verify_reward(trajectory: Trajectory, answer: AnswerValue, **_: object)
     Raises:
         ValueError: If no response could equal the answer (envs/rewards/answers.py).
     """
-    found = has_answer(trajectory.response, answer)
-    return float(found and trajectory.finish_reason == "stop")
+    judged = judge(trajectory.response, answer)
+    return judged if trajectory.finish_reason == "stop" else Judged(0.0, "")
 
 
-def has_answer(text: str, answer: AnswerValue) -> bool:
-    """Whether math-verify finds the final (boxed) answer of a text equal to `answer`.
+def judge(text: str, answer: AnswerValue) -> Judged:
+    """1 if math-verify finds the final (boxed) answer of a text equal to `answer`, which is then what is judged.
 
     Raises:
         ValueError: If no text could equal the answer (envs/rewards/answers.py).
@@ -150,7 +150,9 @@ def has_answer(text: str, answer: AnswerValue) -> bool:
     predicted = math_verify.parse(text, parsing_timeout=None)
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
     golds = (math_verify.parse(f"\\boxed{{{gold}}}", parsing_timeout=None) for gold in dict.fromkeys(written))
-    return any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds)
+    is_right = any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds)
+    # The last one is the text that was parsed.
+    return Judged(is_right, str(answer) if is_right else str(predicted[-1]).strip() if predicted else "")
 
 
 def _positional(answer: AnswerValue) -> str:

@@ -54,6 +54,7 @@ class EpisodeReply(ObservationReply, total=False):
     reward: float
     parts: dict[str, float]
     counts: dict[str, float]
+    answer: str
     runs_itself: bool
     closed: bool
     error: str
@@ -104,6 +105,8 @@ def _from_one(returned: Observation | Done, method: str) -> EpisodeReply:
             return {"error": of_threads["error"]}
         reply["parts"] |= {f"{THREAD_PART}{name}": value for name, value in of_threads["parts"].items()}
         reply["done"] = True
+        if "answer" in scored:
+            reply["answer"] = scored["answer"]
         return reply
     content = returned.content if isinstance(returned.content, str) else list(returned.content)
     if not _is_content(content) or returned.role not in get_args(Role):
@@ -158,6 +161,8 @@ def is_episode_reply(reply: object) -> bool:
     if "error" in reply:
         return isinstance(reply["error"], str)
     if not (are_finite([reply.get("reward", 0.0)]) and all(are_parts(reply.get(n, {})) for n in ("parts", "counts"))):
+        return False
+    if not isinstance(reply.get("answer", ""), str):
         return False
     if "several" in reply:
         return (

@@ -186,7 +186,7 @@ class RewardRunner:
             return
         self._progress_at = asyncio.get_running_loop().time()
         if "reward" in reply or "abstains" in reply:
-            score = Score(None) if "abstains" in reply else Score(reply["reward"], reply["parts"])
+            score = Score(None) if "abstains" in reply else Score(reply["reward"], reply["parts"], reply.get("answer"))
             if call.key is not None:
                 self._cache.put(call.key, score)
             if not call.outcome.done():

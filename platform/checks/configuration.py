@@ -22,7 +22,7 @@ from penstock.platform.checks.algorithm import (
     unequal_work,
 )
 from penstock.platform.checks.cluster import check_cluster, check_pools
-from penstock.platform.checks.flow import FLOW_CHECKS, check_answers
+from penstock.platform.checks.flow import FLOW_CHECKS, check_answers, check_sets
 from penstock.platform.config.findings import Command, Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import MAX_TOP_K
@@ -175,6 +175,6 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         check_no_settings_of_dpo,
     ),
     "dpo": (check_model, check_has_policy, check_preference_section, check_trainer),
-    "eval": (check_model, check_has_policy, check_sampling, check_answers),
+    "eval": (check_model, check_has_policy, check_sampling, check_answers, check_sets),
     "sample": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from penstock.dataflow.difficulty import BY_SUCCESS
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.stages import stage_violations
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task_queue import stream_violations
@@ -21,6 +23,8 @@ from penstock.platform.config.schema import EvaluationConfig, RunConfig
 
 DROP_BIAS = {1: (0.94, 0.19), 2: (0.95, 0.24), 4: (0.97, 0.54), 8: (1.0, 1.0)}
 """η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/staleness.md)."""
+
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
 def check_dataflow(config: RunConfig) -> Iterator[Finding]:
@@ -174,6 +178,7 @@ def _of_no_evaluation(config: RunConfig) -> Iterator[Finding]:
         ("keep_best", "true", evaluation.keep_best),
         ("patience", evaluation.patience, evaluation.patience is not None),
         ("part", evaluation.part, evaluation.part is not None),
+        ("sets", f"{{{', '.join(evaluation.sets)}}}", bool(evaluation.sets)),
         ("num_tasks_during_training", evaluation.num_tasks_during_training, bool(evaluation.num_tasks_during_training)),
         ("every_steps", evaluation.every_steps, evaluation.every_steps and config.is_typed("evaluation.every_steps")),
     ):
@@ -187,21 +192,46 @@ def _of_no_evaluation(config: RunConfig) -> Iterator[Finding]:
 
 def check_answers(config: RunConfig) -> Iterator[Finding]:
     """Check that several answers of an evaluation can differ."""
+    for name in ("", *config.evaluation.sets):
+        evaluation, key = config.evaluation.of_set(name), f"evaluation.sets.{name}" if name else "evaluation"
+        if evaluation.answers_per_task > 1 and not evaluation.temperature:
+            yield error(
+                f"{key}.answers_per_task={evaluation.answers_per_task} with {key}.temperature="
+                f"{evaluation.temperature:g}: greedy answers to one task are all the same, so pass@k would be the "
+                "accuracy. Use a temperature above 0, e.g. that of training, "
+                f"{config.rollout.sampling.temperature:g}, or answers_per_task=1.",
+                fits=[
+                    Fit(
+                        f"{key}.temperature",
+                        config.rollout.sampling.temperature,
+                        f"{key}.answers_per_task={evaluation.answers_per_task} answers differ only above 0",
+                    )
+                ],
+            )
+
+
+def check_sets(config: RunConfig) -> Iterator[Finding]:
+    """Check that each further evaluation set has a name for its metrics and files, and measures something else."""
     evaluation = config.evaluation
-    if evaluation.answers_per_task > 1 and not evaluation.temperature:
-        yield error(
-            f"evaluation.answers_per_task={evaluation.answers_per_task} with evaluation.temperature="
-            f"{evaluation.temperature:g}: greedy answers to one task are all the same, so pass@k would be the accuracy."
-            " Use a temperature above 0, e.g. that of training, "
-            f"{config.rollout.sampling.temperature:g}, or answers_per_task=1.",
-            fits=[
-                Fit(
-                    "evaluation.temperature",
-                    config.rollout.sampling.temperature,
-                    f"evaluation.answers_per_task={evaluation.answers_per_task} answers differ only above 0",
-                )
-            ],
-        )
+    for name, own in evaluation.sets.items():
+        key, view = f"evaluation.sets.{name}", evaluation.of_set(name)
+        if not _SET_NAME.fullmatch(name) or name == PARTNER:
+            yield error(
+                f"evaluation.sets: {name!r} is no name of an evaluation set. It is part of metrics and folders: use at "
+                f"most 40 letters, digits, - and _, and not {PARTNER!r}, which is that of the second policy."
+            )
+        during, at_end = own.num_tasks_during_training, view.num_tasks
+        if during is not None and at_end is not None and during > at_end:
+            yield error(
+                f"{key}.num_tasks_during_training={during} is above its num_tasks={at_end}: the tasks of an evaluation "
+                f"during training are the first of those. Use at most {at_end}, or a larger num_tasks."
+            )
+        sampling = (view.answers_per_task, view.temperature)
+        if own.env is None and sampling == (evaluation.answers_per_task, evaluation.temperature):
+            yield warning(
+                f"{key} has the tasks and the sampling of `evaluation` itself, so it measures the same twice. Give it "
+                "an env of its own, or another temperature or answers_per_task."
+            )
 
 
 def check_hooks(config: RunConfig) -> Iterator[Finding]:
@@ -248,4 +278,4 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_answers, check_hooks, check_streams)
+FLOW_CHECKS = (check_dataflow, check_pace, check_evaluation, check_answers, check_sets, check_hooks, check_streams)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -35,7 +36,7 @@ from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.first_calls import check_first_calls
 from penstock.platform.checks.model_files import num_positions
 from penstock.platform.checks.run_dir import is_run_dir, read_data
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, note, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.weights.hf_folder import local_path, model_folder
 
@@ -87,6 +88,10 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     if reward is not None:
         misfits = list(check_reward(reward, tasks, getattr(source, "left_out", None), is_set=config.is_typed("reward")))
         yield from misfits or check_first_calls(config, source, reward, tasks.train, tasks.held_out)
+    if command in ("train", "eval") and config.evaluation.sets:
+        yield note(f"evaluation: {planned(config, MAIN, len(tasks.held_out), command)}", "evaluation")
+        for name in config.evaluation.sets:
+            yield from check_set(config, name, command, tasks, reward)
     measured = TaskSample(tasks.train[:NUM_MEASURED_TASKS], tasks.held_out[:NUM_MEASURED_TASKS])
     yield from check_spelled_tokens(config, [*measured.train, *measured.held_out])
     if command not in WITHOUT_ENGINES:
@@ -199,6 +204,72 @@ def _too_few(config: RunConfig, command: Command, key: str, asked: int | None, f
             f"evaluation.num_tasks_during_training={during}: there are only {found} held-out tasks. Use "
             f"at most {found}, or hold out more."
         )
+
+
+def check_set(
+    config: RunConfig, name: str, command: Command, tasks: TaskSample, reward: RewardFunction | None
+) -> Iterator[Finding]:
+    """Check the tasks of a set of `evaluation.sets`, and say how many there are and when they are answered.
+
+    Args:
+        config: The configuration.
+        name: The set.
+        command: The command that uses it.
+        tasks: Those of `env`.
+        reward: Scores the answers; None if it does not load.
+    """
+    key, asked, env = f"evaluation.sets.{name}", config.evaluation.of_set(name).num_tasks, config.set_env(name)
+    if name in {task.evaluation_set for task in tasks.held_out}:
+        yield error(f"{key}: the held-out tasks of env have a set of this name, too. Use another name.", "env")
+    try:
+        source = load_task_source(env, config.seed)
+        found = list(named_tasks(source, MAIN, source.held_out(MAX_HELD_OUT_TASKS if asked is None else asked)))
+        strange = next((one for one in found if not isinstance(one, Task)), None)
+    except NotDownloadedError as problem:
+        yield from (absent(f"{key}: {violation}", "env") for violation in problem.violations)
+        return
+    except ConfigError as problem:
+        yield from (error(f"{key}: {violation}", "env") for violation in problem.violations)
+        return
+    except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
+        report = absent if _is_of_network(problem) else error
+        yield report(f"{key}: its tasks cannot be read, {type(problem).__name__}: {problem}", "env")
+        return
+    if strange is not None or not found:
+        gave = "no task" if strange is None else f"a {type(strange).__name__} where a Task was expected"
+        yield error(f"{key}: held_out() of {env.factory} gave {gave}. Hold some out, or leave the set out.", "env")
+        return
+    if asked is not None and len(found) < asked:
+        yield error(
+            f"{key}.num_tasks={asked}: there are only {len(found)} held-out tasks. Use at most {len(found)}, or hold "
+            "out more.",
+            "env",
+            fits=[Fit(f"{key}.num_tasks", len(found), "there are no more held-out tasks")],
+        )
+    sample = TaskSample([], found)
+    for finding in (*_check_ids(env, sample), *_check_overlap(TaskSample(tasks.train, found))):
+        yield error(f"{key}: {finding.message}", "env")
+    yield note(f"{key}: {planned(config, name, len(found), command)}", "evaluation")
+    view = config.model_copy(update={"env": env})
+    measured = TaskSample([], found[:NUM_MEASURED_TASKS])
+    of_set = list(check_spelled_tokens(view, measured.held_out))
+    if reward is not None:
+        of_set += check_reward(reward, sample, is_set=config.is_typed("reward"))
+    of_set += list(check_room(view, measured)) or list(check_prompts(view, source, measured))
+    yield from (replace(finding, message=f"{key}: {finding.message}", fits=()) for finding in of_set)
+
+
+def planned(config: RunConfig, name: str, num_tasks: int, command: Command) -> str:
+    """What an evaluation samples, and when."""
+    view = config.evaluation.of_set(name)
+    answers = f"{view.answers_per_task} answers" if view.answers_per_task > 1 else "1 answer"
+    told = f"{num_tasks} tasks, {answers} each at temperature {view.temperature:g}"
+    if command != "train":
+        return told
+    during, every = min(num_tasks, view.first_tasks(num_tasks)), view.every_steps
+    times = ["before training"] if view.before_training else []
+    times += [f"every {every} steps" + (f" ({during} of them)" if during < num_tasks else "")] if every else []
+    return f"{told}; {', '.join([*times, 'after training'])}"
 
 
 def _is_of_network(problem: Exception) -> bool:

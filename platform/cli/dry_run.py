@@ -59,7 +59,7 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
         else:
             console.print(f"weights by {route}: {shared_gib(config):.2f} GiB of shared memory")
     if loaded.notes:
-        console.print("\ncalled before the start:")
+        console.print("\nfound before the start:")
     for told in loaded.notes:
         console.print(f"  {escape(told)}", soft_wrap=True)
     print_warnings(loaded.warnings, console)

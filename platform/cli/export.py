@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -93,15 +93,15 @@ def upload(folder: Path, name: str, version: int) -> str:
 
 def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> int:
     """Write the policy and its card; returns its version. The folder appears when it is complete."""
-    facts, saved = _read_json(run_dir / SUMMARY_FILE), run_dir / POLICY_FOLDER
-    version: Any = facts.get("policy_version")
+    facts = _read_json(run_dir / SUMMARY_FILE)
     unfinished = target.with_name(f"{target.name}.unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
-    newest = max(CheckpointFolder(run_dir).versions(), default=-1)
-    is_saved = version is not None and (saved / "config.json").is_file()
-    if is_saved and (step == version or (step is None and version >= newest)):
-        shutil.copytree(saved, unfinished)
+    saved = saved_policy(run_dir, step)
+    version: Any
+    if saved is not None:
+        version = saved.version
+        shutil.copytree(saved.folder, unfinished)
     else:
         checkpoint = choose_checkpoint(run_dir, step)
         version = checkpoint.version
@@ -112,6 +112,23 @@ def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> 
     (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
     unfinished.rename(target)
     return int(version)
+
+
+class SavedPolicy(NamedTuple):
+    """The policy that a run has written at its end, and its step."""
+
+    folder: Path
+    version: int
+
+
+def saved_policy(run_dir: Path, step: int | None) -> SavedPolicy | None:
+    """That of a run, if it is of this step (None: the newest); None if it has to be written from a checkpoint."""
+    version, folder = _read_json(run_dir / SUMMARY_FILE).get("policy_version"), run_dir / POLICY_FOLDER
+    if version is None or not (folder / "config.json").is_file():
+        return None
+    newest = max(CheckpointFolder(run_dir).versions(), default=-1)
+    is_of_step = step == version or (step is None and version >= newest)
+    return SavedPolicy(folder, version) if is_of_step else None
 
 
 def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:

@@ -13,8 +13,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import wraps
+from contextlib import chdir, contextmanager, suppress
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -117,10 +117,6 @@ RUNS: dict[Command, tuple[str, str]] = {
         "penstock.platform.run.offline_training:run_dpo",
         "Train a policy on preference pairs (offline DPO). The reference is the initial policy.",
     ),
-    "eval": (
-        "penstock.platform.run.serving:run_eval",
-        "Measure the greedy accuracy of a policy: penstock eval experiment=arithmetic model.path=DIR.",
-    ),
     "sample": (
         "penstock.platform.run.sample:run_sample",
         "Sample and score answers, and write them and their preference pairs: penstock sample experiment=arithmetic.",
@@ -206,7 +202,7 @@ def start(command: Command, config: RunConfig) -> int:
     module, _, function = RUNS[command][0].partition(":")
     code = with_trace(Path(config.run_dir) / "error.txt", lambda: getattr(import_module(module), function)(config))
     if code > EXIT_SIGNAL and command != "train":  # a run of `train` says itself what goes on with it
-        has_files = command != "eval" and Path(config.run_dir).exists()
+        has_files = Path(config.run_dir).exists()
         told = f"ended by {signal.Signals(code - EXIT_SIGNAL).name}; this command starts it again:"
         print_next(told, own_command(*(["overwrite=true"] if has_files and not config.overwrite else [])))
     return code
@@ -256,6 +252,65 @@ def restart_command(config: RunConfig) -> int:
 
 for name, (_, summary) in RUNS.items():
     add_run(name, summary)
+
+
+@app.command("eval", no_args_is_help=True)
+@exits
+def evaluate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[POLICY [POLICY]] [experiment=NAME] [KEY=VALUE]...",
+            help="POLICY: a run directory, e.g. runs/arithmetic, or a checkpoint in it, a Hugging Face folder, or a "
+            "name on the Hub; default model.path. Two are compared. Then Hydra overrides; a run has its own "
+            "configuration.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    step: Annotated[int | None, typer.Option(help="Step of the policy of a run. Default: the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="That of the best evaluation (evaluation.keep_best).")] = False,
+    to: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder of the results. Default: in runs/evaluations.")
+    ] = None,
+    dry_run: DryRun = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Measure a policy on held-out tasks: penstock eval runs/arithmetic, or eval experiment=arithmetic model.path=DIR.
+
+    The folder of the results has evaluation.json and answers.jsonl; `penstock compare` compares two of them.
+    """
+    if dry_run:  # as in `add_run`
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    from rich.console import Console
+
+    from penstock.platform.cli.dry_run import print_dry_run, print_warnings
+    from penstock.platform.cli.eval import load_measurement, measure, measure_two, policies_in
+
+    policies, overrides = policies_in(words or [])
+    if len(policies) > 2:
+        raise ConfigError([f"{len(policies)} policies, {', '.join(policies)}: give one, or two that are compared."])
+    if len(policies) == 2 and (step is not None or best):
+        raise ConfigError(["--step and --best are of one policy. Of two, name a checkpoint: RUN/checkpoints/step_N."])
+    load = partial(load_measurement, step=step, best=best, to=to, config_dir=config_dir, dry_run=dry_run)
+    if dry_run:
+        named: list[str | None] = [*policies] or [None]
+        for policy in named:
+            with checking(), chdir("."):
+                loaded = load(policy, overrides).loaded
+            print_dry_run(loaded, "eval", Console())
+        return 0
+    with startable_again():
+        if len(policies) == 2:
+            return measure_two(policies, overrides, to, config_dir, Console())
+        with checking():
+            planned = load(next(iter(policies), None), overrides)
+        print_warnings(planned.loaded.warnings, Console(stderr=True))
+        code = with_trace(planned.folder / "error.txt", lambda: measure(planned))
+        if code > EXIT_SIGNAL:
+            told = f"ended by {signal.Signals(code - EXIT_SIGNAL).name}; this command starts it again:"
+            print_next(told, own_command())
+        return code
 
 
 def add_launcher(name: Launcher, summary: str) -> None:
@@ -535,15 +590,25 @@ def report(
 @app.command(no_args_is_help=True)
 @exits
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories; they may still go on.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Run directories; they may still go on. Or two of `penstock eval`."),
+    ],
 ) -> int:
-    """Show what runs were configured differently, and what came of it, side by side."""
+    """Show what runs were configured differently, and what came of it, side by side.
+
+    Of two folders of `penstock eval`: the difference of accuracy on the same tasks, and the tasks that changed.
+    """
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from penstock.platform.metrics.comparison import compare as compare_runs
+    from penstock.platform.metrics.evaluation_results import is_results, run_comparison
     from penstock.platform.metrics.run_record import read_run
 
+    if any(map(is_results, runs)):
+        return run_comparison(runs, Console())
     if len(runs) < 2:
         raise ConfigError([f"{len(runs)} run: give at least two run directories, e.g. runs/a runs/b."])
     console = plain_console()

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.timeouts import MAX_TIMEOUT_S
-from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.envs.config import EnvConfig, RewardConfig, SourceConfig, StreamConfig
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.streams import stream_env
 from penstock.platform.config.pools import ClusterConfig, ExtraRolloutConfig
 from penstock.platform.metrics.trackers.config import ConsoleForm, TrackerConfig
 from penstock.rollout.config import RolloutConfig
@@ -40,6 +41,11 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def set_stream(name: str) -> str:
+    """The stream whose environment answers the tasks of an evaluation set with a source of its own."""
+    return f"evaluation/{name}"
 
 
 def is_within(key: str, section: str) -> bool:
@@ -123,6 +129,25 @@ class DataflowConfig(Section):
         return min(2, self.group_size) if self.min_group_size is None else self.min_group_size
 
 
+class EvaluationSetConfig(Section):
+    """A further evaluation set (docs/guides/evaluation.md). What is not set is as in `evaluation`."""
+
+    env: SourceConfig | None = None
+    """Source of its held-out tasks; null: those of `env`, answered in another way."""
+    every_steps: int | None = Field(default=None, ge=0)
+    """As `evaluation.every_steps`."""
+    before_training: bool | None = None
+    """As `evaluation.before_training`."""
+    num_tasks: int | None = Field(default=None, ge=1)
+    """As `evaluation.num_tasks`."""
+    num_tasks_during_training: int | None = Field(default=None, ge=1)
+    """As `evaluation.num_tasks_during_training`."""
+    answers_per_task: int | None = Field(default=None, ge=1, le=1024)
+    """As `evaluation.answers_per_task`."""
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    """As `evaluation.temperature`."""
+
+
 class EvaluationConfig(Section):
     """Evaluation on held-out tasks (docs/guides/evaluation.md)."""
 
@@ -131,11 +156,13 @@ class EvaluationConfig(Section):
     evaluations."""
     every_steps: int = Field(default=20, ge=0)
     """Steps between evaluations that run concurrently with training; 0 disables them."""
+    before_training: bool = True
+    """Evaluate before the first step."""
     num_tasks_during_training: int | None = Field(default=None, ge=1)
     """The first so many of these tasks are those of such an evaluation; null is 256, and all of them with `keep_best`,
     which compares evaluations."""
     answers_per_task: int = Field(default=1, ge=1, le=1024)
-    """k, answers per task. Above 1, `pass@k` is measured, too."""
+    """k, answers per task. Above 1, `pass@k` and `maj@k` are measured, too."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """Of these answers; 0 is greedy, which gives every answer of a task the same text."""
     max_failed_share: float = Field(default=0.05, ge=0, lt=1)
@@ -150,6 +177,15 @@ class EvaluationConfig(Section):
     patience: int | None = Field(default=None, ge=1)
     """End the training after so many evaluations in a row of which none is better than the best one; null never does.
     """
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Name -> further evaluation set, with its own tasks, schedule and sampling. `keep_best` and `patience` do not look
+    at it."""
+
+    def of_set(self, name: str) -> EvaluationConfig:
+        """The settings of a set; the empty name is that of `evaluation` itself."""
+        return (
+            self if not name else self.model_copy(update=self.sets[name].model_dump(exclude={"env"}, exclude_none=True))
+        )
 
     def first_tasks(self, num_held_out: int) -> int:
         """How many of the held-out tasks an evaluation during training has."""
@@ -296,6 +332,18 @@ class RunConfig(Section):
                 )
             )
         return tuple(views)
+
+    def set_env(self, name: str) -> EnvConfig:
+        """The environment of a set of `evaluation.sets`."""
+        source = self.evaluation.sets[name].env
+        return self.env if source is None else stream_env(self.env, source)
+
+    @property
+    def played_env(self) -> EnvConfig:
+        """`env` with the environments of evaluation sets as further streams: all that episodes may need."""
+        sources = {set_stream(name): one.env for name, one in self.evaluation.sets.items() if one.env is not None}
+        streams = {name: StreamConfig(factory=one.factory, args=one.args) for name, one in sources.items()}
+        return self.env.model_copy(update={"streams": {**self.env.streams, **streams}}) if streams else self.env
 
     @property
     def num_engines(self) -> int:

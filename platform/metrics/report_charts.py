@@ -82,7 +82,10 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         charts += _evaluation_chart(record, f"{kind} reward", caption, "eval/reward_mean", overall, "")
     passed = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/pass_at/\d+", name)}
     lines = [(f"pass@{k}", passed[k], color) for k, color in zip(sorted(passed, key=int), itertools.cycle(_COLORS))]
-    return charts + _line_chart(record, f"{kind} pass@k", "Share of tasks that one of k answers solves.", lines, ".0%")
+    voted = {name.rpartition("/")[2]: name for name in record.series if re.fullmatch(r"eval/maj_at/\d+", name)}
+    lines += [(f"maj@{k}", name, _COLORS[-1]) for k, name in voted.items()]
+    caption = "Share of tasks that one of k answers solves, and that the most frequent of k answers solves."
+    return charts + _line_chart(record, f"{kind} pass@k", caption, lines, ".0%")
 
 
 def _evaluation_chart(
@@ -91,7 +94,10 @@ def _evaluation_chart(
     """A chart of one metric of the evaluations, with a line for each evaluation set; empty if there was none."""
     prefix = f"{metric}/"
     sets = {name.removeprefix(prefix): one for name, one in record.series.items() if name.startswith(prefix)}
-    lines = sets if len(sets) > 1 else {"all": overall}
+    if record.lookup("evaluation.sets"):  # which are not among the tasks of the others
+        lines = {"evaluation": overall, **sets}
+    else:
+        lines = sets if len(sets) > 1 else {"all": overall}
     figure = _figure("step")
     for (name, series), color in zip(lines.items(), itertools.cycle(_COLORS)):
         if series.steps:

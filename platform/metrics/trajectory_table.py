@@ -189,12 +189,12 @@ def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
     for turn in () if trajectory.episode is None else trajectory.episode.turns:
         said.append(
-            {"role": "policy", "thread": turn.thread, "text": _encodable(turn.reasoning + turn.response)}
+            {"role": "policy", "thread": turn.thread, "text": encodable(turn.reasoning + turn.response)}
             | {"num_tokens": turn.num_tokens, "seconds": round(turn.sampling_s, 3)}
             | {"finish_reason": turn.finish_reason, "interruptions": turn.num_interruptions}
         )
         if turn.num_observation_tokens:
-            observed = {"role": "environment", "thread": turn.thread, "text": _encodable(turn.observation)}
+            observed = {"role": "environment", "thread": turn.thread, "text": encodable(turn.observation)}
             said.append(observed | {"num_tokens": turn.num_observation_tokens, "seconds": round(turn.environment_s, 3)})
     return said
 
@@ -213,9 +213,9 @@ def trajectory_row(
         "step": step,
         "group_id": int(trajectory.trajectory_id.partition("/")[0]),
         "trajectory_id": trajectory.trajectory_id,
-        "task_id": _encodable(trajectory.task_id),
-        "prompt": _encodable(trajectory.prompt),
-        "response": _encodable(trajectory.text),
+        "task_id": encodable(trajectory.task_id),
+        "prompt": encodable(trajectory.prompt),
+        "response": encodable(trajectory.text),
         "reward": trajectory.reward,
         "reward_parts": json.dumps({name: float(value) for name, value in trajectory.reward_parts.items()}),
         "finish_reason": trajectory.finish_reason,
@@ -224,17 +224,17 @@ def trajectory_row(
         "num_tokens": trajectory.num_sampled_tokens,
         "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
         "turns": json.dumps(turns_of(trajectory)),
-        "retried_after": _encodable(trajectory.retried_after),
+        "retried_after": encodable(trajectory.retried_after),
         "policy_id": trajectory.policy_id,
         "token_ids": trajectory.token_ids,
         "loss_mask": trajectory.loss_mask,
         "behavior_logprobs": trajectory.behavior_logprobs,
-        "tokens": [] if token_texts is None else [_encodable(one) for one in token_texts(trajectory.token_ids)],
+        "tokens": [] if token_texts is None else [encodable(one) for one in token_texts(trajectory.token_ids)],
         "logprobs": logprobs,
         "advantages": advantages,
     }
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace lone surrogates, which a model can emit but UTF-8 cannot represent."""
     return text.encode("utf-8", "replace").decode("utf-8")

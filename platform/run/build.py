@@ -42,7 +42,7 @@ from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
-from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.evaluation import Evaluator, load_sets
 from penstock.platform.run.fleet import Fleet
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
@@ -62,6 +62,7 @@ class RunParts:
     """What outlives the loss of a trainer rank."""
 
     held_out: list[Task]
+    sets: dict[str, list[Task]]
     actors: RunActors
     codec: TokenCodec
     episodes: EpisodePlayer
@@ -73,12 +74,13 @@ async def start_parts(
 ) -> AsyncIterator[RunParts]:
     """Start all processes of a run; they are ended on exit."""
     held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+    sets = load_sets(config)
     instruments.note("starting Ray, the engines, the trainer and the reward workers …")
     restore_from = None if resumed is None else str(resumed.path.absolute())
     async with start_actors(config, restore_from, pending) as actors:
         codec = load_codec(model_path(config), config.env)
         async with episode_player(config, codec) as episodes:
-            yield RunParts(held_out, actors, codec, episodes)
+            yield RunParts(held_out, sets, actors, codec, episodes)
 
 
 @asynccontextmanager
@@ -158,7 +160,7 @@ async def build_run(
             on_cut=log.rotate,
             on_written=partial(checkpoint_written, timeline, upload),
         )
-        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline, upload)
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline, upload, parts.sets)
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)

@@ -16,8 +16,10 @@ from penstock.dataflow.ports import RewardWorker
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
-from penstock.platform.config.schema import EvaluationConfig
-from penstock.platform.metrics.evaluation_table import EvaluationTable
+from penstock.envs.loading import load_task_source
+from penstock.envs.streams import MAIN, held_out_tasks
+from penstock.platform.config.schema import EvaluationConfig, RunConfig, set_stream
+from penstock.platform.metrics.evaluation_table import AnswerTable
 from penstock.platform.metrics.summary import EvaluatedOn
 from penstock.platform.run.lifecycle import first_error
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
@@ -38,6 +40,7 @@ class SetScore:
     num_tasks: int
     pass_at: Mapping[str, float] = field(default_factory=dict)
     num_skipped: int = 0
+    maj_at: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def counted(self) -> str:
@@ -51,6 +54,7 @@ class SetScore:
         is_graded = not self.accuracy and self.reward_mean
         shown = "" if is_graded else f"accuracy {self.accuracy:.3f}, "
         passed = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
+        passed += "".join(f", maj@{k} {share:.3f}" for k, share in self.maj_at.items())
         return f"{shown}mean reward {self.reward_mean:.3f}{', none solved' if is_graded else passed}"
 
 
@@ -60,16 +64,17 @@ class Evaluation:
 
     Attributes:
         step: Version at its start.
-        accuracy: Share of answers that solve their task, of all evaluation sets: avg@k, if there are k answers per
-            task.
+        accuracy: Share of answers that solve their task, of all sets that the environment names: avg@k, if there are k
+            answers per task.
         reward_mean: Mean reward of all answers.
         version_min: Oldest policy version that sampled a token of the evaluation.
         version_max: Newest such version; equal to `version_min` if no weights were published during the evaluation.
         num_tasks: Tasks with an answer.
         partner: Evaluation of the partner policy on the same tasks; None in runs of one policy.
-        sets: Name of the evaluation set -> its result; empty if there is only one set.
+        sets: Name of the set that the environment gives -> its result; empty if there is only one set.
         pass_at: j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there
             is one answer per task.
+        maj_at: k as text -> maj@k, the mean of `majority_solves` over the tasks; empty if there is one answer per task.
         num_unscorable: Answers that could not be sampled or scored.
         num_abstained: Answers on which the reward had no opinion; they are in no figure either.
         num_skipped: Tasks that were skipped, because their prompt leaves no space for an answer.
@@ -89,27 +94,33 @@ class Evaluation:
     num_abstained: int = 0
     num_skipped: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
+    maj_at: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def score(self) -> SetScore:
-        """Result over all evaluation sets."""
-        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at, self.num_skipped)
+        """Result over all sets that the environment names."""
+        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at, self.num_skipped, self.maj_at)
 
     @property
     def rank(self) -> tuple[float, float]:
         """What the best evaluation has most of: accuracy, then mean reward, which decides where no answer passes."""
         return self.accuracy, self.reward_mean
 
-    def metrics(self) -> dict[str, float]:
-        return {
+    def metrics(self, name: str = MAIN) -> dict[str, float]:
+        """Its figures. Those of a set of `evaluation.sets` end with the name of the set."""
+        found = {
             **_metrics(self.score),
             "eval/version_min": self.version_min,
             "eval/version_max": self.version_max,
             "eval/unscorable": self.num_unscorable,
             "eval/abstained": self.num_abstained,
             **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
-            **{f"{key}/{name}": value for name, score in self.sets.items() for key, value in _metrics(score).items()},
         }
+        ending = f"/{name}" if name else ""
+        named = {f"{key}{ending}": value for key, value in found.items()}
+        for inner, score in self.sets.items():
+            named |= {f"{key}{ending}/{inner}": value for key, value in _metrics(score).items()}
+        return named
 
 
 def _metrics(score: SetScore) -> dict[str, float]:
@@ -119,6 +130,7 @@ def _metrics(score: SetScore) -> dict[str, float]:
         "eval/tasks": score.num_tasks,
         "eval/skipped": score.num_skipped,
         **{f"eval/pass_at/{k}": share for k, share in score.pass_at.items()},
+        **{f"eval/maj_at/{k}": share for k, share in score.maj_at.items()},
     }
 
 
@@ -127,6 +139,21 @@ def evaluation_from(saved: Mapping[str, Any]) -> Evaluation:
     partner = saved["partner"]
     sets = {name: SetScore(**score) for name, score in saved["sets"].items()}
     return Evaluation(**{**saved, "partner": None if partner is None else evaluation_from(partner), "sets": sets})
+
+
+def load_sets(config: RunConfig) -> dict[str, list[Task]]:
+    """Name -> tasks of each set of `evaluation.sets`.
+
+    Raises:
+        ConfigError: As `load_task_source`.
+        ValueError: As `held_out_tasks`.
+    """
+    found = {}
+    for name, one in config.evaluation.sets.items():
+        stream = MAIN if one.env is None else set_stream(name)
+        source = load_task_source(config.set_env(name), config.seed)
+        found[name] = held_out_tasks(source, config.evaluation.of_set(name).num_tasks, stream)
+    return found
 
 
 def evaluated_on(tasks: Sequence[Task]) -> EvaluatedOn | None:
@@ -159,6 +186,40 @@ def pass_at_k(num_answers: int, num_solved: int, k: int) -> float:
     return 1.0 - comb(num_answers - num_solved, k) / comb(num_answers, k)
 
 
+def majority_solves(votes: Sequence[tuple[str, bool]]) -> float:
+    """Whether the most frequent of k answers to a task solves it: maj@k, self-consistency (Wang et al. 2022, arXiv
+    2203.11171).
+
+        maj@k = mean over the most frequent answers a of the share of those equal to a that solve the task
+
+    So of answers that are equally frequent, one is drawn at random. An empty answer has no vote; without votes it is 0.
+
+    Args:
+        votes: Of each answer, what it is, and whether it solves the task.
+    """
+    counts = Counter(answer for answer, _ in votes if answer)
+    most = max(counts.values(), default=0)
+    first = [answer for answer, count in counts.items() if count == most]
+    return fmean(fmean(solves for one, solves in votes if one == answer) for answer in first) if first else 0.0
+
+
+def measured(answer: Trajectory, part: str | None) -> float:
+    """The reward of a scored answer, or a part of it (`evaluation.part`).
+
+    Raises:
+        PenstockError: If it has no such part.
+    """
+    assert answer.reward is not None, "it is scored"
+    if part is None:
+        return answer.reward
+    if part not in answer.reward_parts:
+        raise PenstockError(
+            f"evaluation.part={part}: the reward of {answer.task_id} has no such part, so the evaluation has no "
+            f"figures. Its parts: {', '.join(answer.reward_parts) or 'none'}."
+        )
+    return answer.reward_parts[part]
+
+
 async def sample_and_score(
     runner: RolloutRunner, rewards: RewardWorker, context: RolloutContext, index: int, sampling: SamplingParams
 ) -> Trajectory:
@@ -176,6 +237,7 @@ async def sample_and_score(
             failure = error
         else:
             trajectory.score(score.reward, score.parts)
+            trajectory.answer = score.answer
             return trajectory
     assert failure is not None, "MAX_ATTEMPTS is at least 1"
     raise failure
@@ -185,8 +247,8 @@ class Evaluator:
     """Samples answers to held-out tasks and scores them.
 
     Attributes:
-        num_answered: Answers of the running evaluation that were scored or given up.
-        num_wanted: All answers of it.
+        num_answered: Answers of the running evaluations that were scored or given up.
+        num_wanted: All answers of them.
     """
 
     def __init__(
@@ -196,7 +258,7 @@ class Evaluator:
         sampling: SamplingParams,
         config: EvaluationConfig,
         pass_reward: float,
-        table: EvaluationTable | None = None,
+        table: AnswerTable | None = None,
         limit: PromptLimit | None = None,
     ) -> None:
         """Create the evaluator.
@@ -206,14 +268,14 @@ class Evaluator:
             rewards: Score the answers.
             sampling: As in training, but for the temperature.
             config: Answers per task, their temperature, the tolerated share of failures, and which part of the reward
-                counts.
+                counts; and what of it differs in each of its sets.
             pass_reward: `dataflow.pass_reward`, the reward (or its part) from which an answer solves its task.
             table: Stores the answers; None stores none.
             limit: Which tasks fit; others are skipped and counted. None tries all.
         """
         self._runner = runner
         self._rewards = rewards
-        self._sampling = replace(sampling, temperature=config.temperature)
+        self._sampling = sampling
         self._config = config
         self._pass_reward = pass_reward
         self._table = table
@@ -221,15 +283,18 @@ class Evaluator:
         self.num_wanted = 0
         self._limit = limit
 
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
-        """Evaluate on `tasks`.
+    async def evaluate(self, step: int, tasks: Sequence[Task], name: str = MAIN) -> Evaluation:
+        """Evaluate on `tasks`, with the settings of a set of `evaluation.sets`, or those of `evaluation`.
+
+        Several may run concurrently.
 
         Raises:
             PenstockError: If more than `max_failed_share` of the answers could not be sampled or scored, the reward has
                 an opinion on none, no engine is left, or an answer has no `evaluation.part`. A failure is never counted
                 as reward 0.
         """
-        size = self._config.answers_per_task
+        config = self._config.of_set(name)
+        size, drawn = config.answers_per_task, replace(self._sampling, temperature=config.temperature)
         failures: list[TrajectoryError] = []
         skipped = Counter(
             task.evaluation_set for task in tasks if self._limit is not None and not self._limit.fits(task)
@@ -241,55 +306,66 @@ class Evaluator:
                 f"evaluation: the prompts of all {skipped.total()} tasks leave no space for an answer, so there is no "
                 "figure. Use a larger model.max_context_tokens, or other held-out tasks."
             )
-        self.num_answered, self.num_wanted = 0, size * len(tasks)
+        num_wanted, num_answered = size * len(tasks), 0
+        self.num_wanted += num_wanted
 
         async def answer(context: RolloutContext, index: int, number: int) -> Trajectory | None:
             # Below zero: the ids of training groups are not, and an evaluation must not repeat their draws.
-            sampling = self._sampling.of(GroupId(-1 - index), number)
+            nonlocal num_answered
+            sampling = drawn.of(GroupId(-1 - index), number)
             try:
                 return await sample_and_score(self._runner, self._rewards, context, index * size + number, sampling)
             except TrajectoryError as failure:
                 failures.append(failure)
-                if len(failures) / (size * len(tasks)) > self._config.max_failed_share:
+                if len(failures) / num_wanted > config.max_failed_share:
                     raise PenstockError(
-                        f"evaluation: {len(failures)} of {size * len(tasks)} answers could not be sampled or scored in "
-                        f"{MAX_ATTEMPTS} attempts; evaluation.max_failed_share={self._config.max_failed_share:g} "
+                        f"evaluation: {len(failures)} of {num_wanted} answers could not be sampled or scored in "
+                        f"{MAX_ATTEMPTS} attempts; evaluation.max_failed_share={config.max_failed_share:g} "
                         f"tolerates fewer. The last one, to {context.task.task_id}: {failure.kind}: {failure.cause}"
                     ) from failure
                 return None
             finally:
                 self.num_answered += 1
+                num_answered += 1
 
         try:
             # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
             with self._runner.pool.in_use():
                 async with asyncio.TaskGroup() as group:
-                    contexts = [RolloutContext(task, "eval") for task in tasks]
+                    contexts = [RolloutContext(task, f"eval-{name}" if name else "eval") for task in tasks]
                     runs = [
                         [group.create_task(answer(context, index, number)) for number in range(size)]
                         for index, context in enumerate(contexts)
                     ]
         except ExceptionGroup as errors:
             raise first_error(errors) from errors
+        finally:
+            self.num_wanted -= num_wanted
+            self.num_answered -= num_answered
         answers = [
             (task, [trajectory for one in of_task if (trajectory := one.result()) is not None])
             for task, of_task in zip(tasks, runs, strict=True)
         ]
         if self._table is not None:
-            await asyncio.to_thread(self._table.write, step, answers)
+            await asyncio.to_thread(self._table.write, step, answers, name)
         scored = [one for _, of_task in answers for one in of_task]
         num_abstained = sum(one.has_abstained for one in scored)
-        by_set: dict[str, list[list[float]]] = {}
+        # What an answer is says the reward; if it never does, its text.
+        has_answers = any(one.answer is not None for one in scored)
+        by_set: dict[str, list[list[tuple[float, str]]]] = {}
         for task, of_task in answers:
-            if rewards := [self._measured(one) for one in of_task if not one.has_abstained]:
-                by_set.setdefault(task.evaluation_set, []).append(rewards)
+            judged = [one for one in of_task if not one.has_abstained]
+            if judged:
+                said = [one.answer or "" if has_answers else one.response.strip() for one in judged]
+                rewards = [measured(one, config.part) for one in judged]
+                by_set.setdefault(task.evaluation_set, []).append(list(zip(rewards, said, strict=True)))
         if not by_set:
             raise PenstockError(
-                f"evaluation: none of the {size * len(tasks)} answers has a reward, so there is no figure: "
+                f"evaluation: none of the {num_wanted} answers has a reward, so there is no figure: "
                 f"{len(failures)} could not be sampled or scored, and on {num_abstained} the reward had no opinion "
                 "(None). Return a number for held-out tasks."
             )
-        total = self._score([rewards for of_set in by_set.values() for rewards in of_set])
+        total = self._score([judged for of_set in by_set.values() for judged in of_set], size)
         reasons = Counter(f"{failure.kind}: {failure.cause}" for failure in failures)
         return Evaluation(
             step=step,
@@ -298,43 +374,31 @@ class Evaluator:
             version_min=min(one.oldest_version for one in scored),
             version_max=max(one.newest_version for one in scored),
             num_tasks=total.num_tasks,
-            sets={name: self._score(of_set, skipped[name]) for name, of_set in sorted(by_set.items()) if name},
+            sets={
+                inner: self._score(of_set, size, skipped[inner]) for inner, of_set in sorted(by_set.items()) if inner
+            },
             pass_at=total.pass_at,
+            maj_at=total.maj_at,
             num_unscorable=len(failures),
             num_abstained=num_abstained,
             num_skipped=skipped.total(),
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
 
-    def _measured(self, answer: Trajectory) -> float:
-        """The reward of a scored answer, or its part.
-
-        Raises:
-            PenstockError: If it has no such part.
-        """
-        assert answer.reward is not None, "it is scored"
-        part = self._config.part
-        if part is None:
-            return answer.reward
-        if part not in answer.reward_parts:
-            raise PenstockError(
-                f"evaluation.part={part}: the reward of {answer.task_id} has no such part, so the evaluation has no "
-                f"figures. Its parts: {', '.join(answer.reward_parts) or 'none'}."
-            )
-        return answer.reward_parts[part]
-
-    def _score(self, rewards: Sequence[Sequence[float]], num_skipped: int = 0) -> SetScore:
-        """The figures of tasks, each with the rewards of its answers."""
-        every = [reward for of_task in rewards for reward in of_task]
-        counts = [(len(of_task), sum(reward >= self._pass_reward for reward in of_task)) for of_task in rewards]
-        size, pass_at = self._config.answers_per_task, {}
+    def _score(self, judged: Sequence[Sequence[tuple[float, str]]], size: int, num_skipped: int = 0) -> SetScore:
+        """The figures of tasks, each with the rewards of its answers and what they are, of `size` that were asked."""
+        every = [reward for of_task in judged for reward, _ in of_task]
+        votes = [[(answer, reward >= self._pass_reward) for reward, answer in of_task] for of_task in judged]
+        counts = [(len(of_task), sum(solves for _, solves in of_task)) for of_task in votes]
+        pass_at, maj_at = {}, {}
         for k in sorted({2**power for power in range(1, size.bit_length())} | ({size} if size > 1 else set())):
             # A task whose other answers failed has too few for a large k.
             if shares := [pass_at_k(answered, solved, k) for answered, solved in counts if answered >= k]:
                 pass_at[str(k)] = fmean(shares)
-        return SetScore(
-            sum(solved for _, solved in counts) / len(every), fmean(every), len(rewards), pass_at, num_skipped
-        )
+        if size > 1 and (majorities := [majority_solves(of_task) for of_task in votes if len(of_task) == size]):
+            maj_at[str(size)] = fmean(majorities)
+        accuracy = sum(solved for _, solved in counts) / len(every)
+        return SetScore(accuracy, fmean(every), len(judged), pass_at, num_skipped, maj_at)
 
 
 class TwoPolicyEvaluator:
@@ -351,6 +415,6 @@ class TwoPolicyEvaluator:
     def num_wanted(self) -> int:
         return sum(one.num_wanted for one in self._evaluators)
 
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
-        mine, other = await asyncio.gather(*(evaluator.evaluate(step, tasks) for evaluator in self._evaluators))
+    async def evaluate(self, step: int, tasks: Sequence[Task], name: str = MAIN) -> Evaluation:
+        mine, other = await asyncio.gather(*(one.evaluate(step, tasks, name) for one in self._evaluators))
         return replace(mine, partner=other)

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.task import Task
+from penstock.envs.streams import MAIN
 from penstock.platform.config.schema import EvaluationConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.progress import Progress
@@ -33,14 +34,17 @@ from penstock.platform.run.evaluation import (
 
 
 class Evaluations:
-    """All evaluations of a run.
+    """All evaluations of a run: of its held-out tasks, and of the sets of `evaluation.sets`.
+
+    Those of a version go on concurrently. Sets have metrics, a line on the console and files; all else looks at the
+    held-out tasks of the run alone.
 
     Attributes:
         config: How often, and how many tasks.
-        done: Successful ones, in order.
+        done: Successful ones of the held-out tasks, in order.
         held_out: Tasks of the first and the last one; empty: the run has no evaluations.
-        num_failed: Failed ones.
-        running: Version whose evaluation goes on during training; None if there is none.
+        num_failed: Failed ones, of sets, too.
+        running: Version whose evaluation of the held-out tasks goes on during training; None if there is none.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Evaluations:
         log: Callable[[Mapping[str, float]], None],
         note: Callable[[str], None],
         timeline: Timeline | None,
+        sets: Mapping[str, list[Task]] | None = None,
     ) -> None:
         """Evaluate nothing yet.
 
@@ -63,6 +68,7 @@ class Evaluations:
             log: Logs metrics at the version that the run has by then.
             note: Prints a line on the console.
             timeline: Gets a slice per evaluation.
+            sets: Name of each set of `evaluation.sets` -> its tasks.
         """
         self.done: list[Evaluation] = []
         self.held_out = held_out
@@ -76,35 +82,44 @@ class Evaluations:
         self._timeline = timeline
         self._task: asyncio.Task[None] | None = None
         self._is_evaluating = False
+        self._tasks = {name: tasks for name, tasks in {MAIN: held_out, **(sets or {})}.items() if tasks}
 
     async def first(self, version: int) -> None:
-        """Evaluate before training, on all held-out tasks."""
-        if self.held_out:
-            await self._evaluate(version, self.held_out)
+        """Evaluate before training, on all tasks of the sets with `before_training`."""
+        await self._evaluate_all(
+            version, {name: tasks for name, tasks in self._tasks.items() if self.config.of_set(name).before_training}
+        )
 
     async def last(self, version: int, delivered: Callable[[], Awaitable[object]]) -> None:
-        """Evaluate after training, on all held-out tasks, once the engines have the version."""
+        """Evaluate after training, on all tasks, once the engines have the version."""
         if self._task is not None:
             await self._task
-        if self.held_out:
-            await self._evaluate(version, self.held_out, delivered)
+        await self._evaluate_all(version, self._tasks, delivered)
 
     def is_due(self, version: int) -> bool:
-        """Whether a version is one of `evaluation.every_steps` that is evaluated during training."""
-        every = self.config.every_steps
-        return bool(self.held_out and every and version and version % every == 0)
+        """Whether a set is evaluated at a version during training."""
+        return bool(self._due(version))
+
+    def _due(self, version: int) -> dict[str, list[Task]]:
+        """Name -> tasks of the sets that are evaluated at a version during training: every `every_steps` steps."""
+        due = {}
+        for name, tasks in self._tasks.items():
+            config = self.config.of_set(name)
+            if version and config.every_steps and version % config.every_steps == 0:
+                due[name] = tasks[: config.first_tasks(len(tasks))]
+        return due
 
     def start(self, version: int) -> None:
-        """Begin to evaluate a version during training, unless the previous evaluation is still running."""
+        """Begin to evaluate a version during training, unless the previous evaluations are still running."""
         if self._task is not None:
             if not self._task.done():
                 self._note(f"evaluation at v{version} skipped: the previous one is still running")
                 return
             # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
             self._task.result()
-        tasks = self.held_out[: self.config.first_tasks(len(self.held_out))]
-        self.running = version
-        self._task = asyncio.create_task(self._evaluate(version, tasks), name="evaluation")
+        due = self._due(version)
+        self.running = version if MAIN in due else None
+        self._task = asyncio.create_task(self._evaluate_all(version, due), name="evaluation")
 
     def is_without_progress(self, version: int) -> bool:
         """Whether `evaluation.patience` evaluations in a row were not better than the best; says so.
@@ -159,51 +174,72 @@ class Evaluations:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _evaluate(
-        self, version: int, tasks: list[Task], after: Callable[[], Awaitable[object]] | None = None
+    async def _evaluate_all(
+        self, version: int, due: Mapping[str, list[Task]], after: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        """Evaluate once `after` has completed."""
+        """Evaluate these sets concurrently, once `after` has completed."""
+        if not due:
+            return
         self._is_evaluating = True
         try:
             if after is not None:
                 await after()
             began_at = time.time()
-            evaluation = await self._evaluator.evaluate(version, tasks)
+            are_done = await asyncio.gather(*(self._evaluate(version, name, tasks) for name, tasks in due.items()))
         except PenstockError as error:
-            self.num_failed += 1
-            self._log({"eval/failed": float(self.num_failed)})
-            self._note(f"evaluation at v{version} failed; the run continues: {error}")
+            self._fail(f"evaluation at v{version}", error)
             return
         finally:
             self.running, self._is_evaluating = None, False
-        if self._timeline is not None:
-            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=len(tasks))
-        self.done.append(evaluation)
-        num_trained_on = sum(task.is_trained_on for task in tasks)
-        self._log(evaluation.metrics() | {"eval/tasks_trained_on": num_trained_on})
-        self._tell(version, evaluation, tasks, is_best=self._write_best() is evaluation)
+        if self._timeline is not None and any(are_done):
+            num_tasks = sum(map(len, due.values()))
+            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=num_tasks)
 
-    def _tell(self, version: int, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
-        size = self.config.answers_per_task
+    async def _evaluate(self, version: int, name: str, tasks: list[Task]) -> bool:
+        """Evaluate one set; whether that succeeded."""
+        try:
+            evaluation = await self._evaluator.evaluate(version, tasks, name)
+        except PenstockError as error:
+            self._fail(f"evaluation of {name} at v{version}" if name else f"evaluation at v{version}", error)
+            return False
+        finally:
+            if not name:
+                self.running = None
+        num_trained_on = sum(task.is_trained_on for task in tasks)
+        key = f"eval/tasks_trained_on/{name}" if name else "eval/tasks_trained_on"
+        self._log(evaluation.metrics(name) | {key: num_trained_on})
+        if not name:
+            self.done.append(evaluation)
+        is_best = not name and self._write_best() is evaluation
+        self._tell(version, name, evaluation, tasks, is_best=is_best)
+        return True
+
+    def _fail(self, what: str, error: PenstockError) -> None:
+        self.num_failed += 1
+        self._log({"eval/failed": float(self.num_failed)})
+        self._note(f"{what} failed; the run continues: {error}")
+
+    def _tell(self, version: int, name: str, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
+        size, what = self.config.of_set(name).answers_per_task, f"eval of {name} at" if name else "eval at"
         self._note(
-            f"eval at v{evaluation.version_min}"
+            f"{what} v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.part) else "")
             + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
             + (f" with {size} answers each" if size > 1 else "")
             + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
-            + "".join(f"; {name}: {score} on {score.counted}" for name, score in evaluation.sets.items())
+            + "".join(f"; {inner}: {score} on {score.counted}" for inner, score in evaluation.sets.items())
             + ("; the best so far" if is_best else "")
         )
         if evaluation.num_unscorable:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
             self._note(
-                f"eval at v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
+                f"{what} v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
                 f"out ({reasons})"
             )
         if evaluation.num_abstained:
             self._note(
-                f"eval at v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
+                f"{what} v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
                 "are left out"
             )
 

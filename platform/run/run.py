@@ -65,6 +65,7 @@ class Run:
         checkpointer: Checkpointer,
         timeline: Timeline | None = None,
         upload: CheckpointUpload | None = None,
+        sets: Mapping[str, list[Task]] | None = None,
     ) -> None:
         self.config = config
         self.version = 0
@@ -81,6 +82,7 @@ class Run:
             lambda metrics: instruments.hub.log(self.version, metrics),
             instruments.note,
             timeline,
+            sets,
         )
         self.policy_version: int | None = None
         self._saving: tuple[int, asyncio.Task[None]] | None = None

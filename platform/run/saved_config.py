@@ -68,7 +68,10 @@ def changed_config(
     choices = [word for word in overrides if "=" not in word or "/" in word.partition("=")[0]]
     if choices:
         raise ConfigError(
-            [f"{word}: a resumed run takes single keys, KEY=VALUE, and no choices of groups." for word in choices]
+            [
+                f"{word}: the configuration of a run takes single keys, KEY=VALUE, and no choices of groups."
+                for word in choices
+            ]
         )
     typed = {word.partition("=")[0]: word for word in overrides}
     # Without that file every key counts as typed, so that no default of the run is adapted once more.

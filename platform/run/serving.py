@@ -1,4 +1,4 @@
-"""Serving a policy on engines: the components that `train`, `eval` and `sample` share, and `penstock eval` itself.
+"""Serving a policy on engines: the components that `train`, `eval` and `sample` share.
 
 The shared components are the sampling parameters, the trajectory runner, the player of multi-turn episodes, and the
 endpoint that answers requests of external clients while the policy is served.
@@ -7,18 +7,16 @@ endpoint that answers requests of external clients while the policy is served.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rich.console import Console
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.episodes import spread_episodes
@@ -28,7 +26,6 @@ from penstock.dataflow.ports import Engine, RewardWorker, WeightManifest
 from penstock.dataflow.sampling import SamplingParams
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
-from penstock.envs.streams import load_held_out
 from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.cluster.actor_factory import (
     engine_index,
@@ -42,9 +39,7 @@ from penstock.platform.cluster.actor_factory import (
 from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.progress import Progress, ProgressLine
-from penstock.platform.run.evaluation import Evaluator, SetScore
-from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
+from penstock.platform.metrics.progress import Progress
 from penstock.rollout.engine_pool.pool import make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
@@ -106,7 +101,7 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     limits, context = config.env.episode, config.model.max_context_tokens
     budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
     is_spread = is_joined(config) and config.env.episode.num_workers > 1
-    host = (spread_episodes if is_spread else EpisodeHost)(config.env, config.seed)
+    host = (spread_episodes if is_spread else EpisodeHost)(config.played_env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
         yield EpisodePlayer(host.open, codec, budget, endpoint)
@@ -234,48 +229,3 @@ def _policy_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
 
 def _training_sharding(whole: Mapping[str, torch.Tensor]) -> TrainingSharding:
     return TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-
-
-def run_eval(config: RunConfig) -> int:
-    """Run `penstock eval`: accuracy and mean reward on held-out tasks.
-
-    Prints one JSON line with the results and returns the exit code.
-    """
-    return run_to_end(lambda: _evaluate(config), Stop(config.stop_grace_s))
-
-
-async def _evaluate(config: RunConfig) -> int:
-    tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
-    evaluator: Evaluator | None = None
-
-    def progress() -> Progress:
-        if evaluator is None:
-            return STARTING
-        return Progress("evaluating", evaluator.num_answered, evaluator.num_wanted, "answers")
-
-    console = ProgressLine(Console(stderr=True))
-    async with AsyncExitStack() as stack:
-        stack.enter_context(console.showing(progress))
-        runner, rewards = await stack.enter_async_context(serving(config, "eval"))
-        sampling = rollout_sampling(config, runner.codec)
-        limit = prompt_limit(config, runner.codec)
-        evaluator = Evaluator(runner, rewards, sampling, config.evaluation, config.dataflow.pass_reward, limit=limit)
-        evaluation = await evaluator.evaluate(0, tasks)
-    figures = _figures(evaluation.score)
-    if evaluation.num_unscorable:
-        figures |= {"unscorable": evaluation.num_unscorable, "failures": dict(evaluation.failures)}
-    if evaluation.num_abstained:
-        figures |= {"abstained": evaluation.num_abstained}
-    sets = {"sets": {name: _figures(score) for name, score in evaluation.sets.items()}} if evaluation.sets else {}
-    print(json.dumps({"model": model_path(config), **figures, **sets}))
-    return EXIT_OK
-
-
-def _figures(score: SetScore) -> dict[str, Any]:
-    return {
-        "accuracy": score.accuracy,
-        "reward_mean": score.reward_mean,
-        "tasks": score.num_tasks,
-        **({"skipped": score.num_skipped} if score.num_skipped else {}),
-        **{f"pass@{k}": share for k, share in score.pass_at.items()},
-    }

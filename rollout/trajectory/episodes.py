@@ -72,7 +72,7 @@ class EpisodePlayer:
         reward = sum(reply.get("reward", 0.0) for reply in replies)
         parts = _summed([reply.get("parts", {}) for reply in replies])
         counts = _summed([reply.get("counts", {}) for reply in replies])
-        episode = Episode(threads.turns, end, reward, parts, counts)
+        episode = Episode(threads.turns, end, reward, parts, counts, reply.get("answer"))
         return build_trajectory([*threads.conversations.values()], task, trajectory_id, episode)
 
     async def _run(

@@ -117,7 +117,8 @@ class Recording:
             raise TrajectoryError("env", f"{task.task_id}: the agent ended without a request that could be answered")
         reward = reply.get("reward", None if self.overrun is None else 0.0)
         turns = tuple(conversation.turns)
-        episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
+        parts = dict(reply.get("parts", {}))
+        episode = Episode(turns, self.overrun or "done", reward, parts, counts, reply.get("answer"))
         return build_trajectory([conversation], task, trajectory_id, episode)
 
     def _encode(self, content: NewContent, request: ChatRequest) -> tuple[int, ...]:

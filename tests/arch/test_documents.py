@@ -299,6 +299,8 @@ CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep", "launch", 
 def overrides(words: list[str]) -> list[str]:
     """The overrides of a command; of several values of a sweep the first."""
     typed = [word for word in words[2:] if "=" in word and not word.startswith(("-", "seeds=", "launch."))]
+    if words[1] == "eval" and typed and "=" not in words[2]:  # of a run, whose configuration it takes
+        return typed if any(word.startswith("experiment=") for word in typed) else ["experiment=arithmetic", *typed]
     if words[1] != "sweep":
         return typed
     return [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", word) for word in typed]

@@ -28,7 +28,7 @@ from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
 async def test_the_policy_is_saved_before_the_last_evaluation_which_may_fail(tmp_path: Path) -> None:
     class LooksAtTheDisk(Evaluator):
-        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             assert step < STEPS or ("policy", STEPS) in run.trainer.saved
             return await super().evaluate(step, tasks)
 
@@ -53,7 +53,7 @@ async def test_failed_evaluations_before_and_during_training_are_reported_and_co
 
 async def test_an_evaluation_that_fails_after_later_steps_is_counted_at_the_present_step(tmp_path: Path) -> None:
     class FailsLate(Evaluator):
-        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             while step == 1 and run.version < STEPS:  # noqa: ASYNC110 - the run has no event for it
                 await asyncio.sleep(0)
             return await super().evaluate(step, tasks)

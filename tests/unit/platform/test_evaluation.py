@@ -33,6 +33,7 @@ from penstock.platform.run.evaluation import (
     Evaluator,
     best_of,
     evaluation_from,
+    majority_solves,
     num_since_best,
     pass_at_k,
 )
@@ -54,8 +55,8 @@ class Runner:
 
 
 class Rewards:
-    """The prompt of a task lists the rewards of its answers; `x` fails, `-` is no opinion. The part `doubled` is twice
-    the reward.
+    """The prompt of a task lists the rewards of its answers; `x` fails, `-` is no opinion, `1=a` is 1 for the answer a.
+    The part `doubled` is twice the reward.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,7 +68,10 @@ class Rewards:
         reward = str(task.prompt).split()[int(trajectory.response) % self.size]
         if reward == "x":
             raise TrajectoryError("reward", "the judge is down")
-        return Score(None) if reward == "-" else Score(float(reward), {"doubled": 2 * float(reward)})
+        if reward == "-":
+            return Score(None)
+        number, is_judged, answer = reward.partition("=")
+        return Score(float(number), {"doubled": 2 * float(number)}, answer if is_judged else None)
 
 
 def tasks_of(*prompts: str, name: str = "") -> list[Task]:
@@ -235,6 +239,17 @@ def test_so_many_answers_of_each_set_are_stored_those_to_its_first_tasks(tmp_pat
     assert [row["trajectory_id"] for row in rows[:4]] == ["0/0", "0/1", "0/2", "1/0"]
 
 
+def test_a_set_has_files_of_its_own_with_the_answers_of_the_reward(tmp_path: Path) -> None:
+    answer = answered("a")
+    answer.answer = "7"
+    EvaluationTable(tmp_path).write(1, [(tasks_of("")[0], [answer])], "hard")
+    assert step_files(tmp_path) == ["evaluations/hard/step_000001.parquet"]
+    rows = read_trajectories(tmp_path / "evaluations" / "hard" / "step_000001.parquet")
+    assert [row["answer"] for row in rows] == ["7"]
+    EvaluationTable(tmp_path).files.drop_after(0)
+    assert step_files(tmp_path) == []
+
+
 def test_files_of_steps_that_were_lost_are_removed_for_both_policies(tmp_path: Path) -> None:
     for table in (EvaluationTable(tmp_path), EvaluationTable(tmp_path, PARTNER)):
         for step in (0, 20, 40):
@@ -270,6 +285,63 @@ def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_that_hold_a_solution(c
 
 def test_pass_at_k_of_many_answers_is_finite() -> None:
     assert pass_at_k(1024, 1, 512) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([("7", True)], 1.0),
+        ([("7", True), ("8", False), ("8", False)], 0.0),
+        ([("7", True), ("7", True), ("8", False)], 1.0),
+        ([("7", True), ("8", False)], 0.5),  # a tie is drawn
+        ([("7", True), ("8", False), ("9", False)], 1 / 3),
+        ([("7", True), ("7", False), ("8", False)], 0.5),  # of the same answer, one was judged to solve it
+        ([("", False), ("", False), ("7", True)], 1.0),  # no answer has no vote
+        ([("", False), ("", False)], 0.0),
+    ],
+)
+def test_the_most_frequent_answer_decides(votes: list[tuple[str, bool]], expected: float) -> None:
+    assert majority_solves(votes) == pytest.approx(expected)
+
+
+async def test_answers_vote_by_what_the_reward_read_and_the_texts_differ() -> None:
+    tasks = tasks_of("1=7 0=8 1=7", "1=7 0=8 0=8", "0= 0= 1=7")
+    found = await evaluator(Runner(), 3, temperature=1.0).evaluate(3, tasks)
+    assert found.maj_at == pytest.approx({"3": 2 / 3})
+    assert found.metrics()["eval/maj_at/3"] == pytest.approx(2 / 3)
+    assert undeclared(found.metrics()) == []
+    assert evaluation_from(json.loads(json.dumps(asdict(found)))) == found
+
+
+async def test_without_an_answer_of_the_reward_texts_vote_and_tasks_with_failed_answers_are_left_out() -> None:
+    class Same(Runner):
+        async def run(self, context: Any, member: int, sampling: SamplingParams) -> Trajectory:
+            ran = await super().run(context, member, sampling)
+            return replace(ran, response=f" {int(ran.response) % 3 // 2} ")  # the first two of three are alike
+
+    class Ordered(Rewards):
+        async def score(self, task: Task, trajectory: Trajectory) -> Score:
+            number = int(trajectory.trajectory_id.partition("/")[2])
+            return await super().score(task, replace(trajectory, response=str(number)))
+
+    one = evaluator(Same(), 3, temperature=1.0, max_failed_share=0.5)
+    one._rewards = Ordered(3)
+    found = await one.evaluate(3, tasks_of("1 1 0", "0 0 1", "1 1 x"))
+    assert found.maj_at == {"3": 0.5}
+
+
+async def test_a_set_has_its_own_sampling_and_its_figures_end_with_its_name() -> None:
+    runner = Runner()
+    sets = {"hard": {"answers_per_task": 2, "temperature": 0.5}}
+    one = evaluator(runner, 1, sets=sets)
+    one._rewards = Rewards(2)
+    found = await one.evaluate(3, tasks_of("1 0"), "hard")
+    assert [sampling.temperature for _, sampling in runner.requests] == [0.5, 0.5]
+    metrics = found.metrics("hard")
+    assert (metrics["eval/accuracy/hard"], metrics["eval/pass_at/2/hard"]) == (0.5, 1.0)
+    assert all(key.endswith("/hard") for key in metrics)
+    assert undeclared(metrics) == []
+    assert (one.num_answered, one.num_wanted) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
     found = await evaluated(("easy", "1"), ("hard", "0"))
 
     class Given:
-        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             del step, tasks
             return found
 
@@ -85,7 +85,7 @@ async def test_the_console_names_every_set(tmp_path: Path) -> None:
 
 async def test_the_console_says_how_many_answers_are_left_out_and_why(tmp_path: Path) -> None:
     class Given:
-        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             del tasks
             why = {"reward: the judge is down": 2, "env: a tool hung": 1}
             return Evaluation(step, 0.0, 0.25, 0, 0, 5, num_unscorable=3, failures=why)

@@ -24,7 +24,7 @@ class Graded(Evaluator):
         super().__init__()
         self.accuracies = accuracies
 
-    async def evaluate(self, step: int, tasks: object) -> Evaluation:
+    async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
         await super().evaluate(step, tasks)
         return Evaluation(step, self.accuracies[step], 0.5, step, step, 1)
 
@@ -68,7 +68,7 @@ async def test_the_last_policy_may_be_the_best_although_checkpoints_are_off(tmp_
 
 async def test_the_checkpoint_of_an_evaluation_that_goes_on_is_kept_until_it_is_known(tmp_path: Path) -> None:
     class Slow(Graded):
-        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             while step == 1 and run.version < STEPS:  # noqa: ASYNC110 - the run has no event for it
                 await asyncio.sleep(0)
             return await super().evaluate(step, tasks)

@@ -138,7 +138,7 @@ class FakeEvaluator:
     def __init__(self, accuracy: float) -> None:
         self.accuracy = accuracy
 
-    async def evaluate(self, step: int, tasks: list[Task]) -> Evaluation:
+    async def evaluate(self, step: int, tasks: list[Task], name: str = "") -> Evaluation:
         return Evaluation(step, self.accuracy, self.accuracy, step, step, len(tasks))
 
 

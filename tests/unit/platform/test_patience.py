@@ -29,7 +29,7 @@ class Graded(Evaluator):
         super().__init__()
         self.accuracies = accuracies
 
-    async def evaluate(self, step: int, tasks: object) -> Evaluation:
+    async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
         await super().evaluate(step, tasks)
         return Evaluation(step, self.accuracies[step], 0.5, step, step, 1)
 

@@ -1,0 +1,246 @@
+"""`penstock eval [POLICY]`: which policy is measured, by whose configuration, and where the results go.
+
+A POLICY is the directory of a run, or one of its checkpoints, and the run's own configuration is used; or a Hugging
+Face folder, or a name on the Hub, in place of `model.path` of an experiment.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, chdir, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.load import LoadedConfig, check_all, load_config
+from penstock.platform.checks.run_dir import is_run_dir
+from penstock.platform.cli.export import best_step, export_policy, saved_policy
+from penstock.platform.config.compose import Composition
+from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
+from penstock.platform.metrics.progress import Progress, ProgressLine
+from penstock.platform.metrics.run_files import POLICY_FOLDER
+from penstock.platform.run.checkpoint import Checkpoint, choose_checkpoint
+from penstock.platform.run.eval import facts, run_eval
+from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
+from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name
+
+_STEP = re.compile(r"step_(\d+)")
+"""Folder of a checkpoint."""
+_PROGRAM = "from penstock.platform.cli.main import main; main()"
+_KILL_RESERVE_S = 10.0
+"""Longer than the grace time of a command, after which it ends itself, seconds."""
+RESULTS_FOLDER = Path("runs/evaluations")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is measured.
+
+    Attributes:
+        loaded: The checked configuration.
+        policy: The policy as results name it.
+        step: Its step, if it is that of a run.
+        checkpoint: The policy is written from it first; None: `model.path` is the policy.
+        folder: Where the results go.
+    """
+
+    loaded: LoadedConfig
+    policy: str
+    step: int | None
+    checkpoint: Checkpoint | None
+    folder: Path
+
+
+def policies_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The policies among the words of the command, which come first, and the overrides."""
+    overrides = [word for word in words if "=" in word or word.startswith("~")]
+    return [word for word in words if word not in overrides], overrides
+
+
+def load_measurement(
+    policy: str | None,
+    overrides: Sequence[str],
+    *,
+    step: int | None = None,
+    best: bool = False,
+    to: Path | None = None,
+    config_dir: Path | None = None,
+    dry_run: bool = False,
+) -> Measurement:
+    """Load and check the configuration of an evaluation without starting anything.
+
+    Args:
+        policy: Run directory, checkpoint in it, Hugging Face folder or name on the Hub; None is `model.path` of the
+            configuration.
+        overrides: Hydra overrides; with a run directory, `KEY=VALUE` words.
+        step: Step of the policy of a run; None is the newest that was saved.
+        best: Take that of the best evaluation.
+        to: New folder of the results; None is one in `runs/evaluations`.
+        config_dir: Folder with the user's own YAML.
+        dry_run: Whether missing resources of this machine are warnings.
+
+    Raises:
+        ConfigError: Listing all violations.
+    """
+    folder = _new_folder(to)
+    path = None if policy is None else Path(policy).expanduser()
+    if policy is not None and any(word.lstrip("+").startswith("model.path=") for word in overrides):
+        raise ConfigError([f"{policy} and model.path= name two policies. Give one of them."])
+    if path is not None and is_run_dir(path.parent.parent) and (found := _STEP.fullmatch(path.name)):
+        if step is not None or best:
+            raise ConfigError([f"{policy} and {'--best' if best else '--step'} both say which step. Give one of them."])
+        path, step = path.parent.parent, int(found[1])
+    if path is not None and is_run_dir(path):
+        return _of_run(path, overrides, step, folder, best=best, dry_run=dry_run)
+    if step is not None or best:
+        raise ConfigError([f"{'--best' if best else '--step'}: only a run has steps, and {policy} is none."])
+    if policy is not None and path is not None and not (path / CONFIG_FILE).is_file() and not is_hub_name(policy):
+        what = (
+            "holds neither a run (config.yaml) nor a model (config.json)" if path.exists() else "there is no such path"
+        )
+        raise ConfigError(
+            [f"{policy}: {what}. Give the directory of a run, a Hugging Face folder, or a name on the Hub."]
+        )
+    words = [*overrides, *([] if policy is None else [f"model.path={policy}"])]
+    loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
+    name = loaded.config.name if policy is None else _short_name(policy)
+    return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder or _free_folder(name))
+
+
+def _of_run(
+    run: Path, overrides: Sequence[str], step: int | None, folder: Path | None, *, best: bool, dry_run: bool
+) -> Measurement:
+    """The policy of a run, with the run's own configuration and overrides; the run's directory stays as it is."""
+    run_dir = run.resolve()
+    saved_config = read_saved_config(run_dir)
+    if best:
+        step = best_step(run_dir, step)
+    saved, checkpoint = saved_policy(run_dir, step), None
+    policy_folder = run_dir / POLICY_FOLDER
+    version = None if saved is None else saved.version
+    # `penstock sft` writes a policy without a step.
+    if saved is None and (step is not None or not (policy_folder / CONFIG_FILE).is_file() or _has_checkpoints(run_dir)):
+        checkpoint = choose_checkpoint(run_dir, step)
+        version = checkpoint.version
+    folder = folder or _free_folder(run_dir.name if version is None else f"{run_dir.name}-step_{version}")
+    enter_folder_of(run_dir)
+    # Until it is written, the checks read the model that the run has started from: it has the same form.
+    own = {} if checkpoint is not None else {"path": str(policy_folder)}
+    config = changed_config(saved_config, overrides, run_dir)
+    model = config.model.model_copy(update={**own, "from_scratch": False})
+    config = config.model_copy(update={"model": model, "run_dir": str(folder)})
+    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
+    findings = composition.settle(partial(check_all, command="eval"))
+    if problems := [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    assert composition.config is not None, "settling replaces it by another one"
+    told = [finding.message for finding in findings if finding.severity != "note"]
+    notes = [finding.message for finding in findings if finding.severity == "note"]
+    loaded = LoadedConfig(composition.config, [*composition.derived.values(), *told], notes)
+    name = str(run) if version is None else f"{run}, step {version}"
+    return Measurement(loaded, name, version, checkpoint, folder)
+
+
+def _new_folder(to: Path | None) -> Path | None:
+    """The folder that `--to` names.
+
+    Raises:
+        ConfigError: If it exists.
+    """
+    if to is not None and to.exists():
+        raise ConfigError([f"--to {to}: it exists. Give a folder that does not, so that nothing is lost."])
+    return None if to is None else to.absolute()
+
+
+def _has_checkpoints(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step_*"))
+
+
+def _short_name(policy: str) -> str:
+    """As part of the name of a folder."""
+    return "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
+
+
+def _free_folder(name: str) -> Path:
+    """A folder for results that does not exist."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for one in names if not (path := (RESULTS_FOLDER / one).absolute()).exists())
+
+
+def measure(measurement: Measurement) -> int:
+    """Evaluate; returns the exit code. The folder of the results is left out if there are none."""
+    config, folder = measurement.loaded.config, measurement.folder
+    folder.mkdir(parents=True)
+    try:
+        with ExitStack() as stack:
+            if measurement.checkpoint is not None:
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-policy-"))
+                policy = Path(temporary) / POLICY_FOLDER
+                doing = Progress(f"writing the policy of step {measurement.step}")
+                with ProgressLine(Console(stderr=True)).showing(lambda: doing):
+                    export_policy(config, measurement.checkpoint.path, policy)
+                config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
+            return run_eval(config, measurement.policy, measurement.step, folder)
+    finally:
+        if not is_results(folder):
+            with suppress(OSError):  # it has the error
+                folder.rmdir()
+
+
+def measure_two(
+    policies: Sequence[str], overrides: Sequence[str], to: Path | None, config_dir: Path | None, console: Console
+) -> int:
+    """Evaluate two policies, each by a command of its own, since Ray cannot be started twice; then compare them.
+
+    Args:
+        policies: The two.
+        overrides: Of both.
+        to: New folder, with a folder of results for each; None puts them into `runs/evaluations`.
+        config_dir: Folder with the user's own YAML.
+        console: Told the comparison.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: If one of them cannot be measured, before the other one is.
+        PenstockError: If they cannot be compared.
+    """
+    options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    within, planned = _new_folder(to), []
+    for policy in policies:
+        with chdir("."):  # a run is measured in the folder in which it was started
+            planned.append(load_measurement(policy, overrides, config_dir=config_dir))
+    refuse_other_rewards(*(facts(one.loaded.config) for one in planned))
+    folders: list[Path] = []
+    for name, policy in zip("ab", policies, strict=True):
+        folder = _free_folder(_short_name(policy)) if within is None else within / name
+        if code := _run([policy, *overrides, *options, "--to", str(folder)], planned[0].loaded.config.stop_grace_s):
+            return code
+        folders.append(folder)
+    return run_comparison(folders, console)
+
+
+def _run(words: Sequence[str], grace_s: float) -> int:
+    """Run `penstock eval`; its exit code. An interrupt ends it within its grace time, with its processes."""
+    # In a session of its own a signal reaches it once, by way of this process.
+    process = subprocess.Popen([sys.executable, "-P", "-c", _PROGRAM, "eval", *words], start_new_session=True)
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(grace_s + _KILL_RESERVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
