@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from penstock.platform.config.field_errors import descriptions, expectation, sections_of, tags_of
+from penstock.platform.config.field_errors import descriptions, expectation, extras_of, sections_of, tags_of
 from penstock.platform.config.overrides import CONF_DIR, find_groups
 from penstock.platform.config.schema import RunConfig
 
@@ -37,6 +37,8 @@ def undocumented(section: type[BaseModel] = RunConfig) -> Iterator[str]:
             yield f"{section.__name__}.{name}"
         for one in inner:
             yield from undocumented(one)
+    for one in sections_of(extras_of(section)):
+        yield from undocumented(one)
 
 
 def default_of(field: FieldInfo) -> str:
@@ -75,6 +77,9 @@ def section_page(section: type[BaseModel], path: str, level: int) -> Iterator[st
             title = " or ".join(f"`{one}`" for one in tags_of(variant))
             yield from [f"{f'**type: {title}.** ' if len(variants) > 1 else ''}{summary(variant)}", ""]
             yield from section_page(variant, inner, min(level + 1, 4))
+    for named in sections_of(extras_of(section)):
+        yield from [f"{'#' * level} {path}.NAME", "", summary(named), ""]
+        yield from section_page(named, f"{path}.NAME", min(level + 1, 4))
 
 
 def config_page() -> str:

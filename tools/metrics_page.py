@@ -37,7 +37,7 @@ _INTRO = """\
 
 <!-- Rendered: python tools/metrics_page.py > docs/metrics.md -->
 
-These are all metrics that Penstock logs to `metrics.jsonl`, the console, Weights & Biases and TensorBoard. Logging a
+These are all metrics that Penstock logs to `metrics.jsonl`, the console and the trackers. Logging a
 name that is not declared here is an error. A share is between 0 and 1. Terms are defined in
 [the vocabulary](architecture.md). Staleness is counted in policy versions and refers to the tokens trained in a step.
 `*` stands for a variable part of the name, such as the name of a reward.

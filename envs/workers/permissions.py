@@ -1,6 +1,6 @@
 """The permissions of user code: all those of the user, or, with `isolation: strict`, only those of its section.
 
-In both cases it runs in processes that are killed at a limit (child_process.py), and never sees the tracker's key.
+In both cases it runs in processes that are killed at a limit (child_process.py), and never sees a tracker's key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 from penstock.envs.config import EnvConfig, IsolationConfig, RewardConfig
 from penstock.envs.streams import stream_factories
 
-_NOT_FOR_USER_CODE = frozenset({"WANDB_API_KEY"})
+_NOT_FOR_USER_CODE = frozenset({
+    "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "TRACKIO_SERVER_URL",
+    "TRACKIO_WRITE_TOKEN", "SWANLAB_API_KEY",
+})  # fmt: skip
 """Secrets of the run that no reward and no environment needs."""
 _NAMES = frozenset({
     "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "HOME", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",

@@ -15,6 +15,7 @@ from penstock.platform.checks.machine import check_gpu_memory, check_machine
 from penstock.platform.checks.model_files import awaits_warm_start, check_contexts
 from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.checks.tasks import check_plugins
+from penstock.platform.checks.trackers import check_trackers
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.schema import RunConfig
@@ -103,6 +104,8 @@ def check_all(config: RunConfig, command: Command, *, is_resumed: bool = False) 
     yield from check_config(config, command)
     if has_pools:  # these checks place roles on pools
         yield from check_machine(config, command, is_resumed=is_resumed)
+    if command not in ("eval", "sample"):  # which have none
+        yield from check_trackers(config)
     yield from check_plugins(config, command)
 
 

@@ -300,7 +300,8 @@ def _validate(overrides: Overrides, config_dir: Path | None, result: Composition
             wrong |= describe_errors(error, overrides.typed)
         if not wrong:
             return
-        fresh = [path for path in wrong if path not in result.wrong_paths]
+        # A section may lack a key that has been taken out of it because it was wrong.
+        fresh = [path for path in wrong if not any(f"{one}.".startswith(f"{path}.") for one in result.wrong_paths)]
         result.problems += [wrong[path] for path in fresh]
         result.wrong_paths += fresh
         if base is None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from enum import Enum
 from itertools import chain, takewhile
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.trackers.config import NO_FACTORY
 
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
@@ -113,6 +114,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
             is_word = isinstance(value, str) and value.replace("_", "").isalnum()
             return f"{place.path}{origin}: unknown key. Use {new.replace('VALUE', value if is_word else _show(value))}."
         return _unknown_key(place, origin)
+    if kind == NO_FACTORY:
+        return _unknown_tracker(place, origin)
     if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
@@ -168,6 +171,18 @@ def _unknown_key(place: Place, origin: str) -> str:
     if nearest := nearest_key(place.path, place.siblings):
         return f"{where}: unknown key. Did you mean {nearest}?"
     return f"{where}: unknown key. Keys of {parent or 'the root'}: {', '.join(place.siblings)}."
+
+
+def _unknown_tracker(place: Place, origin: str) -> str:
+    if place.owners:
+        return _unknown_key(place, origin)
+    parent, _, name = place.path.rpartition(".")
+    close = get_close_matches(name, place.siblings, n=1, cutoff=0.7)
+    hint = f" Did you mean {parent}.{close[0]}?" if close else ""
+    return (
+        f"{place.path}{origin}: {name} is none of our trackers ({', '.join(place.siblings)}) and has no factory.{hint} "
+        f"One of your own needs {place.path}.factory=package.module:function."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -254,7 +269,7 @@ def locate(loc: Sequence[str | int], annotation: Any = RunConfig, path: Sequence
             choices = choices if key in choices else {}
             siblings = tuple(fields)
             field = fields.get(key)
-            annotation = field.annotation if field else Any
+            annotation = field.annotation if field else extras_of(sections[0])
         elif get_origin(annotation) is dict:
             field = None
             annotation = get_args(annotation)[1]
@@ -274,6 +289,8 @@ def all_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
             annotation, path = get_args(annotation)[1], f"{path}.*"
         for inner in sections_of(annotation):
             yield from all_paths(inner, f"{path}.")
+    for inner in sections_of(extras_of(section)):
+        yield from all_paths(inner, f"{prefix}*.")
 
 
 def nearest_key(path: str, siblings: Sequence[str]) -> str | None:
@@ -360,6 +377,12 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def extras_of(section: type[BaseModel]) -> Any:
+    """What a key holds that the user names, and not the schema; Any if there are none."""
+    extras = get_type_hints(section).get("__pydantic_extra__")
+    return get_args(extras)[1] if extras else Any
 
 
 def tags_of(section: type[BaseModel]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the child of checks/imports.py imports this module, and sho
 
 
 def import_paths(config: RunConfig) -> dict[str, str]:
-    """Return key -> import path for every function or class that the configuration names and we import."""
+    """Return key -> import path for every function or class that the configuration names and processes import."""
     env, flow, algorithm = config.env, config.dataflow, config.algorithm
     named: dict[str, str | None] = {
         **({} if env.python is not None else _of_environment(env)),
@@ -24,6 +24,11 @@ def import_paths(config: RunConfig) -> dict[str, str]:
         "algorithm.loss.function": algorithm.loss.name,
     }
     return {key: path for key, path in named.items() if path is not None and ("." in path or ":" in path)}
+
+
+def tracker_paths(config: RunConfig) -> dict[str, str]:
+    """Return key -> import path of the user's trackers, which only the driver imports."""
+    return {f"tracker.{name}.factory": own.factory for name, own in config.tracker.own.items()}
 
 
 def _of_environment(env: EnvConfig) -> dict[str, str | None]:

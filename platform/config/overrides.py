@@ -218,10 +218,10 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
         if not override.is_delete() and name not in groups[group]:
             hint = nearest_choice(name, groups[group])
             own = f"Put your own files into DIR/{group}/ and use --config-dir DIR."
-            if group.replace("/", ".") in SECTION_GROUPS:
-                own = f"Own files, in DIR/{group}/ with --config-dir DIR, can only set keys of these."
             if group == "tracker":
-                own += " Every run writes metrics.jsonl, which other trackers can be fed from."
+                own = f"For one of your own set tracker.{name}.factory=package.module:function (docs/extending.md)."
+            elif group.replace("/", ".") in SECTION_GROUPS:
+                own = f"Own files, in DIR/{group}/ with --config-dir DIR, can only set keys of these."
             result.problems.append(
                 f"{group}={name} is not a valid choice. Choices: {', '.join(groups[group])}.{hint} {own}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,9 +83,9 @@ class MetricsHub:
         if self._is_closed:
             return
         self._is_closed = True
-        for tracker in self._trackers:
-            try:
-                if summary is not None:
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close)
+            if summary is not None:  # all of them work on it before one is waited for
+                for tracker in self._trackers:
                     tracker.log_summary(summary.to_dict())
-            finally:
-                tracker.close()

@@ -28,9 +28,8 @@ from penstock.platform.metrics.report_charts import (
     staleness_charts,
 )
 from penstock.platform.metrics.report_data import groups_data, timeline_data
+from penstock.platform.metrics.run_files import REPORT_FILE
 from penstock.platform.metrics.run_record import RunRecord, read_run
-
-REPORT_FILE = "report.html"
 
 _FACTS = (
     ("Model", "model.path"),

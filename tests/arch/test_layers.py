@@ -40,6 +40,8 @@ IMPORT_BOUNDARIES: dict[str, Callable[[str], bool]] = {
     "numba": lambda path: path == "weights/checksum.py",
     "peft": lambda path: path == "trainer/models/lora.py",
     "wandb": lambda path: path.startswith("platform/metrics/trackers/"),
+    "mlflow": lambda path: path == "platform/metrics/trackers/mlflow.py",
+    "trackio": lambda path: path == "platform/metrics/trackers/trackio.py",
     "triton": lambda path: path.startswith("kernels/"),
     "hydra": lambda path: path.startswith("platform/"),
     "omegaconf": lambda path: path.startswith("platform/"),

@@ -2,17 +2,21 @@
 
 `BackgroundTracker` puts a bounded queue and one thread in front of a sink.
 Consumes: the records of `log` and `log_summary`, in order. Waits for: the sink. Unblocked by: the sink, the end of the
-back-off after a failure, or `close`. The caller never waits, except up to `close_timeout_s` in `close`. Records that do
-not fit the queue, or are undelivered at the end, are counted and reported in a warning. `metrics.jsonl` has them all.
+back-off after a failure, or `close`. The caller never waits, except in `close`: up to `close_timeout_s`, or
+`files_timeout_s` after the summary of a run that has ended by itself, with which some sinks upload files. Records that
+do not fit the queue, or are undelivered at the end, are counted and reported in a warning. The run directory has them
+all.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, boundary
@@ -42,7 +46,8 @@ class Tracker(Protocol):
         ...
 
 
-_Delivery = Callable[[Tracker], None]
+_Delivery = tuple[str, Callable[[Tracker], None]]
+"""What is delivered, in words, and how."""
 
 
 class BackgroundTracker:
@@ -64,6 +69,7 @@ class BackgroundTracker:
         capacity: int = 1024,
         first_backoff_s: float = 1.0,
         close_timeout_s: float = 8.0,
+        files_timeout_s: float = 30.0,
         logged_to: int = -1,
     ) -> None:
         """Start the thread, which calls `open_sink`, because imports and logins are slow.
@@ -74,6 +80,8 @@ class BackgroundTracker:
             capacity: Maximum number of queued records.
             first_backoff_s: Seconds before the first retry; doubles up to one minute.
             close_timeout_s: Longest wait in `close`, seconds.
+            files_timeout_s: The same after a summary, from `log_summary` on; not if a signal has ended the run, since
+                whoever has sent it will not wait for long.
             logged_to: Last step that the sink has from before a resume. Records up to it are not sent a second time.
         """
         self.name = name
@@ -82,6 +90,9 @@ class BackgroundTracker:
         self._records: queue.Queue[_Delivery | None] = queue.Queue(maxsize=capacity)
         self._first_backoff_s = first_backoff_s
         self._close_timeout_s = close_timeout_s
+        self._files_timeout_s = files_timeout_s
+        self._give_up_at: float | None = None
+        self._delivering = "nothing"
         self._closing = threading.Event()
         self._sink: Tracker | None = None
         self._has_warned = False
@@ -94,35 +105,40 @@ class BackgroundTracker:
         """Queue one record and return immediately."""
         copy = dict(metrics)
         if step > self._logged_to:
-            self._enqueue(lambda sink: sink.log(step, copy))
+            self._enqueue((f"the metrics of step {step}", lambda sink: sink.log(step, copy)))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Queue the figures of the summary and return immediately."""
         copy = dict(summary)
-        self._enqueue(lambda sink: sink.log_summary(copy))
+        self._enqueue(("the summary and files", lambda sink: sink.log_summary(copy)))
+        if summary.get("status") != "interrupted":
+            self._close_timeout_s = self._files_timeout_s
+        self._give_up_at = time.monotonic() + self._close_timeout_s
 
     def close(self) -> None:
-        """Deliver queued records for at most `close_timeout_s`, then count the rest and log a warning."""
+        """Deliver queued records for a limited time, then count the rest and log a warning."""
         if self._closing.is_set():
             return
-        deadline = time.monotonic() + self._close_timeout_s
+        now = time.monotonic()
+        deadline = now + self._close_timeout_s if self._give_up_at is None else self._give_up_at
         self._closing.set()
         try:
-            self._records.put(None, timeout=self._close_timeout_s)
+            self._records.put(None, timeout=max(0.0, deadline - now))
         except queue.Full:
             logger.debug("tracker %s: its queue stayed full while closing", self.name)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             logger.warning(
-                "tracker %s: did not finish within %.0f s of closing; about %d records are undelivered. "
-                "The run is complete and metrics.jsonl has everything.",
+                "tracker %s: did not finish within %.0f s of closing. It was delivering %s; about %d records wait "
+                "behind that. The run has ended, and its directory has everything.",
                 self.name,
                 self._close_timeout_s,
-                self._records.qsize(),
+                self._delivering,
+                max(0, self._records.qsize() - 1),
             )
         if self.num_lost:
             logger.warning(
-                "tracker %s: %d records never reached it (metrics.jsonl has them all)", self.name, self.num_lost
+                "tracker %s: %d records never reached it (the run directory has them all)", self.name, self.num_lost
             )
 
     def _enqueue(self, delivery: _Delivery) -> None:
@@ -139,7 +155,8 @@ class BackgroundTracker:
 
     def _run(self) -> None:
         """Deliver the records in order, then close. While closing, each record is retried only once."""
-        while (delivery := self._records.get()) is not None:
+        while (record := self._records.get()) is not None:
+            self._delivering, deliver = record
             backoff_s, is_delivered = self._first_backoff_s, False
             while not is_delivered:
                 is_last_try = self._closing.is_set()
@@ -147,7 +164,7 @@ class BackgroundTracker:
                     with boundary(TrackerError, f"tracker {self.name}"):
                         if self._sink is None:
                             self._sink = self._open_sink()
-                        delivery(self._sink)
+                        deliver(self._sink)
                     is_delivered = True
                 except PenstockError as error:
                     self._warn_once(error)
@@ -156,6 +173,7 @@ class BackgroundTracker:
                         break
                     self._closing.wait(backoff_s)
                     backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        self._delivering = "what it has buffered"
         if self._sink is not None:
             try:
                 with boundary(TrackerError, f"tracker {self.name}: close"):
@@ -175,3 +193,37 @@ class BackgroundTracker:
                 "%s. Training continues and metrics.jsonl is complete; the sink is retried without further warnings.",
                 error,
             )
+
+
+def flatten(tree: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their path; lists are leaves, and so is an empty mapping."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, separator, f"{prefix}{key}{separator}"))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def flat_summary(summary: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The figures of a summary as `summary/…`, and what is no number, without what is null."""
+    leaves = flatten({"summary": json.loads(json.dumps(summary))}, "/")
+    figures = {name: float(value) for name, value in leaves.items() if isinstance(value, int | float)}
+    return figures, {name: value for name, value in leaves.items() if name not in figures and value is not None}
+
+
+def with_parent(lineage: Mapping[str, Any] | None, id_file: str) -> dict[str, Any]:
+    """What a run was branched from, with the id of that run in the tracker whose ids are in `id_file`, if it has one.
+
+    Args:
+        lineage: `run` (directory of the run that this one was branched from), `step`, `restored`; None: of none.
+        id_file: Name of the file in a run directory.
+
+    Returns:
+        The lineage, and the id under the name of its file; empty for a run that was not branched.
+    """
+    if lineage is None:
+        return {}
+    path = Path(str(lineage.get("run", ""))) / id_file
+    return {**lineage, **({id_file: path.read_text(encoding="utf-8").strip()} if path.is_file() else {})}

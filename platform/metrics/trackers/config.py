@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+NO_FACTORY = "no_factory"
+"""Type of pydantic's error about a tracker that is neither one of ours nor has a factory."""
 ConsoleForm = Literal["table", "quiet", "json"]
 """What a run prints: a line per step, only how it ended, or a JSON object per line."""
 
@@ -35,9 +39,50 @@ class WandbTrackerConfig(TrackerSection):
     """`auto` is online with an API key, otherwise offline."""
 
 
+class MlflowTrackerConfig(TrackerSection):
+    """MLflow, with the extra `mlflow`: `MLFLOW_TRACKING_URI`, or a database in the run directory."""
+
+    experiment: str
+    """Experiment to which the run is logged."""
+
+
+class TrackioTrackerConfig(TrackerSection):
+    """Trackio, with the extra `trackio`: its own folder, or what `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` names."""
+
+    project: str
+    """Project to which the run is logged."""
+
+
+class FactoryTrackerConfig(TrackerSection):
+    """A tracker of yours, under a name of yours."""
+
+    factory: str
+    """Import path of a function that opens it: `(run_dir, run_name, config, **args) -> Tracker`, called in a thread of
+    its own. The tracker has the methods log(step, metrics), log_summary(summary) and close()."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function. They are saved with the run: keep keys in environment variables."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_factory(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value.get("factory"):
+            raise PydanticCustomError(NO_FACTORY, "no factory")
+        return value
+
+
 class TrackerConfig(TrackerSection):
-    """The enabled trackers: `tracker=[jsonl,wandb,tensorboard]`."""
+    """The enabled trackers: `tracker=[jsonl,wandb,tensorboard,mlflow,trackio]`, and your own under other names."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, FactoryTrackerConfig] = Field(init=False)
 
     jsonl: JsonlTrackerConfig = JsonlTrackerConfig()
     wandb: WandbTrackerConfig | None = None
     tensorboard: TensorboardTrackerConfig | None = None
+    mlflow: MlflowTrackerConfig | None = None
+    trackio: TrackioTrackerConfig | None = None
+
+    @property
+    def own(self) -> dict[str, FactoryTrackerConfig]:
+        """The user's trackers by their names."""
+        return self.__pydantic_extra__

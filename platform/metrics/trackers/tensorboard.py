@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from penstock.platform.metrics.trackers.base import flat_summary
 
 TENSORBOARD_DIR = "tensorboard"
 
@@ -30,20 +31,10 @@ class TensorboardTracker:
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the numeric figures as `summary/<key>` at the last step. `summary.json` has all figures."""
-        for name, value in _flatten(json.loads(json.dumps(summary))).items():
-            self._writer.add_scalar(f"summary/{name}", value, self._last_step)
+        for name, value in flat_summary(summary)[0].items():
+            self._writer.add_scalar(name, value, self._last_step)
         self._writer.flush()
 
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}/"))
-        elif isinstance(value, int | float):
-            flat[prefix + key] = float(value)
-    return flat

@@ -110,8 +110,41 @@ def test_several_trackers_can_be_chosen():
     assert compose_config(["experiment=arithmetic"]).tracker.wandb is None
 
 
+def test_a_tracker_of_the_user_has_a_name_of_its_own_on_the_command_line_and_in_a_file(tmp_path):
+    typed = ["tracker.rivers.factory=river_tracker:Rivers", "tracker.rivers.args.project=p"]
+    own = compose_config(["experiment=arithmetic", *typed]).tracker.own
+    assert {name: (one.factory, one.args) for name, one in own.items()} == {
+        "rivers": ("river_tracker:Rivers", {"project": "p"})
+    }
+    assert compose_config(["experiment=arithmetic"]).tracker.own == {}
+    (tmp_path / "tracker").mkdir()
+    file = tmp_path / "tracker" / "rivers.yaml"
+    file.write_text("# @package tracker.rivers\nfactory: river_tracker:Rivers\nargs: {project: p}\n")
+    chosen = compose_config(["experiment=arithmetic", "tracker=[jsonl,wandb,rivers]"], config_dir=tmp_path).tracker
+    assert (chosen.own, chosen.wandb is None) == (own, False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "tracker.wandbb.project=x",
+            "wandbb is none of our trackers (jsonl, wandb, tensorboard, mlflow, trackio) and has ",
+        ),
+        ("tracker.wandbb.project=x", "Did you mean tracker.wandb? One of your own needs tracker.wandbb.factory="),
+        ("tracker.rivers.args.project=x", "and has no factory. One of your own needs tracker.rivers.factory="),
+        ("tracker.rivers=river_tracker:Rivers", "One of your own needs tracker.rivers.factory="),
+        ("tracker.rivers={factory: a.b, arg: 1}", "unknown key. Did you mean tracker.rivers.args?"),
+        ("tracker.rivers.factory=3", "tracker.rivers.factory=3 is not text."),
+    ],
+)
+def test_what_is_neither_a_tracker_of_ours_nor_has_a_factory_is_refused(typed, said):
+    assert said in only_problem(typed)
+
+
 def test_the_resolved_yaml_is_the_config():
-    config = compose_config(["experiment=math_qwen_8gpu"])
+    own = ["tracker.rivers.factory=river_tracker:Rivers", "tracker=[jsonl,mlflow,trackio]"]
+    config = compose_config(["experiment=math_qwen_8gpu", *own])
     assert RunConfig.model_validate(yaml.safe_load(to_yaml(config))) == config
 
 
@@ -147,7 +180,8 @@ def test_a_key_without_a_match_lists_the_keys():
         (["rollout/engine=torch", "rollout.engine.kv_cache_gib=1"], "key of rollout/engine=vllm; the chosen one is"),
         (["algorithm.correction.decoupled.max_kl=1"], "key of algorithm/correction=f_tis; the chosen one is"),
         (["algorithm.correction.max_kl=1"], "Write algorithm.correction.NAME.max_kl; it is a key of f_tis."),
-        (["tracker.jsonl.project=x"], "key of tracker=wandb; the chosen one is jsonl."),
+        (["tracker.jsonl.project=x"], "key of tracker=wandb or trackio; the chosen one is jsonl."),
+        (["tracker.project=x"], "Write tracker.NAME.project; it is a key of wandb or trackio."),
     ],
 )
 def test_a_key_of_another_choice_of_the_group_names_the_choice(overrides, words):

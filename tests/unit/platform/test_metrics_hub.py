@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,30 @@ def test_the_hub_feeds_every_sink_keeps_history_and_closes_once() -> None:
         assert [step for step, _ in tracker.records] == [0, 1, 2]
         assert tracker.summaries[0]["ledger"]["admitted"] == 12
         assert tracker.num_closed == 1
+
+
+def test_every_sink_has_the_summary_before_one_is_waited_for_and_all_are_closed_if_one_fails() -> None:
+    order: list[str] = []
+
+    class Recorded(ListTracker):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self._name = name
+
+        def log_summary(self, summary: Mapping[str, Any]) -> None:
+            order.append(f"summary {self._name}")
+            if self._name == "b":
+                raise OSError("full")
+
+        def close(self) -> None:
+            order.append(f"close {self._name}")
+
+    with pytest.raises(OSError, match="full"):
+        MetricsHub([Recorded("a"), Recorded("b"), Recorded("c")]).close(a_summary())
+    assert order == ["summary a", "summary b", "close c", "close b", "close a"]
+    order.clear()
+    MetricsHub([Recorded("a"), Recorded("c")]).close(a_summary())
+    assert order == ["summary a", "summary c", "close c", "close a"]
 
 
 def test_a_json_console_prints_an_object_per_line(tmp_path: Path) -> None:

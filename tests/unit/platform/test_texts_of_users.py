@@ -117,7 +117,7 @@ def test_a_stop_text_of_a_file_is_as_yaml_says(tmp_path: Path) -> None:
         ('run_dir="\udcff"', "has bytes that are no UTF-8"),
         ('run_dir="a\x7fb"', "has a control character"),
         ('run_dir="a\x9fb"', "has a control character"),
-        ("tracker=[mlflow]", "Own files, in DIR/tracker/ with --config-dir DIR, can only set keys of these."),
+        ("tracker=[rivers]", "For one of your own set tracker.rivers.factory=package.module:function"),
         ("model.dtype=fp8", 'model.dtype="fp8" is not a valid choice. Choices: float32, bfloat16.'),
     ],
 )
