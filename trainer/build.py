@@ -109,7 +109,7 @@ def save_policy(
         if unfinished.exists():
             shutil.rmtree(unfinished)
         backend.save_hf(str(unfinished), [one[prefix] for one in held])
-        _copy_tokenizer(tokenizer_source, unfinished)
+        copy_tokenizer(tokenizer_source, unfinished)
         previous = target.with_name(f"{target.name}.previous")
         if target.exists():
             shutil.rmtree(previous, ignore_errors=True)  # of a process that was killed here
@@ -118,7 +118,7 @@ def save_policy(
         shutil.rmtree(previous, ignore_errors=True)
 
 
-def _copy_tokenizer(source: str, target: Path) -> None:
+def copy_tokenizer(source: str, target: Path) -> None:
     """Copy tokenizer files as they are, so that ids cannot change; hub names go through `AutoTokenizer`."""
     if not Path(source).is_dir():
         from transformers import AutoTokenizer

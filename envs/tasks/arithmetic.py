@@ -2,18 +2,19 @@
 
 The answer to `47+85=` is `7+5+0=12;4+8+1=13;132`: one step per column from the right, `digit+digit+carry=sum`, then the
 result. Subtraction takes the smaller from the larger number; a column that borrows shows a leading 1: the answer to
-`85-47=` is `15-7-0=8;8-4-1=3;38`.
+`85-47=` is `15-7-0=8;8-4-1=3;38`. A product has one digit on the right: the answer to `47*8=` is
+`7*8+0=56;4*8+5=37;376`.
 
 A hash of the canonical prompt alone decides whether a problem is held out, so training and held-out problems are
 disjoint for every seed and every difficulty. (A linear congruence of the operands would leak into the answers.)
-Commuted sums have the same canonical prompt, so they are in the same split.
+Commuted sums and products have the same canonical prompt, so they are in the same split.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Literal
@@ -24,19 +25,20 @@ from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import Judged, pure
 from penstock.envs.rewards.answers import AnswerValue, equals_answer, last_field
 
-Operator = Literal["+", "-"]
+Operator = Literal["+", "-", "*"]
 
 HELD_OUT_PERCENT = 10
 MAX_DIGITS = 6
 MISTAKES = ("sum", "digit", "carry", "answer")
-_OPERATORS: tuple[Operator, ...] = ("+", "-")
+_OPERATORS: tuple[Operator, ...] = ("+", "-", "*")
+_SETS: dict[Operator, str] = {"+": "sums", "-": "differences", "*": "products"}
 _HELD_OUT_SEED = "arithmetic/held-out"
 _MAX_ENUMERATED = 250_000
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two non-negative operands; `left >= right` where the operator is `-`."""
+    """Two non-negative operands; `left >= right` where the operator is `-`, and `right < 10` where it is `*`."""
 
     left: int
     operator: Operator
@@ -48,6 +50,8 @@ class Problem:
 
     @property
     def answer(self) -> int:
+        if self.operator == "*":
+            return self.left * self.right
         return self.left + self.right if self.operator == "+" else self.left - self.right
 
     @property
@@ -66,7 +70,7 @@ class Problem:
         """
         for operator in _OPERATORS:
             left, _, right = prompt.removesuffix("=").partition(operator)
-            if left.isdecimal() and right.isdecimal():
+            if left.isdecimal() and right.isdecimal() and (operator != "*" or len(right) == 1):
                 return cls(int(left), operator, int(right))
         raise ValueError(f"{prompt!r} is no arithmetic prompt; expected e.g. '47+85='")
 
@@ -83,31 +87,32 @@ def worked_response(problem: Problem, rng: random.Random | None = None) -> str:
     8+7+0=15;4+5+0=9;6+2+0=8;895        `carry`: forgotten or invented
     8+7+0=15;4+5+1=10;6+2+1=9;915       `answer`: one digit of it off by one
     """
-    left, right = str(problem.left), str(problem.right)
+    left, right, operator = str(problem.left), str(problem.right), problem.operator
     width = max(len(left), len(right))
     mistake, place = (None, 0) if rng is None else (rng.choice(MISTAKES), rng.randrange(width))
-    is_sum = problem.operator == "+"
+    next_sign = "-" if operator == "-" else "+"
     steps, digits, carry = [], [], 0
-    columns = zip(map(int, reversed(left.zfill(width))), map(int, reversed(right.zfill(width))), strict=True)
+    lower = right * width if operator == "*" else right.zfill(width)
+    columns = zip(map(int, reversed(left.zfill(width))), map(int, reversed(lower)), strict=True)
     for column, (above, below) in enumerate(columns):
         b, carried, off = below, carry, 0
         if rng is not None and column == place:
-            if mistake == "digit":
+            if mistake == "carry":
+                carried = 0 if carry else 1
+            elif mistake == "digit" and (operator != "*" or above):
                 b = (below + rng.choice((-1, 1, 2, 3))) % 10
-            elif mistake == "carry":
-                carried = 1 - carry
-            elif mistake == "sum":
+            elif mistake != "answer":  # a wrong digit times 0 would be no mistake
                 off = rng.choice((-1, 1))
-        if is_sum:
-            result = abs(above + b + carried + off)
-            top, carry = above, result // 10
-        else:
+        if operator == "-":
             carry = int(above < b + carried)
             top = above + 10 * carry
             result = (top - b - carried + off) % 10
-        steps.append(f"{top}{problem.operator}{b}{problem.operator}{carried}={result}")
+        else:
+            result = abs((above * b if operator == "*" else above + b) + carried + off)
+            top, carry = above, result // 10
+        steps.append(f"{top}{operator}{b}{next_sign}{carried}={result}")
         digits.append(result % 10)
-    answer = int("".join(map(str, reversed(digits)))) + (10**width * carry if is_sum else 0)
+    answer = int("".join(map(str, reversed(digits)))) + (0 if operator == "-" else 10**width * carry)
     if rng is not None and mistake == "answer":
         step = 10**place
         answer += step if answer < step else rng.choice((-step, step))
@@ -115,12 +120,14 @@ def worked_response(problem: Problem, rng: random.Random | None = None) -> str:
 
 
 class ArithmeticTasks:
-    """Task source of column sums and differences; see the module for the form of a task.
+    """Task source of column sums, differences and products; see the module for the form of a task.
 
     Args:
         seed: Order of the training stream. Held-out tasks do not depend on it.
-        digits: Largest number of digits of an operand, 1..6. A gold response has about `9·digits + 4` characters.
-        operators: The operators that occur: `+`, `-` or `+-`, drawn uniformly.
+        digits: Largest number of digits of an operand, 1..6; the right operand of a product has one. A gold response
+            has about `9·digits + 4` characters.
+        operators: The operators that occur, each of `+`, `-` and `*` at most once, drawn uniformly. Of several, the
+            held-out tasks of each are an evaluation set.
         min_digits: Smallest number of digits of an operand, `None` is `digits`; the number is drawn uniformly between
             the two.
 
@@ -134,8 +141,8 @@ class ArithmeticTasks:
             raise ValueError(f"digits={digits} is outside 1..{MAX_DIGITS}")
         if not 1 <= smallest <= digits:
             raise ValueError(f"min_digits={smallest} is outside 1..digits={digits}")
-        if not operators or set(operators) - set("+-") or len(set(operators)) != len(operators):
-            raise ValueError(f"operators={operators!r} is not one of '+', '-', '+-'")
+        if not operators or set(operators) - set(_OPERATORS) or len(set(operators)) != len(operators):
+            raise ValueError(f"operators={operators!r} is not made of '+', '-' and '*', each at most once")
         self._seed = seed
         self._lengths = range(smallest, digits + 1)
         self._operators = tuple(operator for operator in _OPERATORS if operator in operators)
@@ -153,7 +160,10 @@ class ArithmeticTasks:
     def held_out(self, num_tasks: int) -> list[Task]:
         """The first `num_tasks` held-out problems, all if there are fewer; all distinct, the same for every seed."""
         problems = islice(self._held_out_problems(), num_tasks)
-        return [_task(problem, "held_out", index) for index, problem in enumerate(problems)]
+        tasks = [_task(problem, "held_out", index) for index, problem in enumerate(problems)]
+        if len(self._operators) == 1:
+            return tasks
+        return [replace(task, evaluation_set=_SETS[Problem.from_prompt(str(task.prompt)).operator]) for task in tasks]
 
     def gold_response(self, task: Task) -> str:
         """Worked columns, then the answer."""
@@ -169,7 +179,8 @@ class ArithmeticTasks:
     def _draw(self, rng: random.Random) -> Problem:
         """One problem: lengths first, so that short operands are as frequent as long ones."""
         operator = rng.choice(self._operators)
-        left, right = (rng.choice(_operands(rng.choice(self._lengths))) for _ in range(2))
+        lengths = (self._lengths, (1,) if operator == "*" else self._lengths)
+        left, right = (rng.choice(_operands(rng.choice(these))) for these in lengths)
         if operator == "-" and left < right:
             left, right = right, left
         return Problem(left, operator, right)
@@ -178,14 +189,15 @@ class ArithmeticTasks:
         """Distinct held-out problems in a fixed order: a small space is listed and shuffled, a large one is sampled."""
         rng = random.Random(_HELD_OUT_SEED)
         num_operands = sum(len(_operands(length)) for length in self._lengths)
-        if num_operands**2 * len(self._operators) <= _MAX_ENUMERATED:
+        num_pairs = num_operands * sum(10 if operator == "*" else num_operands for operator in self._operators)
+        if num_pairs <= _MAX_ENUMERATED:
             operands = [operand for length in self._lengths for operand in _operands(length)]
             problems = [
                 Problem(left, operator, right)
                 for operator in self._operators
                 for left in operands
-                for right in operands
-                if operator == "+" or left >= right
+                for right in (_operands(1) if operator == "*" else operands)
+                if operator != "-" or left >= right
             ]
             problems = [problem for problem in problems if problem.is_held_out]
             rng.shuffle(problems)
@@ -193,7 +205,7 @@ class ArithmeticTasks:
             return
         seen: set[Problem] = set()
         # A fiftieth of all pairs is less than half of the held-out ones, so drawing distinct ones stays cheap and ends.
-        while len(seen) < num_operands**2 // 50:
+        while len(seen) < num_pairs // 50:
             problem = self._draw(rng)
             if problem.is_held_out and problem not in seen:
                 seen.add(problem)

@@ -21,6 +21,18 @@ from penstock.platform.run.saved_config import changed_config, enter_folder_of, 
 
 HUB = "hub:"
 CARD = "README.md"
+USAGE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = (one.from_pretrained("DIR") for one in (AutoModelForCausalLM, AutoTokenizer))
+```
+
+```bash
+vllm serve DIR
+```
+"""
+"""How to use a model folder, for its card."""
 
 
 def run_export(run_dir: Path, target: str, step: int | None, console: Console, *, best: bool = False) -> int:
@@ -65,7 +77,7 @@ def best_step(run_dir: Path, step: int | None) -> int:
     """
     if step is not None:
         raise ConfigError([f"--best --step {step}: the two name different policies. Give one of them."])
-    found: int | None = _read_json(run_dir / BEST_FILE).get("step")
+    found: int | None = read_json(run_dir / BEST_FILE).get("step")
     if found is None:
         raise ConfigError(
             [
@@ -93,7 +105,7 @@ def upload(folder: Path, name: str, version: int) -> str:
 
 def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> int:
     """Write the policy and its card; returns its version. The folder appears when it is complete."""
-    facts = _read_json(run_dir / SUMMARY_FILE)
+    facts = read_json(run_dir / SUMMARY_FILE)
     unfinished = target.with_name(f"{target.name}.unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
@@ -107,8 +119,8 @@ def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> 
         version = checkpoint.version
         enter_folder_of(run_dir)
         export_policy(config, checkpoint.path, unfinished)
-    packages = _read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
-    best = _read_json(run_dir / BEST_FILE)
+    packages = read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
+    best = read_json(run_dir / BEST_FILE)
     (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
     unfinished.rename(target)
     return int(version)
@@ -123,7 +135,7 @@ class SavedPolicy(NamedTuple):
 
 def saved_policy(run_dir: Path, step: int | None) -> SavedPolicy | None:
     """That of a run, if it is of this step (None: the newest); None if it has to be written from a checkpoint."""
-    version, folder = _read_json(run_dir / SUMMARY_FILE).get("policy_version"), run_dir / POLICY_FOLDER
+    version, folder = read_json(run_dir / SUMMARY_FILE).get("policy_version"), run_dir / POLICY_FOLDER
     if version is None or not (folder / "config.json").is_file():
         return None
     newest = max(CheckpointFolder(run_dir).versions(), default=-1)
@@ -183,9 +195,7 @@ def model_card(
         "---\n" + "\n".join(front) + f"\n---\n\n# {config.name}, step {version}\n\n"
         f"Trained by reinforcement learning with Penstock {summary.get('version', __version__)}.\n\n"
         f"| | |\n|---|---|\n{rows}\n{adapter}\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model, tokenizer = (one.from_pretrained("DIR") for one in (AutoModelForCausalLM, AutoTokenizer))\n```\n\n'
-        "```bash\nvllm serve DIR\n```\n\n"
+        f"{USAGE}\n"
         "It was trained on the tasks named above only; nothing was measured beyond them. The license of the base model "
         "and of the data holds for it.\n"
     )
@@ -243,7 +253,12 @@ def _hub_name(config: RunConfig) -> str | None:
     return None if path is None or path.startswith((".", "/", "~")) or Path(path).exists() else path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

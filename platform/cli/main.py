@@ -18,7 +18,7 @@ from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec
 
 import typer
 
@@ -563,6 +563,34 @@ def export(
     from penstock.platform.cli.export import run_export
 
     return run_export(run, to, step, plain_console(), best=best)
+
+
+@app.command(no_args_is_help=True)
+@exits
+def merge(
+    parents: Annotated[
+        list[str], typer.Argument(metavar="RUN|DIR...", help="Run directories, or Hugging Face folders.")
+    ],
+    *,
+    base: Annotated[str, typer.Option(metavar="DIR", help="The model that all of them were trained from.")],
+    coefficients: Annotated[str, typer.Option(metavar="W,W,...", help="Weight of each task vector, e.g. 0.5,0.5.")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="New folder.")],
+    method: Annotated[
+        Literal["linear", "ties", "dare"],
+        typer.Option(help="How they are added: all, what they agree on, or a random share."),
+    ] = "linear",
+    density: Annotated[
+        float | None, typer.Option(metavar="X", help="Share of each task vector that ties and dare keep; in (0, 1].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draw of dare. Default: 0.")] = None,
+) -> int:
+    """Merge policies that were trained from the same model into one, by their task vectors.
+
+    base + the sum of W * (policy - base), tensor by tensor, in the form and dtype of the base. Nothing is trained.
+    """
+    from penstock.platform.cli.merge import Recipe, run_merge
+
+    return run_merge(parents, base, coefficients, Recipe(method, density, seed), to, plain_console())
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from itertools import islice
 
 import numpy as np
@@ -26,6 +28,8 @@ def test_the_gold_responses_of_the_documentation() -> None:
     assert gold_of("85-47=") == "15-7-0=8;8-4-1=3;38"
     assert gold_of("100-1=") == "10-1-0=9;10-0-1=9;1-0-1=0;99"
     assert gold_of("5+999=") == "5+9+0=14;0+9+1=10;0+9+1=10;1004"
+    assert gold_of("47*8=") == "7*8+0=56;4*8+5=37;376"
+    assert gold_of("305*0=") == "5*0+0=0;0*0+0=0;3*0+0=0;0"
 
 
 @given(OPERANDS, OPERANDS, st.sampled_from("+-"))
@@ -47,6 +51,26 @@ def test_gold_answers_are_right_and_every_step_is_a_true_equation(a: int, b: int
     assert expected.endswith(digits.lstrip("0"))
 
 
+@given(OPERANDS, st.integers(0, 9))
+def test_the_columns_of_a_product_are_true_equations_and_give_the_answer(left: int, right: int) -> None:
+    steps, _, answer = gold_of(f"{left}*{right}=").rpartition(";")
+    assert int(answer) == left * right
+    value, carry = 0, 0
+    for column, step in enumerate(steps.split(";")):
+        digit, factor, carried, result = map(int, re.fullmatch(r"(\d)\*(\d)\+(\d)=(\d+)", step).groups())  # type: ignore[union-attr]
+        assert (digit, factor, carried) == (left // 10**column % 10, right, carry)
+        assert result == digit * factor + carried
+        value, carry = value + result % 10 * 10**column, result // 10
+    assert value + carry * 10 ** len(steps.split(";")) == left * right
+
+
+@given(OPERANDS, OPERANDS, st.sampled_from("+-*"), st.integers())
+def test_a_mistaken_response_never_has_the_right_answer(a: int, b: int, operator: str, seed: int) -> None:
+    left, right = {"+": (a, b), "-": (max(a, b), min(a, b)), "*": (a, b % 10)}[operator]
+    problem = Problem.from_prompt(f"{left}{operator}{right}=")
+    assert int(worked_response(problem, random.Random(seed)).rpartition(";")[2]) != problem.answer
+
+
 @given(OPERANDS, OPERANDS, st.integers(0, 40), st.sampled_from("0123456789"))
 def test_a_corrupted_final_answer_scores_zero(a: int, b: int, position: int, digit: str) -> None:
     steps, _, answer = gold_of(f"{a}+{b}=").rpartition(";")
@@ -64,7 +88,7 @@ def test_a_truncated_answer_scores_zero_even_if_it_reads_right() -> None:
     assert exact_match(answered("7+5+0=12;4+8+1=13;132", finish_reason="length"), answer="132") == 0.0
 
 
-@pytest.mark.parametrize(("digits", "operators"), [(2, "+"), (3, "+"), (3, "+-"), (6, "-")])
+@pytest.mark.parametrize(("digits", "operators"), [(2, "+"), (3, "+"), (3, "+-"), (6, "-"), (3, "*"), (3, "+-*")])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_train_and_held_out_are_disjoint_also_when_commuted(digits: int, operators: str, seed: int) -> None:
     source = ArithmeticTasks(seed, digits, operators)
@@ -101,8 +125,20 @@ def test_the_training_stream_is_that_of_its_seed() -> None:
 
 def test_asking_for_more_held_out_tasks_than_exist_gives_all() -> None:
     existing = sum(Problem(a, "+", b).is_held_out for a in range(10) for b in range(10))
+    products = {f"{a}*{b}=" for a in range(100, 1000) for b in range(10) if Problem(a, "*", b).is_held_out}
+    assert {task.prompt for task in ArithmeticTasks(0, 3, "*").held_out(2000)} == products
     assert len(ArithmeticTasks(0, 1).held_out(1024)) == existing
     assert len(ArithmeticTasks(0, 1).held_out(existing - 1)) == existing - 1
+
+
+def test_the_held_out_tasks_of_several_operators_are_evaluation_sets() -> None:
+    by_set: dict[str, list[str]] = {}
+    for task in ArithmeticTasks(0, 3, "*+-").held_out(900):
+        by_set.setdefault(task.evaluation_set, []).append(str(task.prompt))
+    for name, operator in (("sums", "+"), ("differences", "-"), ("products", "*")):
+        assert len(by_set[name]) > 250
+        assert all(operator in prompt for prompt in by_set[name])
+    assert {task.evaluation_set for task in ArithmeticTasks(0, 3, "-").held_out(100)} == {""}
 
 
 def test_operand_lengths_lie_between_min_digits_and_digits() -> None:
@@ -119,8 +155,9 @@ def test_operand_lengths_lie_between_min_digits_and_digits() -> None:
         ({"digits": 0}, "digits=0 is outside 1..6"),
         ({"digits": 7}, "digits=7 is outside 1..6"),
         ({"digits": 3, "min_digits": 4}, "min_digits=4 is outside 1..digits=3"),
-        ({"operators": "*"}, "operators='\\*' is not one of"),
-        ({"operators": ""}, "operators='' is not one of"),
+        ({"operators": "/"}, "operators='/' is not made of"),
+        ({"operators": "**"}, "operators='\\*\\*' is not made of"),
+        ({"operators": ""}, "operators='' is not made of"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -128,6 +165,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, object], messag
         ArithmeticTasks(0, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_prompt_of_another_kind_is_refused() -> None:
+@pytest.mark.parametrize("prompt", ["what is 1 and 1?", "47*12="])
+def test_a_prompt_of_another_kind_is_refused(prompt: str) -> None:
     with pytest.raises(ValueError, match="no arithmetic prompt"):
-        gold_of("what is 1 and 1?")
+        gold_of(prompt)
