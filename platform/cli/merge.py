@@ -25,7 +25,8 @@ from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import CONFIG_FILE as RUN_CONFIG_FILE
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import CheckpointFolder
-from penstock.platform.run.resume import read_environment, read_saved_config
+from penstock.platform.run.run_dir import read_environment
+from penstock.platform.run.saved_config import read_saved_config
 from penstock.trainer.build import copy_tokenizer
 from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name, local_path, model_folder
 from penstock.weights.task_vectors import Method, dare, linear, ties

@@ -98,10 +98,11 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
     stop = stop or Stop()
     console = RunConsole(config.total_steps, config.console)
     console.header(config.name, header_facts(config))
-    branched_from = read_environment(run_dir).get("branched_from")
+    lineage = read_environment(run_dir).get("branched_from")
     memory = MemorySampler()
     memory.start()
-    open_trackers = partial(build_trackers, config.tracker, run_dir, config.name, config.model_dump(mode="json"))
+    raw = config.model_dump(mode="json")
+    open_trackers = partial(build_trackers, config.tracker, run_dir, config.name, raw, lineage=lineage)
     hub = MetricsHub(open_trackers(first_step=0 if resumed is None else resumed.version + 1), console)
     instruments = Instruments(hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note)
     events = EventTail()
@@ -121,14 +122,14 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         ended_by = stop.reason or None if end == "interrupted" else None
         if run is not None:
             summary = summarise(run, hub, end, memory.peak_gib)
-            summary = replace(summary, ended_by=ended_by, branched_from=branched_from)
+            summary = replace(summary, ended_by=ended_by, branched_from=lineage)
             write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
             write_summary(run_dir, summary)
             return summary
         steps = 0 if resumed is None else resumed.version
         summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
-        summary = replace(summary, ended_by=ended_by, steps=steps, branched_from=branched_from)
+        summary = replace(summary, ended_by=ended_by, steps=steps, branched_from=lineage)
         if resumed is None or not (run_dir / SUMMARY_FILE).exists():  # else it is of the training before
             write_summary(run_dir, summary)
         return summary
