@@ -207,10 +207,10 @@ def flatten(tree: Mapping[str, Any], separator: str, prefix: str = "") -> dict[s
 
 
 def flat_summary(summary: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """The figures of a summary as `summary/…`, and what is no number, without what is null."""
+    """The figures of a summary as `summary/…`, and what is no number, without what is null or empty."""
     leaves = flatten({"summary": json.loads(json.dumps(summary))}, "/")
     figures = {name: float(value) for name, value in leaves.items() if isinstance(value, int | float)}
-    return figures, {name: value for name, value in leaves.items() if name not in figures and value is not None}
+    return figures, {name: value for name, value in leaves.items() if name not in figures and value}
 
 
 def with_parent(lineage: Mapping[str, Any] | None, id_file: str) -> dict[str, Any]:

@@ -169,13 +169,17 @@ def test_a_home_on_the_import_path_shows_its_modules_only(tmp_path: Path, monkey
 async def test_user_code_has_the_user_s_permissions_except_the_tracker_s_key(
     score: Callable[..., Any], secret: Path, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    monkeypatch.setenv("MY_KEY", "x")
-    read, policy_runtime, named, key = await asyncio.gather(
-        score("read", str(secret)), score("connect", port), score("names"), score("wrapped", "WANDB_API_KEY")
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "MY_KEY"):
+        monkeypatch.setenv(name, "x")
+    read, policy_runtime, named, *keys = await asyncio.gather(
+        score("read", str(secret)),
+        score("connect", port),
+        score("names"),
+        score("wrapped", "WANDB_API_KEY"),
+        score("wrapped", "SWANLAB_API_KEY"),
     )
     assert (read, policy_runtime, named) == (Score(4.0, {}), Score(1.0, {}), Score(1.0, {"MY_KEY": 1.0}))
-    assert failure(key) == "reward: RuntimeError: no key for the service"
+    assert [failure(key) for key in keys] == 2 * ["reward: RuntimeError: no key for the service"]
 
 
 @isolated
