@@ -246,7 +246,7 @@ def print_comparison(found: Comparison, console: Console, path: Path) -> None:
     for name, one in zip(names, (found.first, found.second), strict=True):
         console.print(Text(f"{name}  {one.policy}  ({one.folder})"), soft_wrap=True)
     table = Table()
-    table.add_column("tasks of", overflow="fold")
+    table.add_column("set", overflow="fold")
     for heading in ("tasks", *names, f"B - A ({LEVEL:.0%})", "only A", "only B"):
         table.add_column(heading, justify="right", no_wrap=True)
     for label, compared in found.sets.items():

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock import __version__
 from penstock.dataflow.errors import PenstockError
@@ -113,12 +114,12 @@ async def _evaluate(config: RunConfig, policy: str, step: int | None, folder: Pa
 def _results(done: Mapping[str, Evaluation]) -> dict[str, Any]:
     """The figures as JSON types: those of the held-out tasks, and of the sets by name."""
     found = {label: figures(score) for _, label, score in scores(done)}
-    main = found.pop(HELD_OUT, {})
-    if MAIN in done and done[MAIN].num_unscorable:
-        main |= {"unscorable": done[MAIN].num_unscorable, "failures": dict(done[MAIN].failures)}
-    if MAIN in done and done[MAIN].num_abstained:
-        main |= {"abstained": done[MAIN].num_abstained}
-    return main | ({"sets": found} if found else {})
+    for name, one in done.items():
+        if one.num_unscorable:
+            found[label_of(name)] |= {"unscorable": one.num_unscorable, "failures": dict(one.failures)}
+        if one.num_abstained:
+            found[label_of(name)] |= {"abstained": one.num_abstained}
+    return found.pop(HELD_OUT, {}) | ({"sets": found} if found else {})
 
 
 def scores(done: Mapping[str, Evaluation]) -> Iterator[tuple[str, str, SetScore]]:
@@ -158,13 +159,14 @@ def facts(config: RunConfig) -> dict[str, Any]:
 
 def results_table(policy: str, config: RunConfig, done: Mapping[str, Evaluation]) -> Table:
     """A row per set. Of pass@k, that of all answers to a task."""
-    table = Table(title=policy, title_justify="left")
-    table.add_column("tasks of", overflow="fold")
+    table = Table(title=Text(policy), title_justify="left")
+    table.add_column("set", overflow="fold")
     for heading in ("tasks", "k", "avg@k", "pass@k", "maj@k", "mean reward"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, label, score in scores(done):
         k = str(config.evaluation.of_set(name).answers_per_task)
         shares = (score.accuracy, score.pass_at.get(k), score.maj_at.get(k))
         shown = ("–" if share is None else f"{share:.3f}" for share in shares)
-        table.add_row(label, f"{score.num_tasks:,}", k, *shown, f"{score.reward_mean:.3f}")
+        skipped = f" of {score.num_tasks + score.num_skipped:,}" if score.num_skipped else ""
+        table.add_row(label, f"{score.num_tasks:,}{skipped}", k, *shown, f"{score.reward_mean:.3f}")
     return table
