@@ -80,8 +80,10 @@ async def _evaluate(config: RunConfig, policy: str, step: int | None, folder: Pa
     evaluator: Evaluator | None = None
 
     def progress() -> Progress:
-        if evaluator is None or not evaluator.num_wanted:
+        if evaluator is None:
             return STARTING
+        if not evaluator.num_wanted:
+            return Progress("ending")
         return Progress("evaluating", evaluator.num_answered, evaluator.num_wanted, "answers")
 
     console, rows = Console(stderr=True), AnswerRows(config)
@@ -145,16 +147,21 @@ def figures(score: SetScore) -> dict[str, Any]:
 def facts(config: RunConfig) -> dict[str, Any]:
     """What the figures were measured with, as JSON types."""
     return {
-        "evaluation": config.evaluation.model_dump(
-            mode="json", include={"answers_per_task", "temperature", "part", "sets"}
-        ),
-        "pass_reward": config.dataflow.pass_reward,
+        "measured": {label_of(name): _measured(config, name) for name in (MAIN, *config.evaluation.sets)},
         "reward": config.reward.model_dump(mode="json", include={"fn", "args", "style", "parts"}),
-        "env": config.env.model_dump(mode="json", include={"factory", "args"}),
+        "part": config.evaluation.part,
+        "pass_reward": config.dataflow.pass_reward,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "seed": config.seed,
         "penstock": __version__,
     }
+
+
+def _measured(config: RunConfig, name: str) -> dict[str, Any]:
+    """The tasks of a set, and how they are answered."""
+    env, view = config.set_env(name) if name else config.env, config.evaluation.of_set(name)
+    answers = {"answers_per_task": view.answers_per_task, "temperature": view.temperature}
+    return {"env": {"factory": env.factory, "args": env.args}, **answers}
 
 
 def results_table(policy: str, config: RunConfig, done: Mapping[str, Evaluation]) -> Table:
