@@ -25,7 +25,7 @@ def compare(records: Sequence[RunRecord]) -> tuple[list[list[str]], list[list[st
     """
     results = [[name, *(_shown(figure, record) for record in records)] for name, figure in _FIGURES.items()]
     results = [row for row in results if set(row[1:]) != {MISSING}]
-    configs = [dict(_flat(record.config)) for record in records]
+    configs = [dict(flat(record.config)) for record in records]
     keys = sorted({key for config in configs for key in config} - OF_EVERY_RUN)
     rows = [[key, *(config.get(key, MISSING) for config in configs)] for key in keys]
     return results, [row for row in rows if len(set(row[1:])) > 1]
@@ -38,11 +38,11 @@ def _shown(figure: Callable[[RunRecord], str], record: RunRecord) -> str:
         return MISSING
 
 
-def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys of a nested configuration, with their values as JSON."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}{key}.")
+            yield from flat(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", json.dumps(value)
 

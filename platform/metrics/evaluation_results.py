@@ -20,6 +20,7 @@ from rich.text import Text
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.comparison import MISSING, flat
 from penstock.platform.metrics.paired import LEVEL, Difference, paired_difference
 
 RESULTS_FILE, ANSWERS_FILE = "evaluation.json", "answers.jsonl"
@@ -27,9 +28,6 @@ HELD_OUT = "held-out"
 """Label of the tasks of `evaluation` itself."""
 MAX_SHOWN = 5
 """Changed tasks on the console; the file has all."""
-_SAME = ("evaluation", "sampling", "env")
-"""Facts whose difference is told, since the comparison is then of more than the policies."""
-
 TaskKey = tuple[str, str, str]
 """Label of the set, id and prompt."""
 Row = dict[str, Any]
@@ -129,7 +127,7 @@ def read_results(folder: Path) -> Results:
     by_task: dict[TaskKey, list[Row]] = {}
     try:
         written = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-        facts = {name: written[name] for name in ("policy", "reward", "pass_reward", *_SAME)}
+        facts = {name: written[name] for name in ("policy", "reward", "pass_reward", "part", "measured", "sampling")}
         path = folder / ANSWERS_FILE
         with path.open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
@@ -161,16 +159,12 @@ def compare_results(first: Results, second: Results) -> Comparison:
             f"no task is common: {first.folder} has {len(first.answers)} and {second.folder} {len(second.answers)}, "
             "with other ids or prompts. Evaluate both on the same tasks (env, evaluation.sets)."
         )
-    found.differs = [
-        f"{key} differs: {json.dumps(first.facts[key])} and {json.dumps(second.facts[key])}"
-        for key in _SAME
-        if first.facts[key] != second.facts[key]
-    ]
+    found.differs = list(_differences(first.facts, second.facts))
     for label in dict.fromkeys(task[0] for task in (*first.answers, *second.answers)):
         tasks = [task for task in common if task[0] == label]
         alone = [sum(task[0] == label for task in one.answers) - len(tasks) for one in (first, second)]
         if not tasks:
-            found.differs.append(f"{label}: no common task, {alone[0]} and {alone[1]} of one policy only")
+            found.differs.append(f"{label}: no common task; A has answered {alone[0]} and B {alone[1]}")
             continue
         pairs = [(first.share(task), second.share(task)) for task in tasks]
         size = min(len(one.answers[task]) for one in (first, second) for task in tasks)
@@ -186,6 +180,19 @@ def compare_results(first: Results, second: Results) -> Comparison:
     return found
 
 
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    """Keys, with both values, by which the comparison is of more than the policies."""
+    common = [label for label in first["measured"] if label in second["measured"]]
+    for label, of_first, of_second in (
+        ("sampling", first["sampling"], second["sampling"]),
+        *((label, first["measured"][label], second["measured"][label]) for label in common),
+    ):
+        one, other = dict(flat(of_first, f"{label}.")), dict(flat(of_second, f"{label}."))
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                yield f"{key} differs: {one.get(key, MISSING)} and {other.get(key, MISSING)}"
+
+
 def refuse_other_rewards(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Refuse two evaluations, by their facts, in which an answer that solves its task is not the same.
 
@@ -193,9 +200,8 @@ def refuse_other_rewards(first: Mapping[str, Any], second: Mapping[str, Any]) ->
         PenstockError: If the reward, its part or the value from which it passes differs.
     """
     for key in ("reward", "pass_reward", "part"):
-        values = [one["evaluation"][key] if key == "part" else one[key] for one in (first, second)]
-        if values[0] != values[1]:
-            told = " and ".join(map(json.dumps, values))
+        if first[key] != second[key]:
+            told = f"{json.dumps(first[key])} and {json.dumps(second[key])}"
             raise PenstockError(f"{key} differs, {told}: solved would not be the same in both. Evaluate both with one.")
 
 
@@ -246,7 +252,7 @@ def print_comparison(found: Comparison, console: Console, path: Path) -> None:
     for name, one in zip(names, (found.first, found.second), strict=True):
         console.print(Text(f"{name}  {one.policy}  ({one.folder})"), soft_wrap=True)
     table = Table()
-    table.add_column("tasks of", overflow="fold")
+    table.add_column("set", overflow="fold")
     for heading in ("tasks", *names, f"B - A ({LEVEL:.0%})", "only A", "only B"):
         table.add_column(heading, justify="right", no_wrap=True)
     for label, compared in found.sets.items():
@@ -284,15 +290,13 @@ def _print_changed(found: Comparison, task: TaskKey, console: Console) -> None:
     for name, one in zip("AB", (found.first, found.second), strict=True):
         rows, answer = one.answers[task], shown_answer(one, task)
         solved = sum(row["solves"] for row in rows)
-        mark = ("solved" if solved else "not") if len(rows) == 1 else f"{solved} of {len(rows)}"
-        console.print(Text(_cut(f"  {name} {mark:<7} {answer['response']}", console.width)))
+        mark = ("solved" if solved else "not solved") if len(rows) == 1 else f"{solved} of {len(rows)}"
+        console.print(Text(_cut(f"  {name}  {mark:<10}  {answer['response']}", console.width)))
 
 
 def _cut(text: str, width: int) -> str:
     """One line; of a longer text its beginning and its end, where the answer mostly is."""
-    line = " ".join(text.split())
-    lead = len(text) - len(text.lstrip())
-    line = " " * lead + line
+    line = "".join(" " if one.isspace() else one for one in text)
     if len(line) <= width:
         return line
     end = width // 3

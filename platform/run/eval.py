@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock import __version__
 from penstock.dataflow.errors import PenstockError
@@ -79,8 +80,10 @@ async def _evaluate(config: RunConfig, policy: str, step: int | None, folder: Pa
     evaluator: Evaluator | None = None
 
     def progress() -> Progress:
-        if evaluator is None or not evaluator.num_wanted:
+        if evaluator is None:
             return STARTING
+        if not evaluator.num_wanted:
+            return Progress("ending")
         return Progress("evaluating", evaluator.num_answered, evaluator.num_wanted, "answers")
 
     console, rows = Console(stderr=True), AnswerRows(config)
@@ -113,12 +116,12 @@ async def _evaluate(config: RunConfig, policy: str, step: int | None, folder: Pa
 def _results(done: Mapping[str, Evaluation]) -> dict[str, Any]:
     """The figures as JSON types: those of the held-out tasks, and of the sets by name."""
     found = {label: figures(score) for _, label, score in scores(done)}
-    main = found.pop(HELD_OUT, {})
-    if MAIN in done and done[MAIN].num_unscorable:
-        main |= {"unscorable": done[MAIN].num_unscorable, "failures": dict(done[MAIN].failures)}
-    if MAIN in done and done[MAIN].num_abstained:
-        main |= {"abstained": done[MAIN].num_abstained}
-    return main | ({"sets": found} if found else {})
+    for name, one in done.items():
+        if one.num_unscorable:
+            found[label_of(name)] |= {"unscorable": one.num_unscorable, "failures": dict(one.failures)}
+        if one.num_abstained:
+            found[label_of(name)] |= {"abstained": one.num_abstained}
+    return found.pop(HELD_OUT, {}) | ({"sets": found} if found else {})
 
 
 def scores(done: Mapping[str, Evaluation]) -> Iterator[tuple[str, str, SetScore]]:
@@ -144,27 +147,33 @@ def figures(score: SetScore) -> dict[str, Any]:
 def facts(config: RunConfig) -> dict[str, Any]:
     """What the figures were measured with, as JSON types."""
     return {
-        "evaluation": config.evaluation.model_dump(
-            mode="json", include={"answers_per_task", "temperature", "part", "sets"}
-        ),
-        "pass_reward": config.dataflow.pass_reward,
+        "measured": {label_of(name): _measured(config, name) for name in (MAIN, *config.evaluation.sets)},
         "reward": config.reward.model_dump(mode="json", include={"fn", "args", "style", "parts"}),
-        "env": config.env.model_dump(mode="json", include={"factory", "args"}),
+        "part": config.evaluation.part,
+        "pass_reward": config.dataflow.pass_reward,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "seed": config.seed,
         "penstock": __version__,
     }
 
 
+def _measured(config: RunConfig, name: str) -> dict[str, Any]:
+    """The tasks of a set, and how they are answered."""
+    env, view = config.set_env(name) if name else config.env, config.evaluation.of_set(name)
+    answers = {"answers_per_task": view.answers_per_task, "temperature": view.temperature}
+    return {"env": {"factory": env.factory, "args": env.args}, **answers}
+
+
 def results_table(policy: str, config: RunConfig, done: Mapping[str, Evaluation]) -> Table:
     """A row per set. Of pass@k, that of all answers to a task."""
-    table = Table(title=policy, title_justify="left")
-    table.add_column("tasks of", overflow="fold")
+    table = Table(title=Text(policy), title_justify="left")
+    table.add_column("set", overflow="fold")
     for heading in ("tasks", "k", "avg@k", "pass@k", "maj@k", "mean reward"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, label, score in scores(done):
         k = str(config.evaluation.of_set(name).answers_per_task)
         shares = (score.accuracy, score.pass_at.get(k), score.maj_at.get(k))
         shown = ("–" if share is None else f"{share:.3f}" for share in shares)
-        table.add_row(label, f"{score.num_tasks:,}", k, *shown, f"{score.reward_mean:.3f}")
+        skipped = f" of {score.num_tasks + score.num_skipped:,}" if score.num_skipped else ""
+        table.add_row(label, f"{score.num_tasks:,}{skipped}", k, *shown, f"{score.reward_mean:.3f}")
     return table

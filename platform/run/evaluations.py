@@ -36,8 +36,8 @@ from penstock.platform.run.evaluation import (
 class Evaluations:
     """All evaluations of a run: of its held-out tasks, and of the sets of `evaluation.sets`.
 
-    Those of a version go on concurrently. Sets have metrics, a line on the console and files; all else looks at the
-    held-out tasks of the run alone.
+    They go on concurrently, one at a time of each set. Sets have metrics, a line on the console and files; all else
+    looks at the held-out tasks of the run alone.
 
     Attributes:
         config: How often, and how many tasks.
@@ -80,21 +80,26 @@ class Evaluations:
         self._log = log
         self._note = note
         self._timeline = timeline
-        self._task: asyncio.Task[None] | None = None
-        self._is_evaluating = False
+        self._started: dict[str, asyncio.Task[None]] = {}  # the newest of each set during training
+        self._num_evaluating = 0
         self._tasks = {name: tasks for name, tasks in {MAIN: held_out, **(sets or {})}.items() if tasks}
 
     async def first(self, version: int) -> None:
         """Evaluate before training, on all tasks of the sets with `before_training`."""
-        await self._evaluate_all(
-            version, {name: tasks for name, tasks in self._tasks.items() if self.config.of_set(name).before_training}
-        )
+        names = [name for name in self._tasks if self.config.of_set(name).before_training]
+        await asyncio.gather(*(self._evaluate(version, name, self._tasks[name]) for name in names))
 
     async def last(self, version: int, delivered: Callable[[], Awaitable[object]]) -> None:
         """Evaluate after training, on all tasks, once the engines have the version."""
-        if self._task is not None:
-            await self._task
-        await self._evaluate_all(version, self._tasks, delivered)
+        await asyncio.gather(*self._started.values())
+        if not self._tasks:
+            return
+        try:
+            await delivered()
+        except PenstockError as error:
+            self._fail(f"evaluation at v{version}", error)
+            return
+        await asyncio.gather(*(self._evaluate(version, name, tasks) for name, tasks in self._tasks.items()))
 
     def is_due(self, version: int) -> bool:
         """Whether a set is evaluated at a version during training."""
@@ -110,16 +115,19 @@ class Evaluations:
         return due
 
     def start(self, version: int) -> None:
-        """Begin to evaluate a version during training, unless the previous evaluations are still running."""
-        if self._task is not None:
-            if not self._task.done():
-                self._note(f"evaluation at v{version} skipped: the previous one is still running")
-                return
-            # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
-            self._task.result()
-        due = self._due(version)
-        self.running = version if MAIN in due else None
-        self._task = asyncio.create_task(self._evaluate_all(version, due), name="evaluation")
+        """Begin to evaluate the sets that are due during training, but for those that are still being evaluated."""
+        for name, tasks in self._due(version).items():
+            before = self._started.get(name)
+            if before is not None:
+                if not before.done():
+                    self._note(f"{_named('evaluation', name, version)} skipped: the previous one is still running")
+                    continue
+                # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
+                before.result()
+            if not name:
+                self.running = version
+            what = f"evaluation {name}".rstrip()
+            self._started[name] = asyncio.create_task(self._evaluate(version, name, tasks), name=what)
 
     def is_without_progress(self, version: int) -> bool:
         """Whether `evaluation.patience` evaluations in a row were not better than the best; says so.
@@ -154,7 +162,7 @@ class Evaluations:
     def progress(self, version: int) -> Progress | None:
         """How far the evaluation is that runs now; None if none does, or it has just begun."""
         evaluator = self._evaluator
-        if not self._is_evaluating or not evaluator.num_wanted:
+        if not self._num_evaluating or not evaluator.num_wanted:
             return None
         return Progress(f"evaluating v{version}", evaluator.num_answered, evaluator.num_wanted, "answers")
 
@@ -169,42 +177,27 @@ class Evaluations:
         self._write_best()
 
     async def close(self) -> None:
-        """Cancel a running evaluation."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Cancel running evaluations."""
+        for task in self._started.values():
+            task.cancel()
+        await asyncio.gather(*self._started.values(), return_exceptions=True)
 
-    async def _evaluate_all(
-        self, version: int, due: Mapping[str, list[Task]], after: Callable[[], Awaitable[object]] | None = None
-    ) -> None:
-        """Evaluate these sets concurrently, once `after` has completed."""
-        if not due:
-            return
-        self._is_evaluating = True
-        try:
-            if after is not None:
-                await after()
-            began_at = time.time()
-            are_done = await asyncio.gather(*(self._evaluate(version, name, tasks) for name, tasks in due.items()))
-        except PenstockError as error:
-            self._fail(f"evaluation at v{version}", error)
-            return
-        finally:
-            self.running, self._is_evaluating = None, False
-        if self._timeline is not None and any(are_done):
-            num_tasks = sum(map(len, due.values()))
-            self._timeline.add("evaluation", f"evaluation at v{version}", began_at, time.time(), tasks=num_tasks)
-
-    async def _evaluate(self, version: int, name: str, tasks: list[Task]) -> bool:
-        """Evaluate one set; whether that succeeded."""
+    async def _evaluate(self, version: int, name: str, tasks: list[Task]) -> None:
+        """Evaluate one set."""
+        began_at = time.time()
+        self._num_evaluating += 1
         try:
             evaluation = await self._evaluator.evaluate(version, tasks, name)
         except PenstockError as error:
-            self._fail(f"evaluation of {name} at v{version}" if name else f"evaluation at v{version}", error)
-            return False
+            self._fail(_named("evaluation", name, version), error)
+            return
         finally:
+            self._num_evaluating -= 1
             if not name:
                 self.running = None
+        if self._timeline is not None and not name:  # its track has no place for several at once
+            what = _named("evaluation", name, version)
+            self._timeline.add("evaluation", what, began_at, time.time(), tasks=len(tasks))
         num_trained_on = sum(task.is_trained_on for task in tasks)
         key = f"eval/tasks_trained_on/{name}" if name else "eval/tasks_trained_on"
         self._log(evaluation.metrics(name) | {key: num_trained_on})
@@ -212,7 +205,6 @@ class Evaluations:
             self.done.append(evaluation)
         is_best = not name and self._write_best() is evaluation
         self._tell(version, name, evaluation, tasks, is_best=is_best)
-        return True
 
     def _fail(self, what: str, error: PenstockError) -> None:
         self.num_failed += 1
@@ -220,9 +212,9 @@ class Evaluations:
         self._note(f"{what} failed; the run continues: {error}")
 
     def _tell(self, version: int, name: str, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
-        size, what = self.config.of_set(name).answers_per_task, f"eval of {name} at" if name else "eval at"
+        size = self.config.of_set(name).answers_per_task
         self._note(
-            f"{what} v{evaluation.version_min}"
+            _named("eval", name, evaluation.version_min)
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.part) else "")
             + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
@@ -234,13 +226,13 @@ class Evaluations:
         if evaluation.num_unscorable:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
             self._note(
-                f"{what} v{version}: {evaluation.num_unscorable} answers could not be sampled or scored and are left "
-                f"out ({reasons})"
+                f"{_named('eval', name, version)}: {evaluation.num_unscorable} answers could not be sampled or scored "
+                f"and are left out ({reasons})"
             )
         if evaluation.num_abstained:
             self._note(
-                f"{what} v{version}: the reward had no opinion (None) on {evaluation.num_abstained} answers, which "
-                "are left out"
+                f"{_named('eval', name, version)}: the reward had no opinion (None) on {evaluation.num_abstained} "
+                "answers, which are left out"
             )
 
     def _write_best(self) -> Evaluation | None:
@@ -256,3 +248,8 @@ class Evaluations:
         except OSError as error:
             self._note(f"{path} could not be written, so `export --best` may name an older step: {error}")
         return best
+
+
+def _named(what: str, name: str, version: int) -> str:
+    """An evaluation of a set, as the subject of a sentence."""
+    return f"{what} of {name} at v{version}" if name else f"{what} at v{version}"

@@ -23,11 +23,11 @@ from penstock.platform.metrics.evaluation_results import (
 from penstock.platform.metrics.paired import paired_difference
 
 FACTS = {
-    "evaluation": {"answers_per_task": 1, "temperature": 0.0, "part": None, "sets": {}},
+    "measured": {"held-out": {"env": {"factory": "m:t", "args": {"digits": 3}}, "answers_per_task": 1}},
     "reward": {"fn": "m:f", "args": {}, "style": None, "parts": {}},
     "pass_reward": 1.0,
     "sampling": {"max_new_tokens": 8},
-    "env": {"factory": "m:t", "args": {}},
+    "part": None,
 }
 
 
@@ -82,7 +82,7 @@ def test_each_set_is_compared_and_one_without_common_tasks_is_said(tmp_path: Pat
         results(folder, policy, {f"only in {name}": [True]}, "apart")
     found = compare_results(read_results(tmp_path / "a"), read_results(tmp_path / "b"))
     assert {label: one.difference.mean for label, one in found.sets.items()} == {"held-out": 1.0, "hard": 0.0}
-    assert found.differs == ["apart: no common task, 1 and 1 of one policy only"]
+    assert found.differs == ["apart: no common task; A has answered 1 and B 1"]
     assert [task[:2] for task in found.changed] == [("held-out", "t1")]
 
 
@@ -119,10 +119,13 @@ def test_the_console_shows_some_changed_tasks_and_the_file_has_all(tmp_path: Pat
 
 def test_what_else_differs_is_said(tmp_path: Path) -> None:
     first = results(tmp_path / "a", "old", {"t1": [True], "t2": [True]})
-    second = results(tmp_path / "b", "new", {"t1": [True]}, sampling={"max_new_tokens": 16})
+    measured = {"held-out": {"env": {"factory": "m:t", "args": {}}, "answers_per_task": 8}, "hard": {}}
+    second = results(tmp_path / "b", "new", {"t1": [True]}, sampling={"max_new_tokens": 16}, measured=measured)
     code, output = compare(first, second)
     assert code == 0
-    assert 'sampling differs: {"max_new_tokens": 8} and {"max_new_tokens": 16}' in output
+    assert "sampling.max_new_tokens differs: 8 and 16" in output
+    assert "held-out.answers_per_task differs: 1 and 8" in output
+    assert "held-out.env.args.digits differs: 3 and –" in output
     assert "left out: 1 tasks that only A has answered, 0 that only B has" in output
 
 

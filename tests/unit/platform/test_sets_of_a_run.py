@@ -71,8 +71,7 @@ class Parts:
         for version in range(1, last):
             if self.evaluations.is_due(version):
                 self.evaluations.start(version)
-                assert self.evaluations._task is not None
-                await self.evaluations._task
+                await asyncio.gather(*self.evaluations._started.values())
         await self.evaluations.last(last, delivered)
 
 
@@ -111,8 +110,13 @@ async def test_only_the_tasks_of_the_run_spare_a_checkpoint(tmp_path: Path) -> N
     parts = Parts(tmp_path, sets={"hard": {"every_steps": 3}})
     parts.evaluations.start(3)
     assert parts.evaluations.running is None
-    parts.evaluations.start(4)  # is skipped: that of 3 goes on
-    assert "evaluation at v4 skipped" in parts.notes[-1]
+    parts.evaluations.start(4)
+    assert parts.evaluations.running == 4
+    parts.evaluations.start(6)
+    assert parts.notes == [
+        "evaluation at v6 skipped: the previous one is still running",
+        "evaluation of hard at v6 skipped: the previous one is still running",
+    ], "each waits for its own"
     await parts.evaluations.close()
 
 
