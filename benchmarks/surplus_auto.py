@@ -1,6 +1,6 @@
 """What `dataflow.surplus=auto` reaches beside every fixed number of redundant groups, by the shipping controller.
 
-    python benchmarks/surplus_auto.py --set chosen_on|held_back [--seeds 0:3] [--to FILE]    (about 10 minutes)
+    python benchmarks/surplus_auto.py [--set chosen_on] [--seeds 0:3] [--to FILE]    (5 minutes)
 
 Trained groups per virtual second of whole runs of `STEPS` versions, from the first admission to the last publish: the
 versions in which `auto` tries levels count. All numbers of a case see the same lengths (same seed). Wasted are sampled
@@ -23,31 +23,29 @@ from provenance import provenance
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation
 
-STEPS = 200
-ALWAYS = f"grain=64 steps={STEPS}"
+STEPS = 150
+ALWAYS = f"grain=256 group_size=2 steps={STEPS}"
 FREE_TRAINER = "train_fixed_s=0.5 train_s_per_token=1e-7"
 """Generation decides the speed."""
 SETS: dict[str, dict[str, str]] = {
     "chosen_on": {
-        "exponential, half of the slots": f"profile=exponential pools=2x32 batch=8 eta=0 {FREE_TRAINER}",
-        "long tail, full engines, η = 1": f"profile=longtail pools=2x16 batch=8 eta=1 {FREE_TRAINER}",
-        "constant, full engines": f"profile=constant pools=2x16 batch=8 eta=0 {FREE_TRAINER}",
-        "long tail, slow trainer, η = 2": "profile=longtail pools=4x16 batch=8 eta=2 train_s_per_token=1e-3",
+        "exponential, half of the slots": f"profile=exponential pools=2x16 batch=8 eta=0 max_surplus=4 {FREE_TRAINER}",
+        "long tail, full engines, η = 1": f"profile=longtail pools=2x8 batch=8 eta=1 max_surplus=4 {FREE_TRAINER}",
+        "constant, full engines": f"profile=constant pools=2x8 batch=8 eta=0 max_surplus=4 {FREE_TRAINER}",
+        "long tail, slow trainer, η = 2": "profile=longtail pools=4x8 batch=8 eta=2 train_s_per_token=3e-3",
     },
     "held_back": {
-        "short, three engines": f"profile=short pools=3x16 batch=12 group_size=3 eta=0 max_surplus=6 {FREE_TRAINER}",
-        "long tail, σ = 1.4": f"profile=longtail sigma=1.4 pools=3x12 batch=6 eta=0 max_surplus=3 {FREE_TRAINER}",
-        "long tail, few slots, η = 2": f"profile=longtail pools=4x8 batch=8 eta=2 {FREE_TRAINER}",
-        "exponential, few slots, η = 1": f"profile=exponential pools=2x8 batch=10 group_size=2 eta=1 {FREE_TRAINER}",
-        "constant, idle slots": f"profile=constant pools=2x24 batch=10 group_size=2 eta=0 {FREE_TRAINER}",
-        "nearly constant, η = 1": f"profile=short sigma=0.2 pools=2x20 batch=10 eta=1 {FREE_TRAINER}",
-        "exponential, slow trainer, η = 1": "profile=exponential pools=4x16 batch=8 eta=1 train_s_per_token=1e-3",
-        "long tail, unequal engines": (
-            f"profile=longtail pools=3x12 engine_speeds=1,1,2 batch=7 eta=0 max_surplus=3 {FREE_TRAINER}"
-        ),
-        "episodes of three turns": f"profile=short turns=3 tool_mean_s=4 pools=2x16 batch=8 eta=0 {FREE_TRAINER}",
-        "long tail, slow steps of full engines": (
-            f"profile=longtail pools=2x32 decode_per_sequence_s=1e-3 batch=8 eta=0 {FREE_TRAINER}"
+        "short, three engines": f"profile=short pools=3x10 batch=12 eta=0 max_surplus=6 {FREE_TRAINER}",
+        "long tail, σ = 1.4": f"profile=longtail sigma=1.4 pools=3x6 batch=6 group_size=3 eta=0 {FREE_TRAINER}",
+        "long tail, few slots, η = 2": f"profile=longtail pools=4x4 batch=8 eta=2 {FREE_TRAINER}",
+        "exponential, few slots, η = 1": f"profile=exponential pools=2x8 batch=10 eta=1 {FREE_TRAINER}",
+        "constant, idle slots": f"profile=constant pools=2x24 batch=10 eta=0 {FREE_TRAINER}",
+        "nearly constant, full engines, η = 1": f"profile=short sigma=0.2 pools=2x10 batch=8 eta=1 {FREE_TRAINER}",
+        "exponential, slow trainer, η = 1": "profile=exponential pools=4x8 batch=8 eta=1 train_s_per_token=3e-3",
+        "long tail, unequal engines": f"profile=longtail pools=3x6 engine_speeds=1,1,2 batch=7 eta=0 {FREE_TRAINER}",
+        "episodes of three turns": f"profile=short turns=3 tool_mean_s=4 pools=2x8 batch=8 eta=0 {FREE_TRAINER}",
+        "long tail, steps slow down": (
+            f"profile=longtail pools=2x16 decode_per_sequence_s=1e-3 batch=8 eta=0 {FREE_TRAINER}"
         ),
     },
 }
@@ -79,7 +77,8 @@ def table(of_set: str, seeds: range) -> Iterable[str]:
     ratios = []
     for name, words in SETS[of_set].items():
         base = parse_simulation([*ALWAYS.split(), *words.split()])
-        most = base.max_surplus
+        most = base.max_surplus if "max_surplus" in words else max(1, base.batch // 4)
+        base = base.model_copy(update={"max_surplus": most})
         arms = {s: run(base.model_copy(update={"surplus": s}), seeds) for s in (*range(most + 1), "auto")}
         auto = arms.pop("auto")
         best = max(arms, key=lambda s: arms[s].rate)

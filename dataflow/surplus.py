@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 VERSIONS_PER_TRY = 2
-"""Measured versions in a row with one level."""
+"""Versions in a row with one level, and η more, at most `MAX_MORE`: a version that waited for long is followed by fast
+ones, which have its groups in stock."""
+MAX_MORE = 4
 MEMORY_VERSIONS = 50.0
 """After so many versions a measurement has lost 1 − 1/e of its weight."""
 PREFERENCE = 0.01
@@ -29,9 +31,8 @@ CONFIDENCE = 1.5
 """Standard errors by which a level may be faster than its mean."""
 UNKNOWN_SPREAD = 0.25
 """Standard deviation ÷ mean of the seconds of a version, while few were measured."""
-LONGEST = 4.0
-"""A version counts as at most this many times the mean: evaluations and restarts happen with every level."""
-MAX_SETTLING = 4
+LONGEST = 6.0
+"""A version counts as at most this many times the mean of all: evaluations and restarts happen with every level."""
 
 
 class AdaptiveSurplus:
@@ -46,11 +47,11 @@ class AdaptiveSurplus:
 
         Args:
             largest: Largest number of redundant groups.
-            max_staleness: η: so many versions after a change still train groups of the former level.
+            max_staleness: η.
         """
         doubled = [1 << power for power in range(largest.bit_length()) if 1 << power < largest]
         self.levels = (0, *doubled, largest) if largest else (0,)
-        self._num_settling = min(max_staleness, MAX_SETTLING)
+        self._per_try = VERSIONS_PER_TRY + min(max_staleness, MAX_MORE)
         self._at = len(self.levels) - 1
         self._num_seen = 0
         self._waited_s = self._total_s = 0.0
@@ -70,13 +71,13 @@ class AdaptiveSurplus:
             step_s: Seconds since the version before.
             waited_s: Of these, seconds in which the trainer waited for its batch.
         """
-        self._num_seen += 1
-        if self._num_seen <= self._num_settling or step_s <= 0:
+        if step_s <= 0:
             return
+        self._num_seen += 1
         self._add(step_s)
         self._waited_s += waited_s
         self._total_s += step_s
-        if self._num_seen >= self._num_settling + VERSIONS_PER_TRY:
+        if self._num_seen >= self._per_try:
             self._move(self._choose())
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,8 +104,8 @@ class AdaptiveSurplus:
 
     def _add(self, step_s: float) -> None:
         at, kept = self._at, math.exp(-1 / MEMORY_VERSIONS)
-        if self._weights[at]:
-            step_s = min(step_s, LONGEST * self._mean(at))
+        if (total := sum(self._weights)) >= self._per_try:
+            step_s = min(step_s, LONGEST * sum(self._seconds) / total)
         self._weights = [kept * weight for weight in self._weights]
         self._seconds = [kept * seconds for seconds in self._seconds]
         self._squares *= kept
@@ -136,6 +137,6 @@ class AdaptiveSurplus:
         return self._mean(at) * spread / math.sqrt(self._weights[at])
 
     def _move(self, at: int) -> None:
-        self._num_seen = self._num_settling if at == self._at else 0
+        self._num_seen = 0
         self._waited_s = self._total_s = 0.0
         self._at = at

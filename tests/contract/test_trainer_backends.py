@@ -236,6 +236,13 @@ def test_layers_are_compiled_only_where_configured(case: Case, deepspeed_results
     assert deepspeed_results[dataclasses.astuple(case)]["has_compiled_layers"] == case.is_compiled
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("case", those(lambda case: case.zero_stage == 3))
+def test_deepspeed_offloads_weights_only_where_configured(case: Case, deepspeed_results: dict) -> None:
+    told = deepspeed_results[dataclasses.astuple(case)]["offloads_parameters"]
+    assert (told is not None and told.device == "cpu") == case.offload_parameters
+
+
 def is_replicated(case: Case) -> bool:
     """Whether every rank has the whole policy, whose weights are trained."""
     return case.zero_stage < 3 and not case.has_adapters and case.tensor_parallel * case.sequence_parallel == 1

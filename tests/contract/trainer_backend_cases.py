@@ -318,6 +318,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
             for part in ("down", "up")
         },
         "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
+        "offloads_parameters": getattr(getattr(trainer.backend, "_engine", None), "zero_offload_param", lambda: None)(),
         "has_compiled_layers": any(module._compiled_call_impl is not None for module in model_of(trainer).modules()),
         "saved": saved,
         "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in ENGINES},

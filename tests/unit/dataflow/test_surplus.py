@@ -107,10 +107,12 @@ def test_a_search_with_another_largest_number_begins_again() -> None:
     assert vars(search) == vars(AdaptiveSurplus(6, 0))
 
 
-def test_a_try_lasts_some_versions_and_those_after_a_change_are_not_measured() -> None:
-    used, _ = played(AdaptiveSurplus(8, 2), LANDSCAPES["both"], steps=120)
+@pytest.mark.parametrize(("max_staleness", "per_try"), [(0, 2), (3, 5), (50, 6)])
+def test_a_try_lasts_some_versions(max_staleness: int, per_try: int) -> None:
+    used, _ = played(AdaptiveSurplus(8, max_staleness), LANDSCAPES["both"], steps=120)
     changes = [number for number, (one, other) in enumerate(pairwise(used)) if one != other]
-    assert min(later - earlier for earlier, later in pairwise(changes)) == 4, "two that settle, two that are measured"
+    assert changes[0] == per_try - 1
+    assert min(later - earlier for earlier, later in pairwise(changes)) == per_try
 
 
 def test_the_core_admits_and_drops_as_many_as_were_chosen() -> None:

