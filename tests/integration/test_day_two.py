@@ -18,7 +18,7 @@ from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.arch.test_documents import commands
-from tests.command_line import read_summary
+from tests.command_line import read_summary, run_cli
 from tests.in_process import in_process
 from tests.small_run import small_run_overrides
 
@@ -136,3 +136,41 @@ def test_a_population_instead_of_a_grid(folder: Path, monkeypatch: pytest.Monkey
         invoke([*words[:at], *own, *words[at + 1 :], "--score", "eval/reward_mean"])
     table = (folder / "runs" / "population" / "population.md").read_text()
     assert table.count("\n| 100 | ") == 4
+
+
+def test_evaluate_on_several_sets_measure_any_policy_compare_two(folder: Path) -> None:
+    trained, *others = of_section("Evaluate on several sets, measure any policy, compare two")
+    of_test = ["evaluation.every_steps=20", "evaluation.sets.long.num_tasks=2", *OF_LONG]
+    with in_process(folder):
+        own = [word for word in trained if word.startswith("evaluation.")]
+        for name, seed in (("first", 0), ("second", 1)):
+            invoke(["penstock", "train", *small(name, folder, *own, *of_test, f"trainer.optimizer.lr=1e-{5 + seed}")])
+        invoke(["penstock", "export", "runs/first", "--to", "exported"])
+    for words in others:
+        own = [word for word in small("exported", folder) if not word.startswith("model.path=")]
+        if "experiment=arithmetic" in words:
+            words = [*words[:-1], *own]
+        words = [word.replace("num_tasks=256", "num_tasks=2") for word in words]
+        done = run_cli(*words[1:], cwd=folder)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    results = {path.name for path in (folder / "runs" / "evaluations").iterdir()}
+    assert {"first-step_60", "second-step_60", "first-step_40", "exported"} <= results
+
+
+def test_merge_policies(folder: Path) -> None:
+    base = ["trainer.optimizer.lr=1e-4", "total_steps=3"]
+    with in_process(folder):
+        for name in ("base", "add", "subtract"):
+            own = [word for word in small(name, folder, *base) if name == "base" or not word.startswith("model.path=")]
+            invoke(["penstock", "train", *own, *(["model.path=runs/base/policy"] if name != "base" else [])])
+        for words in of_section("Merge policies"):
+            invoke(words)
+    assert {(folder / name / "model.safetensors").is_file() for name in ("merged", "merged-ties")} == {True}
+
+
+def test_ratios_and_idle_memory(folder: Path) -> None:
+    with in_process(folder):
+        for words in of_section("Ratios and idle memory"):
+            assert words[-1] == "--dry-run"
+            own = small("ratios", folder) if "experiment=arithmetic" in words else [words[2]]
+            invoke([*words[:2], *own, *words[3:]])
