@@ -222,9 +222,9 @@ def measure_two(
             planned.append(load_measurement(policy, overrides, config_dir=config_dir))
     refuse_other_rewards(*(facts(one.loaded.config) for one in planned))
     folders: list[Path] = []
-    for name, policy in zip("ab", policies, strict=True):
-        folder = _free_folder(_short_name(policy)) if within is None else within / name
-        if code := _run([policy, *overrides, *options, "--to", str(folder)], planned[0].loaded.config.stop_grace_s):
+    for name, policy, one in zip("ab", policies, planned, strict=True):
+        folder = _free_folder(one.folder.name) if within is None else within / name
+        if code := _run([policy, *overrides, *options, "--to", str(folder)], one.loaded.config.stop_grace_s):
             return code
         folders.append(folder)
     return run_comparison(folders, console)

@@ -98,7 +98,8 @@ async def _evaluate(config: RunConfig, policy: str, step: int | None, folder: Pa
     done = {name: one for name, one in found.items() if isinstance(one, Evaluation)}
     if done:
         results = {"policy": policy, "model": model_path(config), "step": step, **_results(done), **facts(config)}
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for of_set in rows.by_set.values() for row in of_set]
+        ordered = (row for name in tasks for row in rows.by_set.get(name, ()))
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in ordered]
         # Not UTF-8 are lone surrogates, which a model can emit.
         text = "".join(f"{line}\n" for line in lines).encode("utf-8", "replace").decode()
         await asyncio.to_thread(write_text_atomically, folder / ANSWERS_FILE, text)

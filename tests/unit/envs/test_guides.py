@@ -34,9 +34,9 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
 OF_A_STARTED_RUN = {"checkpoints", "export", "resume"}
 RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve"), ("scale", "runs/long"), ("compare", "runs/first")}
-RUN_ELSEWHERE |= {("report", "runs/first"), ("doctor", "--cluster")}
-"""By test_cli_sandbox, test_comparison and test_report in tests/unit/platform; test_fleet and test_joined_cluster in
-tests/integration.
+RUN_ELSEWHERE |= {("report", "runs/first"), ("doctor", "--cluster"), ("compare", "runs/evaluations/first-step_60")}
+"""By test_cli_sandbox, test_comparison, test_evaluation_results and test_report in tests/unit/platform; test_fleet and
+test_joined_cluster in tests/integration.
 """
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -102,6 +102,7 @@ HERE = {
     line: words
     for line, words in commands().items()
     if tuple(words[:2]) not in RUN_ELSEWHERE and words[0] not in OF_A_STARTED_RUN and "runs/first" not in words
+    if words[0] != "eval" or not words[1].startswith("runs/")  # of a run: tests/unit/platform/test_eval_policies.py
     if ".venv-verifiers" not in line  # by tests/integration/test_verifiers_taskset.py
 }
 

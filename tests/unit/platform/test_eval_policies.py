@@ -154,6 +154,16 @@ def test_the_dry_run_of_two_policies_shows_both(run_dir: Path) -> None:
     assert not Path("runs/evaluations").exists()
 
 
+def test_two_policies_with_different_rewards_are_refused_before_one_is_measured(run_dir: Path, tmp_path: Path) -> None:
+    words = small_run_overrides(tmp_path, "other", character_tokenizer(), "dataflow.pass_reward=0.5")
+    other = prepare_run_dir(compose_config(words))
+    small_run_overrides(other, "other", character_tokenizer())
+    result = CliRunner().invoke(app, ["eval", RUN, "runs/other"], env={"COLUMNS": "400"})
+    assert result.exit_code == 1, result.output
+    assert "pass_reward differs, 1.0 and 0.5" in result.output
+    assert not Path("runs/evaluations").exists()
+
+
 def test_policies_are_the_words_that_are_no_overrides() -> None:
     words = ["runs/a", "evaluation.num_tasks=3", "runs/b", "+x.y=1", "~env.streams"]
     assert policies_in(words) == (["runs/a", "runs/b"], ["evaluation.num_tasks=3", "+x.y=1", "~env.streams"])

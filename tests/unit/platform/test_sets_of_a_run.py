@@ -15,6 +15,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.envs.streams import stream_factories
+from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.main import app
 from penstock.platform.config.schema import EvaluationConfig
@@ -201,3 +202,16 @@ def test_a_set_that_measures_the_same_twice_is_said() -> None:
     code, output = dry_run("evaluation.sets.a.num_tasks=8")
     assert code == 0, output
     assert "evaluation.sets.a has the tasks and the sampling of `evaluation` itself" in output
+
+
+async def test_the_environment_of_a_set_plays_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    words = ["evaluation.sets.game.env.factory=guessing:GuessingGame", "evaluation.sets.game.num_tasks=1"]
+    config = compose_config(["experiment=arithmetic", *words])
+    (task,) = load_sets(config)["game"]
+    host = EpisodeHost(config.played_env, config.seed)
+    try:
+        async with host.open(task) as played:
+            assert (await played.reset())["content"] == "?1-30"
+    finally:
+        await host.close()
