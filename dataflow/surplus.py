@@ -21,13 +21,13 @@ VERSIONS_PER_TRY = 2
 """Versions in a row with one level, and η more, at most `MAX_MORE`: a version that waited for long is followed by fast
 ones, which have its groups in stock."""
 MAX_MORE = 4
-MEMORY_VERSIONS = 50.0
+MEMORY_VERSIONS = 70.0
 """After so many versions a measurement has lost 1 − 1/e of its weight."""
 PREFERENCE = 0.01
 """Share of m(s) by which a level must be faster than the next smaller one to count as fast as it."""
 HARDLY_WAITS = 0.02
 """Share of the time in which the trainer waited for its batches, below which more groups could not make it faster."""
-CONFIDENCE = 1.5
+CONFIDENCE = 1.0
 """Standard errors by which a level may be faster than its mean."""
 UNKNOWN_SPREAD = 0.25
 """Standard deviation ÷ mean of the seconds of a version, while few were measured."""

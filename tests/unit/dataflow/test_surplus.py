@@ -76,12 +76,13 @@ def test_it_follows_lengths_that_change() -> None:
     assert sum(used[200:]) / 100 > 4
 
 
-def test_a_version_that_took_for_ever_does_not_decide() -> None:
+def test_a_version_that_took_for_ever_does_not_decide_for_long() -> None:
     seconds, search = LANDSCAPES["stragglers"], AdaptiveSurplus(8, 0)
     played(search, seconds, steps=100, spread=0.05)
     search.observe(1000.0, 1000.0)
-    used, _ = played(search, seconds, steps=60, spread=0.05)
-    assert used.count(8) > 50
+    used, _ = played(search, seconds, steps=150, spread=0.05)
+    assert set(used[:60]) <= {2, 4, 8}, "not far from the best"
+    assert used[-60:].count(8) > 50
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])
