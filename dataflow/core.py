@@ -117,6 +117,11 @@ class Dataflow:
             "surplus_search": None if self.surplus_search is None else self.surplus_search.state_dict(),
         }
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """Train so many batches in all, from now on."""
+        self.limits = replace(self.limits, total_steps=total_steps)
+        self._present = replace(self._present, total_steps=total_steps)
+
     def load_state_dict(self, state: Mapping[str, Any], ready: Mapping[GroupId, GroupRef]) -> None:
         """Continue an unused core where `state_dict` was taken, under the same limits.
 

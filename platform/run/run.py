@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
@@ -218,7 +218,7 @@ class Run:
         self._checkpointer.config = config.checkpoint
         if "total_steps" in changed:
             self.total_steps = config.total_steps
-            self._flow.core.limits = replace(self._flow.core.limits, total_steps=config.total_steps)
+            self._flow.core.set_total_steps(config.total_steps)
         values = {f"config/{key}": float(now) for key, (_, now) in changed.items() if isinstance(now, int | float)}
         self._instruments.hub.log(self.version, values)
         return version

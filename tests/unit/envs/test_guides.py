@@ -86,7 +86,7 @@ def write_own_rows(folder: Path) -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """Every line of the guides that calls penstock, split into words; day-two.md is tests/integration/test_day_two.py."""
+    """Every line of the guides that calls penstock, as words, but of day-two.md (tests/integration/test_day_two.py)."""
     guides = [guide for guide in sorted(GUIDES.glob("*.md")) if guide.name != "day-two.md"]
     blocks = [block for guide in guides for block in SHELL.findall(guide.read_text())]
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("penstock ")]
