@@ -100,7 +100,10 @@ GONE = {
     "types.py", "queue.py", "select.py",  # would be mistaken for modules of the standard library
 }  # fmt: skip
 """What decision records (docs/adr/) name because it does not exist any more, or must not."""
-OF_OTHERS = {"async_grpo_trainer.py", "train_source.py"}
+OF_OTHERS = {
+    "async_grpo_trainer.py", "fully_async_trainer.py", "integration_utils.py", "main_eval.py", "ppo_trainer.py",
+    "run_generation_gsm8k.sh", "ssd_eval.py", "swe.toml", "train_source.py", "training_args.py",
+}  # fmt: skip
 """Files of other projects, named without their folder."""
 
 
@@ -234,11 +237,12 @@ def test_planted_identifiers_that_do_not_exist_are_found() -> None:
 
 
 FOREIGN_OPTIONS = {
-    "--address", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus", "--head", "--host",
-    "--import-mode", "--model", "--node-ip-address", "--push_to_hub", "--qos", "--requeue", "--resume",
-    "--reward_funcs", "--security-opt", "--served-model-name", "--shm-size", "--signal", "--use_peft",
+    "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus", "--head", "--host",
+    "--import-mode", "--model", "--monitors", "--node-ip-address", "--push_to_hub", "--qos", "--requeue", "--resume",
+    "--reward_funcs", "--run", "--security-opt", "--served-model-name", "--shm-size", "--signal", "--trainer", "--use_peft",
+    "--vllm",
 }  # fmt: skip
-"""Of docker, git, kubectl, pytest, ray, sbatch, vllm and other trainers."""
+"""Of docker, git, kubectl, mlflow, pytest, ray, sbatch, vllm and other trainers."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
