@@ -237,10 +237,10 @@ def test_planted_identifiers_that_do_not_exist_are_found() -> None:
 
 
 FOREIGN_OPTIONS = {
-    "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus", "--head", "--host",
-    "--import-mode", "--model", "--monitors", "--node-ip-address", "--push_to_hub", "--qos", "--requeue", "--resume",
-    "--reward_funcs", "--run", "--security-opt", "--served-model-name", "--shm-size", "--signal", "--trainer", "--use_peft",
-    "--vllm",
+    "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus",
+    "--head", "--host", "--import-mode", "--model", "--monitors", "--node-ip-address", "--push_to_hub", "--qos",
+    "--requeue", "--resume", "--reward_funcs", "--run", "--security-opt", "--served-model-name", "--shm-size",
+    "--signal", "--trainer", "--use_peft", "--vllm",
 }  # fmt: skip
 """Of docker, git, kubectl, mlflow, pytest, ray, sbatch, vllm and other trainers."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
