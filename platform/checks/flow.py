@@ -164,6 +164,11 @@ def check_evaluation(config: RunConfig) -> Iterator[Finding]:
             "policy has not become better for a while, and only this last policy is kept. Use keep_best=true, so that "
             "`penstock export --best` can write the best one."
         )
+    if (num_best := config.checkpoint.keep_best) > 1 and not evaluation.keep_best:
+        yield error(
+            f"checkpoint.keep_best={num_best} with evaluation.keep_best=false: no checkpoint is taken with an "
+            "evaluation, so none of the best is kept. Set evaluation.keep_best=true, or leave it out."
+        )
     if evaluation.keep_best and not (config.checkpoint.every_minutes or config.checkpoint.every_steps):
         yield warning(
             "evaluation.keep_best=true takes a checkpoint with every evaluation, though checkpoint.every_minutes=0 and "

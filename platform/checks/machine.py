@@ -229,6 +229,7 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
     checkpoint = config.checkpoint
     takes_any = command == "train" and (checkpoint.every_steps or checkpoint.every_minutes)
     for_good = 0 if checkpoint.keep_every is None else config.total_steps // checkpoint.keep_every
+    for_good += checkpoint.keep_best if config.evaluation.keep_best else 0
     count = checkpoint.keep + for_good + 1 if takes_any else 0  # a new one is complete before an old one is removed
     one, others = trained_state_gib(config), published_gib(config) + _LOG_GIB
     needed = others + count * one

@@ -202,7 +202,9 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Take one every so many steps, too; 0 turns this off."""
     keep: int = Field(default=2, ge=1, le=10_000)
-    """Number of newest checkpoints that are kept; that of `evaluation.keep_best` is kept in addition."""
+    """Number of newest checkpoints that are kept; those of `keep_best` and `keep_every` are kept in addition."""
+    keep_best: int = Field(default=1, ge=1)
+    """With `evaluation.keep_best`, keep those of so many best evaluations."""
     keep_every: int | None = Field(default=None, ge=1)
     """Keep for good those whose step is a multiple of this, too, if one is taken there (`every_steps`)."""
     upload: str | None = Field(default=None, min_length=1)

@@ -196,7 +196,7 @@ async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Check
         folder.prune,
         run.config.checkpoint.keep,
         resumed.version,
-        run.evaluations.spared_versions(),
+        run.evaluations.spared_versions(run.config.checkpoint.keep_best),
         run.config.checkpoint.keep_every,
     )
 

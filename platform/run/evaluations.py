@@ -152,12 +152,12 @@ class Evaluations:
         )
         return True
 
-    def spared_versions(self) -> frozenset[int]:
-        """Versions whose checkpoints are kept, however old: the best one, and one whose evaluation goes on."""
+    def spared_versions(self, num_best: int) -> frozenset[int]:
+        """Versions whose checkpoints are kept, however old: so many best ones, and one whose evaluation goes on."""
         if not self.config.keep_best:
             return frozenset()
-        best = best_of(self.done)
-        return frozenset(version for version in (best and best.step, self.running) if version)
+        ranked = sorted((one for one in self.done if one.step), key=lambda one: one.rank, reverse=True)
+        return frozenset(version for version in (*(one.step for one in ranked[:num_best]), self.running) if version)
 
     def progress(self, version: int) -> Progress | None:
         """How far the evaluation is that runs now; None if none does, or it has just begun."""

@@ -30,6 +30,7 @@ SETTABLE = (
     "checkpoint.every_minutes",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.keep_best",
     "checkpoint.keep_every",
 )
 """Keys that are read anew at every step: no process has to start again for them."""

@@ -179,7 +179,7 @@ class Run:
         is_last = self.version == self.total_steps
         may_be_best = self.config.evaluation.keep_best and (is_last or self.evaluations.running == self.version)
         if may_be_best or self._checkpointer.is_due(self.version, is_last=is_last):
-            self._checkpointer.spared = self.evaluations.spared_versions()
+            self._checkpointer.spared = self.evaluations.spared_versions(self.config.checkpoint.keep_best)
             await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:

@@ -60,6 +60,15 @@ async def test_the_best_and_the_newest_checkpoint_are_kept(tmp_path: Path) -> No
     ]
 
 
+async def test_of_several_best_ones_the_first_of_equals_is_kept(tmp_path: Path) -> None:
+    run = keeping_run(tmp_path, [], Graded(1.0, 0.5, 0.9, 0.5, 0.4))
+    checkpoint = CheckpointConfig(every_minutes=0, keep=1, keep_best=2)
+    run.config = run.config.model_copy(update={"checkpoint": checkpoint})
+    run._checkpointer.config = checkpoint
+    await controller.train(run)
+    assert CheckpointFolder(tmp_path).versions() == [1, 2, STEPS]
+
+
 async def test_the_last_policy_may_be_the_best_although_checkpoints_are_off(tmp_path: Path) -> None:
     await controller.train(keeping_run(tmp_path, [], Graded(0.1, 0.2, 0.3, 0.3, 0.4)))
     assert CheckpointFolder(tmp_path).versions() == [2, STEPS], "step 2 was the best when that of the last was written"
@@ -94,7 +103,9 @@ async def test_the_best_evaluation_is_that_of_the_checkpoint_from_which_a_run_co
     state["evaluations"] = [one for one in state["evaluations"] if one["step"] <= 2]
     again.load_state_dict(2, state)
     assert best(tmp_path)["step"] == 2
-    assert again.evaluations.spared_versions() == {2}
+    assert again.evaluations.spared_versions(1) == {2}
+    assert again.evaluations.spared_versions(2) == {1, 2}
+    assert again.evaluations.spared_versions(9) == {1, 2}
 
 
 async def test_a_full_disk_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
