@@ -1,6 +1,6 @@
 """Members of a population that are no training runs: a noisy quadratic, whose best learning rate falls as it goes on.
 
-    penstock population lr=1e-3:1 --trainable examples.quadratic_member:Quadratic --score minus_loss
+    penstock population lr=1e-3:1 --trainable quadratic_member:Quadratic --score minus_loss
 
 A `Trainable` (platform/run/population.py) has two methods. Here the checkpoint of a member is one JSON file.
 """

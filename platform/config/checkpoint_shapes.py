@@ -45,9 +45,11 @@ def packaged_config(path: str) -> Path | None:
 
 def policy_of_run(path: str) -> Path | None:
     """The policy that a run has saved, if the path is the directory of one."""
-    policy = Path(path) / POLICY_FOLDER
-    is_run = (Path(path) / RUN_CONFIG_FILE).is_file() and not (Path(path) / CONFIG_FILE).exists()
-    return policy if is_run and (policy / CONFIG_FILE).is_file() else None
+    local = local_path(path)
+    if local is None or not local.is_dir():
+        return None
+    policy, is_run = Path(path) / POLICY_FOLDER, (local / RUN_CONFIG_FILE).is_file()
+    return policy if is_run and not (local / CONFIG_FILE).exists() and (policy / CONFIG_FILE).is_file() else None
 
 
 def config_file(path: str) -> Path | None:

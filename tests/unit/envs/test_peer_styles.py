@@ -124,7 +124,7 @@ async def test_none_leaves_a_part_out_and_is_no_opinion_of_a_reward_that_is_alon
 )
 async def test_a_score_of_verl_gets_the_ground_truth_of_its_rows(fields: Any, reward: float) -> None:
     row = task(data_source="openai/gsm8k", extra_info={"index": 3}, **fields)
-    assert await score(config("compute_score", "verl"), row, "2") == Score(reward, {"acc": 1.0})
+    assert await score(config("compute_score", "verl"), row, "2") == Score(reward, {"acc": 1.0}, answer="2")
     assert (await score(config("plain_score", "verl", penalty=0.5), row, "2")).reward == reward - 0.5
 
 

@@ -29,6 +29,7 @@ KEYS = {
     "partner_eval_before", "partner_eval_after", "policy_version", "failed_attempts", "skipped_prompts",
     "eval_reward_before", "eval_reward_after", "evaluated_on", "ended_by", "slow_parts",
     "computed_by",
+    "branched_from",
 }  # fmt: skip
 
 
