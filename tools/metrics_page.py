@@ -22,6 +22,7 @@ _FAMILIES = {
     "idle": "How long trainer and engines wait.",
     "weights": "Publishing of new weights to the engines.",
     "checkpoint": "Checkpoints, from which `penstock resume` continues.",
+    "config": "Keys of the configuration that `penstock set` has changed.",
     "memory": "Main memory, not that of devices, of all processes of the run on the driver's machine.",
     "eval": "Evaluation on held-out tasks ([guide](guides/evaluation.md)).",
     "trainer": "Computation of the trainer.",
