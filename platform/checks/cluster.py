@@ -188,7 +188,7 @@ def check_offload(config: RunConfig) -> Iterator[Finding]:
         elif config.cluster.pools[pool].device == "cpu":
             why = f"the pool {pool} has no GPUs, so its weights are in main memory anyway"
         else:
-            why = f"each of its workers has a GPU of the pool {pool} to itself, which nobody else would use"
+            why = f"each of its workers has a GPU of the pool {pool} to itself, which would stay unused"
         yield warning(
             f"{role}.offload=true has no effect: {why}. It is for cluster.colocated=true without {role}.pool. "
             f"Leave {role}.offload at false.",
