@@ -83,7 +83,7 @@ class TensorFiles:
 def write_like(model: TensorFiles, folder: Path, tensor_of: Callable[[str], torch.Tensor]) -> None:
     """Write safetensors files with the names, shapes, dtypes and distribution over files of another model.
 
-    The headers are those of its files, and only the data are written anew. `safetensors.torch.save_file` would need all
+    The headers are those of its files, and only the data are new. `safetensors.torch.save_file` would need all
     tensors of a file in memory.
 
     Args:

@@ -205,7 +205,7 @@ def searched(overrides: Sequence[str]) -> tuple[dict[str, Range], list[str]]:
         key, _, value = word.partition("=")
         if key in OF_A_MEMBER:
             raise ConfigError([f"{word}: a population sets {key} for each member."])
-        if value.count(":") == 1 and value[:1] in "+-.0123456789" and "/" not in key:
+        if Range.is_one(value):
             ranges[key] = Range.parse(key, value)
         else:
             fixed.append(word)

@@ -246,7 +246,7 @@ class CheckpointUpload:
 
 
 async def in_daemon_thread(call: Callable[[], int]) -> int:
-    """Run it in a thread that does not keep the process from ending, since a location may hang for ever."""
+    """Run it in a thread that does not keep the process from ending, since a location may never answer."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[int] = loop.create_future()
 

@@ -33,7 +33,7 @@ SETTABLE = (
     "checkpoint.keep_best",
     "checkpoint.keep_every",
 )
-"""Keys that are read anew at every step: no process has to start again for them."""
+"""Keys that every step reads again: no process has to be restarted for them."""
 
 
 class LiveSettings:

@@ -2,7 +2,7 @@
 
     a generation:  every member trains `steps_per_generation` more steps  ─▶  scores
     exploit:       the lowest quarter (at least one) becomes a branch of one of the highest quarter
-    explore:       each searched key of a branch is drawn anew with probability 1/4, else multiplied by 0.8 or 1.25
+    explore:       each searched key of a branch is drawn again with probability 1/4, else multiplied by 0.8 or 1.25
 
 Jaderberg et al., "Population Based Training of Neural Networks", 2017, arXiv:1711.09846 (truncation selection). A
 member that dies is tried once more, then replaced by a branch as if it were the worst, so that a population stays full.
@@ -39,19 +39,24 @@ class Range:
     low: float
     high: float
 
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text is two numbers with a colon between them."""
+        try:
+            return len([float(one) for one in text.split(":")]) == 2
+        except ValueError:
+            return False
+
     @classmethod
     def parse(cls, key: str, text: str) -> Range:
-        """Read `LOW:HIGH`.
+        """Read `LOW:HIGH`, two numbers.
 
         Raises:
-            ConfigError: If it is something else.
+            ConfigError: If they are no range.
         """
-        try:
-            low, high = (float(one) for one in text.split(":"))
-        except ValueError:
-            low = high = math.nan
+        low, high = (float(one) for one in text.split(":"))
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ConfigError([f"{key}={text}: a searched key has a range LOW:HIGH of two numbers, e.g. 1e-6:1e-4."])
+            raise ConfigError([f"{key}={text}: a searched key has a range LOW:HIGH, the smaller one first."])
         return cls(low, high)
 
     def at(self, share: float) -> float:

@@ -209,19 +209,26 @@ class Run:
         Raises:
             TrainingError: If a trainer rank is lost; nothing has changed then.
         """
-        version = self.trained_version
+        version, total_steps = self.trained_version, self.total_steps
+        if config.total_steps != self.config.total_steps:  # at once, or a step too many could begin meanwhile
+            self._set_total_steps(config.total_steps)
         if config.trainer.optimizer != self.config.trainer.optimizer:
-            version = await self.trainer.set_learning_rate(config.trainer.optimizer.model_dump())
+            try:
+                version = await self.trainer.set_learning_rate(config.trainer.optimizer.model_dump())
+            except PenstockError:
+                self._set_total_steps(total_steps)
+                raise
         changed = differences(self.config.model_dump(mode="json"), config.model_dump(mode="json"))
         self.config = config
         self.evaluations.config = config.evaluation
         self._checkpointer.config = config.checkpoint
-        if "total_steps" in changed:
-            self.total_steps = config.total_steps
-            self._flow.core.set_total_steps(config.total_steps)
         values = {f"config/{key}": float(now) for key, (_, now) in changed.items() if isinstance(now, int | float)}
         self._instruments.hub.log(self.version, values)
         return version
+
+    def _set_total_steps(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self._flow.core.set_total_steps(total_steps)
 
     @property
     def wall_s(self) -> float:

@@ -152,7 +152,8 @@ def test_an_interrupted_population_continues_as_if_it_had_not_been(tmp_path: Pat
     [
         (["experiment=arithmetic"], "Nothing is searched"),
         (["trainer.optimizer.lr=1e-4:1e-6"], "has a range LOW:HIGH"),
-        (["trainer.optimizer.lr=1e-4:x"], "has a range LOW:HIGH"),
+        (["trainer.optimizer.lr=1e-4:inf"], "has a range LOW:HIGH"),
+        (["trainer.optimizer.lr=1e-4:x"], "Nothing is searched"),
         (["trainer.optimizer.lr=1e-6:1e-4", "name=mine"], "a population sets name for each member"),
     ],
 )
@@ -162,6 +163,6 @@ def test_what_is_no_search_is_refused(words: list[str], said: str) -> None:
 
 
 def test_words_with_a_colon_that_are_no_ranges_are_overrides() -> None:
-    words = ["reward.fn=module:function", "env.args.url=http://host:80", "trainer.optimizer.lr=1e-6:1e-4"]
-    ranges, fixed = searched(words)
-    assert (list(ranges), fixed) == (["trainer.optimizer.lr"], words[:2])
+    words = ["reward.fn=module:function", "env.args.url=http://host:80", "env.args.server=10.0.0.1:8000"]
+    ranges, fixed = searched([*words, "trainer.optimizer.lr=1e-6:1e-4"])
+    assert (list(ranges), fixed) == (["trainer.optimizer.lr"], words)
