@@ -6,15 +6,47 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from penstock.dataflow.errors import PenstockError
 
 _PROGRAM = "from penstock.platform.cli.main import main; main()"
-_KILL_RESERVE_S = 5.0
+_KILL_RESERVE_S = 10.0
+"""Longer than the grace time of a command, after which it ends itself, seconds."""
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 2000
+
+
+@contextmanager
+def process_of(
+    words: Sequence[str], grace_s: float, output: IO[str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command as a process, which is ended with the context, with its own processes, within its grace time.
+
+    Args:
+        words: Command and arguments.
+        grace_s: Its `stop_grace_s`.
+        output: Where it prints; None is where this process does.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM, *words],
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        start_new_session=True,  # a signal to the process group ends it by way of this process, once
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(grace_s + _KILL_RESERVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 class EndedError(PenstockError):
@@ -44,28 +76,13 @@ def run_penstock(
         PenstockError: If it fails, or takes longer.
     """
     ends_at = time.monotonic() + timeout_s
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a signal to the process group ends it by way of this process, once
-        )
-        try:
-            while (code := process.poll()) is None:
-                if time.monotonic() > ends_at:
-                    raise PenstockError(f"{name} took longer than {timeout_s:.0f} s; its output is in {log}.")
-                if (reason := ending()) is not None:
-                    raise EndedError(reason)
-                time.sleep(_POLL_S)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(grace_s + _KILL_RESERVE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+    with log.open("a") as output, process_of(words, grace_s, output) as process:
+        while (code := process.poll()) is None:
+            if time.monotonic() > ends_at:
+                raise PenstockError(f"{name} took longer than {timeout_s:.0f} s; its output is in {log}.")
+            if (reason := ending()) is not None:
+                raise EndedError(reason)
+            time.sleep(_POLL_S)
     if code:
         tail = log.read_text(errors="replace")[-_LOG_TAIL_BYTES:]
         raise PenstockError(f"{name} failed with exit code {code}. The end of {log}:\n{tail}")

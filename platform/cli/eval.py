@@ -7,9 +7,6 @@ Face folder, or a name on the Hub, in place of `model.path` of an experiment.
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, chdir, suppress
@@ -23,6 +20,7 @@ from rich.console import Console
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import LoadedConfig, check_all, load_config
 from penstock.platform.checks.run_dir import is_run_dir
+from penstock.platform.cli.child import process_of
 from penstock.platform.cli.export import best_step, export_policy, saved_policy
 from penstock.platform.config.compose import Composition
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
@@ -35,9 +33,6 @@ from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name
 
 _STEP = re.compile(r"step_(\d+)")
 """Folder of a checkpoint."""
-_PROGRAM = "from penstock.platform.cli.main import main; main()"
-_KILL_RESERVE_S = 10.0
-"""Longer than the grace time of a command, after which it ends itself, seconds."""
 RESULTS_FOLDER = Path("runs/evaluations")
 
 
@@ -224,23 +219,9 @@ def measure_two(
     folders: list[Path] = []
     for name, policy, one in zip("ab", policies, planned, strict=True):
         folder = _free_folder(one.folder.name) if within is None else within / name
-        if code := _run([policy, *overrides, *options, "--to", str(folder)], one.loaded.config.stop_grace_s):
-            return code
+        words = ["eval", policy, *overrides, *options, "--to", str(folder)]
+        with process_of(words, one.loaded.config.stop_grace_s) as process:
+            if code := process.wait():
+                return code
         folders.append(folder)
     return run_comparison(folders, console)
-
-
-def _run(words: Sequence[str], grace_s: float) -> int:
-    """Run `penstock eval`; its exit code. An interrupt ends it within its grace time, with its processes."""
-    # In a session of its own a signal reaches it once, by way of this process.
-    process = subprocess.Popen([sys.executable, "-P", "-c", _PROGRAM, "eval", *words], start_new_session=True)
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(grace_s + _KILL_RESERVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
