@@ -3,8 +3,9 @@
     python benchmarks/tool_latency.py [--policy DIR] [--steps 20] [--rounds 1] [--eta 4] [--tool-in environment]
 
 Both runs are `penstock train experiment=arithmetic` with the environment of examples/slow_environment.py: after the
-policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at most 30 s). With `--tool-in reward` the
-tool sleeps in the reward instead (examples/slow_tool.py). The runs differ in `dataflow.max_staleness` only. They
+policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at most 30 s). With `--tool-in agent` the
+same is an agent program that calls the policy itself; with `--tool-in reward` the tool sleeps in the reward
+(examples/slow_tool.py). The runs differ in `dataflow.max_staleness` only. They
 alternate; measured are groups per second from the end of one step to the end of a later one, without the first
 `--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation.
 
@@ -38,6 +39,13 @@ PENSTOCK = Path(sys.executable).with_name("penstock")
 BATCH, GROUP = 16, 8
 TOOL_IN = {
     "environment": ("env.factory=slow_environment:CheckedSums", "env.episode.timeout_s=120", "reward=episode"),
+    "agent": (
+        "env=agent",
+        "env.args.tasks=arithmetic",
+        "env.args.agent=slow_environment:solve",
+        "env.episode.timeout_s=120",
+        "reward=episode",
+    ),
     "reward": ("reward.fn=slow_tool:exact_match_after_tool", "reward.timeout_s=120"),
 }
 """What a run of either kind says on its command line."""
@@ -69,7 +77,7 @@ def groups_per_s(steps: list[dict[str, float]], warmup: int, eta: int) -> float:
 
 def expected_slowest_s(num_steps: int, tool_in: str) -> float:
     """E[max of B·G latencies], over the very trajectories of the synchronous run; seconds."""
-    tasks = "arithmetic/train/" if tool_in == "environment" else ""  # drawn by task and attempt, or by group and member
+    tasks = "" if tool_in == "reward" else "arithmetic/train/"  # drawn by task and attempt, or by group and member
     starts = range(0, num_steps * BATCH + 1, BATCH)
     batches = [[f"{tasks}{group}/{one}" for group in range(a, b) for one in range(GROUP)] for a, b in pairwise(starts)]
     return mean(max(map(tool_latency_s, batch)) for batch in batches)

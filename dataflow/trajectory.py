@@ -94,6 +94,8 @@ class Episode:
         parts: Named parts of the reward.
         counts: Counters of the environment (`tool_calls`, ...), summed over the turns.
         answer: What the environment took as the answer of the policy; None if it does not say.
+        side_turns: Turns of an agent program's threads that are not trained (`env.endpoint.threads`): kept to be read,
+            they are no part of the trajectory's tokens.
     """
 
     turns: tuple[Turn, ...]
@@ -102,6 +104,7 @@ class Episode:
     parts: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    side_turns: tuple[Turn, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

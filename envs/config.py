@@ -14,6 +14,7 @@ PeerStyle = Literal["trl", "verl"]
 """Libraries whose reward functions are called as these libraries call them (envs/rewards/peer_styles.py)."""
 OnLongPrompt = Literal["skip", "error"]
 SpecialTokens = Literal["text", "tokens"]
+TrainedThreads = Literal["agent", "all", "last", "strict"]
 
 
 class IsolationConfig(BaseModel):
@@ -108,6 +109,10 @@ class EndpointConfig(BaseModel):
     key_variable: str | None = None
     """Environment variable with a key for plain questions to the policy, such as those of a judge: greedy answers that
     are not recorded. None: only agent programs are answered."""
+    threads: TrainedThreads = "agent"
+    """Which histories of an agent program are trained. `agent`: those with the tools of the one that has the most
+    turns, so neither titles nor summaries; `all`; `last`: what led to the last answer of the agent. `strict`: a program
+    may have one history only, and what does not continue it is refused."""
 
 
 class ReasoningConfig(BaseModel):

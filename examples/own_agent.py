@@ -7,7 +7,8 @@ In this folder:
 """
 
 import json
-import sys
+import os
+from pathlib import Path
 
 from openai import OpenAI
 
@@ -20,7 +21,7 @@ class Codes(GeneratedTasks):
 
 
 def main():
-    task = json.loads(sys.stdin.readline())
+    task = json.loads(Path(os.environ["PENSTOCK_TASK"]).read_text())
     client, reward = OpenAI(), 0.0
     messages = [{"role": "user", "content": task["prompt"]}]
     for _ in range(2):

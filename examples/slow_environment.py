@@ -4,11 +4,12 @@ In this folder:
 
     penstock train experiment=arithmetic env.factory=slow_environment:CheckedSums reward=episode \
         env.episode.timeout_s=120 name=slow
+
+`solve` is the same as an agent program: env=agent env.args.tasks=arithmetic env.args.agent=slow_environment:solve
 """
 
 import asyncio
 from collections import Counter
-from typing import ClassVar
 
 from slow_tool import tool_latency_s
 
@@ -21,15 +22,22 @@ class CheckedSums(ArithmeticTasks):
         return Check()
 
 
+attempts = Counter()  # per task: the n-th attempt takes the same time in every run
+
+
+async def tool(task, claim: str) -> bool:
+    attempt = attempts[task.task_id]
+    attempts[task.task_id] += 1
+    await asyncio.sleep(tool_latency_s(f"{task.task_id}/{attempt}"))
+    return claim == task.fields["answer"]
+
+
 class Check(Environment):
-    calls: ClassVar = Counter()  # attempts per task: the n-th attempt takes the same time in every run
-
-    async def tool(self, claim: str) -> bool:
-        attempt = self.calls[self.task.task_id]
-        self.calls[self.task.task_id] += 1
-        await asyncio.sleep(tool_latency_s(f"{self.task.task_id}/{attempt}"))
-        return claim == self.task.fields["answer"]
-
     async def step(self, action):
-        is_right = await self.tool(action.text.rpartition(";")[2])
+        is_right = await tool(self.task, action.text.rpartition(";")[2])
         return Done(float(is_right and not action.is_truncated), counts={"tool_calls": 1})
+
+
+async def solve(task, client):
+    answer = (await client.completions.create(model="policy", prompt=task.prompt)).choices[0]
+    return float(await tool(task, answer.text.rpartition(";")[2]) and answer.finish_reason == "stop")

@@ -17,7 +17,7 @@ from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
-from penstock.envs.config import EndpointConfig
+from penstock.envs.config import EndpointConfig, TrainedThreads
 from penstock.envs.endpoint.scripted import ScriptedPolicy
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
@@ -107,12 +107,13 @@ async def run_agents(
     max_new_tokens: int = 200,
     timeout_s: float = 10.0,
     stop: tuple[str, ...] = (),
+    threads: TrainedThreads = "agent",
 ) -> list[Trajectory]:
     """Run all programs concurrently; returns one trajectory of each."""
     endpoint = Endpoint(EndpointConfig(), timeout_s)
     tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
-    player = EpisodePlayer(source.open, codec, EpisodeBudget(max_turns, max_tokens), endpoint)
+    player = EpisodePlayer(source.open, codec, EpisodeBudget(max_turns, max_tokens), endpoint, threads)
     runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
     sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids, stop=stop)
     try:

@@ -71,10 +71,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def too_many_turns(max_turns: int) -> ApiError:
-    """429: the episode has used all its turns."""
-    message = f"This session has had its {max_turns} answers (env.episode.max_turns)."
-    return ApiError(429, message, kind="insufficient_quota", code="max_turns")
+class BudgetError(ApiError):
+    """400: a budget of the episode is exhausted. After 429 many programs repeat a request for minutes."""
+
+    def __init__(self, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(400, message, code=code, param=param)
+
+
+def too_many_turns(max_turns: int) -> BudgetError:
+    """The episode has used all its turns."""
+    return BudgetError(f"This session has had its {max_turns} answers (env.episode.max_turns).", "max_turns")
 
 
 def check_model(name: str) -> None:

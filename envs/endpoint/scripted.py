@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.config import EnvConfig
-from penstock.envs.endpoint.message_history import NewContent
+from penstock.envs.endpoint.message_history import Histories, NewContent
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece
@@ -26,24 +26,32 @@ class ScriptedPolicy:
         is_over: A request came after the last answer.
     """
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, *, is_strict: bool = False) -> None:
         self.num_answers = 0
         self.is_over = False
         self._say = say
+        self._histories = Histories(is_strict=is_strict)
+        self._threads: set[str] = set()
 
-    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
+    async def answer(self, exchange: Exchange) -> Answer:
         """Give the next answer.
 
         Raises:
-            ApiError: 429, if there is no answer left.
+            ApiError: 400, if there is no answer left.
         """
-        if exchange.request.tools and self.num_answers == 0 and not isinstance(content, str):
-            content = with_tools(content, exchange.request.tool_schemas)
-        text = await self._say(content)
-        if text is None:
-            self.is_over = True
-            raise too_many_turns(self.num_answers)
-        self.num_answers += 1
+        request = exchange.request
+        place = self._histories.place(request)
+        content = place.content
+        if request.tools and place.thread not in self._threads and not isinstance(content, str):
+            content = with_tools(content, request.tool_schemas)
+        with self._histories.answering(place, request):
+            text = await self._say(content)
+            if text is None:
+                self.is_over = True
+                raise too_many_turns(self.num_answers)
+            self.num_answers += 1
+            self._threads.add(place.thread)
+            self._histories.record(place, request, text, text)
         exchange.say(Piece(text))
         return Answer(text, text, "stop", len(str(content).split()), len(text.split()))
 
@@ -54,7 +62,7 @@ async def play_program(config: EnvConfig, played: PlayedEpisode, name: str, say:
     Raises:
         TrajectoryError: kind `env`, if it fails.
     """
-    policy = ScriptedPolicy(say)
+    policy = ScriptedPolicy(say, is_strict=config.endpoint.threads == "strict")
     endpoint = Endpoint(config.endpoint, config.episode.timeout_s)
     try:
         async with endpoint.open(name) as session:

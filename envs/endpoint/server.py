@@ -140,6 +140,11 @@ class Endpoint:
             session.refused()
             raise
         headers = {"x-penstock-ignored": ", ".join(chat_request.ignored)} if chat_request.ignored else {}
+        with exchange.reading():
+            return await self._deliver(request, exchange, headers)
+
+    async def _deliver(self, request: web.Request, exchange: Exchange, headers: dict[str, str]) -> web.StreamResponse:
+        chat_request = exchange.request
         if chat_request.is_stream:
             return await _stream(request, exchange, headers)
         try:

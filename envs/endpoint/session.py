@@ -1,10 +1,10 @@
-"""One session: the requests of one program, answered one after the other by a policy.
+"""One session: the requests of one program, answered by a policy while the program runs.
 
-    waiting --a request--> answering --the answer--> waiting --the program's end--> closed
+    waiting --a request--> answering --the last open answer--> waiting --the program's end--> closed
 
-Consumes: requests. Waits for: the next request or the program's end, while waiting; the policy, while answering.
-Unblocked by: the server, the program; the policy. A caller that waits for an answer is unblocked by the answer, by a
-refusal, or by the end of the session, which refuses open requests.
+Consumes: requests, any number of them concurrently. Waits for: the next request or the program's end, while waiting;
+the policy, while answering. Unblocked by: the server, the program; the policy. A caller that waits for an answer is
+unblocked by the answer, by a refusal, or by the end of the session, which refuses open requests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import asyncio
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.envs.endpoint.message_history import MessageHistory, NewContent
-from penstock.envs.endpoint.requests import MODEL, ApiError, ChatRequest, bad_request
+from penstock.envs.endpoint.requests import MODEL, ApiError, BudgetError, ChatRequest
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 
 MAX_QUESTIONS = 1024
+MAX_CONCURRENT = 64
+"""Requests of one session that may be answered at once."""
+GRACE_S = 5.0
+"""A program that asks on for longer, after a budget has refused its request, is ended. Seconds."""
+MAX_REPEATS = 3
+"""A program whose request is refused so often in a row, always the same, is ended."""
 _LATE_S = 1.0
 """A wait that is later than this shows that the event loop stood still; less is ordinary load. Seconds."""
 MIN_KEY_CHARACTERS = 16
@@ -67,7 +73,7 @@ class Answer:
     reasoning: str | None = None
 
 
-AnswerTurn = Callable[[NewContent, "Exchange"], Awaitable[Answer]]
+AnswerTurn = Callable[["Exchange"], Awaitable[Answer]]
 """Answers one turn of a session, or a plain question. Raises ApiError if this request cannot be answered (the session
 continues), PenstockError if no further request can be."""
 
@@ -77,6 +83,7 @@ class Exchange:
 
     Attributes:
         was_delivered: A client has received the whole answer, or the refusal.
+        num_readers: Clients that wait for it.
     """
 
     def __init__(self, request: ChatRequest) -> None:
@@ -84,12 +91,22 @@ class Exchange:
         self.answer: Answer | None = None
         self.error: ApiError | None = None
         self.was_delivered = False
+        self.num_readers = 0
         self._pieces: list[Piece] = []
         self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
         return self.answer is not None or self.error is not None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a client while it waits."""
+        self.num_readers += 1
+        try:
+            yield
+        finally:
+            self.num_readers -= 1
 
     def say(self, piece: Piece) -> None:
         """Stream a piece of the answer."""
@@ -154,9 +171,9 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._secret = secrets.token_urlsafe(32)
         self.access = EndpointAccess(base_url, f"pk-{serial}-{self._secret}", MODEL)
-        self._history = MessageHistory()
-        self._incoming: asyncio.Queue[Exchange] = asyncio.Queue(maxsize=1)
-        self._last: Exchange | None = None
+        self._incoming: asyncio.Queue[Exchange] = asyncio.Queue()
+        self._undelivered: list[Exchange] = []
+        self._refusals = _Refusals()
         self._is_closed = False
 
     def has_secret(self, secret: str) -> bool:
@@ -164,22 +181,22 @@ class Session:
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     def submit(self, request: ChatRequest) -> Exchange:
-        """Submit a request. If it repeats the last one, whose answer was not delivered, return that exchange.
+        """Submit a request. If it repeats one whose client has gone away without the answer, return that exchange.
 
         Raises:
-            ApiError: If another request is being answered.
+            ApiError: If too many requests are being answered.
         """
-        last = self._last
-        if last is not None and not last.was_delivered and last.request == request:
-            return last
-        if last is not None and not last.is_over:
-            raise bad_request(
-                "Another request of this session is being answered. A session is one conversation: wait for it.",
-                code="concurrent_request",
-            )
+        self._undelivered = [one for one in self._undelivered if not one.was_delivered]
+        for one in self._undelivered:
+            if not one.num_readers and one.request == request:
+                return one
+        if sum(not one.is_over for one in self._undelivered) >= MAX_CONCURRENT:
+            message = f"{MAX_CONCURRENT} requests of this session are being answered. Wait for one of them."
+            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
         self.counts["requests"] += 1
         self.counts["ignored_parameters"] += bool(request.ignored)
-        exchange = self._last = Exchange(request)
+        exchange = Exchange(request)
+        self._undelivered.append(exchange)
         if self._is_closed:
             exchange.refuse(_session_ended())
         else:
@@ -200,59 +217,92 @@ class Session:
 
         Args:
             program: Runs the program; cancelled if this method raises.
-            answer: Answers the requests.
+            answer: Answers the requests; called concurrently if they come concurrently.
 
         Raises:
-            TrajectoryError: kind `env`, if the program fails, or gets no answer and does not end for `timeout_s`.
-                Errors of `answer` propagate.
+            TrajectoryError: kind `env`, if the program fails, gets no answer and does not end for `timeout_s`, or asks
+                on for too long after a refusal. Errors of `answer` propagate.
         """
         loop, running = asyncio.get_running_loop(), asyncio.ensure_future(program)
-        incoming: asyncio.Task[Exchange] | None = None
+        incoming = asyncio.create_task(self._incoming.get())
+        answering: set[asyncio.Task[bool]] = set()
         deadline = loop.time() + self._timeout_s
         try:
             while True:
-                incoming = incoming or asyncio.create_task(self._incoming.get())
                 left_s = deadline - loop.time()
                 if left_s < -_LATE_S:
                     # This loop stood still, and the requests of that time are still unread.
                     deadline = loop.time() + (left_s := self._timeout_s)
-                await asyncio.wait({running, incoming}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
+                limit_s = None if answering else max(left_s, 0)
+                await asyncio.wait(
+                    {running, incoming, *answering}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+                )
                 if running.done():
                     return running.result()
-                if loop.time() - deadline > _LATE_S:
-                    continue
-                if left_s <= 0 or not incoming.done():
+                ended = {task for task in answering if task.done()}
+                answering -= ended
+                # A refused request does not count: a program that repeats it after its last turn would never end.
+                were_answered = [task.result() for task in ended]
+                if any(were_answered) or answering:
+                    deadline = loop.time() + self._timeout_s
+                if incoming.done():
+                    answering.add(asyncio.create_task(self._answer(incoming.result(), answer), name="answer a turn"))
+                    incoming = asyncio.create_task(self._incoming.get())
+                elif not ended and 0 <= loop.time() - deadline <= _LATE_S:
                     message = f"{self.name}: neither a request that could be answered nor an end"
                     raise TrajectoryError("env", f"{message} within {self._timeout_s:g} s (env.episode.timeout_s)")
-                exchange, incoming = incoming.result(), None
-                # A refused request does not count: a program that repeats it after its last turn would never end.
-                if await self._answer(exchange, answer):
-                    deadline = loop.time() + self._timeout_s
         finally:
             self.close()
-            pending = [task for task in (running, incoming) if task is not None and not task.done()]
-            for task in pending:
+            started = [running, incoming, *answering]
+            for task in started:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await asyncio.gather(*started, return_exceptions=True)
 
     def close(self) -> None:
         """Refuse open and future requests."""
         self._is_closed = True
-        if self._last is not None and not self._last.is_over:
-            self._last.refuse(_session_ended())
+        for one in self._undelivered:
+            if not one.is_over:
+                one.refuse(_session_ended())
 
     async def _answer(self, exchange: Exchange, answer: AnswerTurn) -> bool:
-        """Answer or refuse a request. Returns whether it was answered."""
-        request = exchange.request
+        """Answer or refuse a request. Returns whether it was answered.
+
+        Raises:
+            TrajectoryError: kind `env`, if the program has had its refusals.
+        """
         try:
-            answered = await answer(self._history.new_content(request), exchange)
+            answered = await answer(exchange)
         except ApiError as error:
             self.counts["refused"] += 1
             exchange.refuse(error)
+            if why := self._refusals.add(exchange.request, error, asyncio.get_running_loop().time()):
+                raise TrajectoryError("env", f"{self.name}: {why}") from error
             return False
-        self._history.record(request, answered.text, answered.sampled_text, answered.reasoning)
+        self._refusals = _Refusals()
         exchange.finish(answered)
         return True
+
+
+class _Refusals:
+    """The refusals since the last answer."""
+
+    def __init__(self) -> None:
+        self._last: ChatRequest | None = None
+        self._num_repeats = 0
+        self._exhausted_at: float | None = None
+
+    def add(self, request: ChatRequest, error: ApiError, now: float) -> str:
+        """Add one; `now` in seconds. Returns why the program is to be ended; empty if it is not."""
+        self._num_repeats = self._num_repeats + 1 if request == self._last else 1
+        self._last = request
+        if self._num_repeats >= MAX_REPEATS:
+            return f"it has sent a request {MAX_REPEATS} times that is refused: {error}"
+        if isinstance(error, BudgetError):
+            self._exhausted_at = now if self._exhausted_at is None else self._exhausted_at
+            if now - self._exhausted_at > GRACE_S:
+                return f"it asks on, {now - self._exhausted_at:.0f} s after its budget was exhausted: {error}"
+        return ""
 
 
 class Questions:
@@ -305,7 +355,7 @@ class Questions:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            exchange.finish(await self._answer_turn(MessageHistory().new_content(exchange.request), exchange))
+            exchange.finish(await self._answer_turn(exchange))
         except ApiError as error:
             exchange.refuse(error)
         except PenstockError as error:

@@ -3,6 +3,9 @@
 The task comes from any task source. The program is a command, in a process of its own, or an asynchronous function
 `agent(task, client)`, in a process that is already running. It gets an address and a key (envs/endpoint). When it ends,
 the episode ends.
+
+A command finds the task in the file that PENSTOCK_TASK names, which only processes with that descriptor can open. Its
+standard input is empty: many agents append theirs to the prompt, and the fields of a task often hold the answer.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ class AgentTasks:
     Args:
         seed: Seed of the task source.
         tasks: Name or import path of the task source; its environment is not used.
-        agent: Words of a command; or import path of an `async def agent(task, client)` that returns a reward, a dict of
-            named rewards, or None, where `client` is an `openai.AsyncOpenAI`.
+        agent: Words of a command, in which `{prompt}` and `{task_id}` stand for those of the task; or import path of an
+            `async def agent(task, client)` that returns a reward, a dict of named rewards, or None, where `client` is
+            an `openai.AsyncOpenAI`.
         task_args: Keyword arguments of the task source.
 
     Raises:
@@ -164,18 +168,23 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.api_key,
+        "ANTHROPIC_MODEL": access.model,
     }
+    words = [word.replace("{prompt}", _text_of(task)).replace("{task_id}", task.task_id) for word in command]
     with tempfile.TemporaryFile() as given:
         fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
         given.write(json.dumps(fields, default=str).encode() + b"\n")
-        given.seek(0)
+        given.flush()
         try:
             process = subprocess.Popen(  # noqa: ASYNC220  it only starts here; the wait for it is asynchronous
-                command,
-                stdin=given,
+                words,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[given.fileno()],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **variables},
+                env={**os.environ, **variables, "PENSTOCK_TASK": f"/dev/fd/{given.fileno()}"},
                 start_new_session=True,
             )
         except OSError as error:
@@ -199,6 +208,11 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
         output = (bytes(err) or bytes(out)).decode(errors="replace").strip()
         raise RuntimeError(f"the agent {how_it_ended(process.returncode)}: {output[-2000:]}")
     return parse_reward(bytes(out).decode(errors="replace"))
+
+
+def _text_of(task: Task) -> str:
+    """The prompt of a task as the text that a person would type."""
+    return task.prompt if isinstance(task.prompt, str) else "\n\n".join(one["content"] for one in task.prompt)
 
 
 def parse_reward(output: str) -> RewardResult | None:

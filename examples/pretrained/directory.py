@@ -6,7 +6,8 @@
     assistant  The pilot works in Lima.
 
 The directory takes 0.2 s and more, sometimes seconds. Half of the reward is for the person, half for the city.
-`make real TASK=directory` trains on it.
+`make real TASK=directory` trains on it as an environment; `make real TASK=directory ARGS="env=agent env.args=…"` trains
+`enquire`, an agent that calls the policy itself (docs/guides/openai-endpoint.md).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Enquiry(Environment):
     looked_up: str | None = None
 
     async def step(self, action: Action) -> Observation | Done:
-        words, task = set(re.findall(r"\w+", action.text)), self.task.fields
+        words, task = words_of(action.text), self.task.fields
         if self.looked_up is not None:
             return self.done(names_the_city=words & set(CITIES) == {task["answer"]})
         people = words & set(task["entries"])
@@ -68,6 +69,32 @@ class Enquiry(Environment):
     def done(self, *, names_the_city: bool) -> Done:
         is_right = self.looked_up == self.task.fields["person"]
         return Done({"names_the_person": 0.5 * is_right, "names_the_city": 0.5 * names_the_city})
+
+
+async def enquire(task, client) -> dict[str, float]:
+    """The same by an agent program."""
+    messages = list(task.prompt)
+    said = await answer(client, messages)
+    people = words_of(said) & set(task.fields["entries"])
+    if len(people) != 1:
+        return {"names_the_person": 0.0, "names_the_city": 0.0}
+    (person,) = people
+    await asyncio.sleep(latency_s(f"{task.task_id} {person}"))
+    entry = f"{person} works in {task.fields['entries'][person]}."
+    question = f"{entry} In which city does the {task.fields['job']} work?"
+    said = await answer(
+        client, [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": question}]
+    )
+    is_city = words_of(said) & set(CITIES) == {task.fields["answer"]}
+    return {"names_the_person": 0.5 * (person == task.fields["person"]), "names_the_city": 0.5 * is_city}
+
+
+async def answer(client, messages: list) -> str:
+    return (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message.content or ""
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 def latency_s(call: str) -> float:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dataflow.ports import TrainedTokens
-from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Trajectory, Turn
 from penstock.platform.metrics.atomic_file import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -185,17 +185,27 @@ def turns_of(trajectory: Trajectory) -> list[dict[str, Any]]:
 
     Of the policy: role `policy`, thread, text, num_tokens, seconds (waits included), finish_reason, interruptions. Of
     the environment, template included: role `environment`, thread, text, num_tokens, seconds (its own and its tools').
+    Those that are not trained (`Episode.side_turns`) come last, with `trained` false, which the others do not have.
     """
+    episode = trajectory.episode
+    if episode is None:
+        return []
     said: list[dict[str, Any]] = []
-    for turn in () if trajectory.episode is None else trajectory.episode.turns:
+    marked: list[tuple[Turn, dict[str, bool]]] = [(turn, {}) for turn in episode.turns]
+    marked += [(turn, {"trained": False}) for turn in episode.side_turns]
+    for turn, mark in marked:
         said.append(
             {"role": "policy", "thread": turn.thread, "text": encodable(turn.reasoning + turn.response)}
             | {"num_tokens": turn.num_tokens, "seconds": round(turn.sampling_s, 3)}
             | {"finish_reason": turn.finish_reason, "interruptions": turn.num_interruptions}
+            | mark
         )
         if turn.num_observation_tokens:
-            observed = {"role": "environment", "thread": turn.thread, "text": encodable(turn.observation)}
-            said.append(observed | {"num_tokens": turn.num_observation_tokens, "seconds": round(turn.environment_s, 3)})
+            said.append(
+                {"role": "environment", "thread": turn.thread, "text": encodable(turn.observation)}
+                | {"num_tokens": turn.num_observation_tokens, "seconds": round(turn.environment_s, 3)}
+                | mark
+            )
     return said
 
 

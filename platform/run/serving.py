@@ -104,7 +104,7 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     host = (spread_episodes if is_spread else EpisodeHost)(config.played_env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
-        yield EpisodePlayer(host.open, codec, budget, endpoint)
+        yield EpisodePlayer(host.open, codec, budget, endpoint, config.env.endpoint.threads)
     finally:
         await endpoint.close()
         await host.close()

@@ -3,7 +3,7 @@
 p is the prompt, y_k the tokens that the policy sampled in turn k exactly as the engine returned them, o_k the
 observation after them, rendered once. The request of turn k + 1 is exactly p, y_1, o_1 … y_k, o_k, so the trainer sees
 what the engines saw. The loss mask is 1 on y_k and 0 elsewhere, behavior logprobs are 0 elsewhere, and spans cover the
-y_k only (I4, I7). An observation after the last turn is left out. A fork has all earlier tokens as its p, with mask 0,
+y_k only (I4, I7). An observation after the last turn is left out. A fork after turn k begins with p … y_k, with mask 0,
 because they carry their loss in the thread that sampled them (docs/guides/several-agents.md).
 
 A turn may be interrupted after n of its m = `max_new_tokens` tokens. The request for the rest has the n tokens appended
@@ -14,15 +14,17 @@ sampled the tokens before or was given them, so an interruption costs time only 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.dataflow.ids import RequestId, TrajectoryId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
-from penstock.dataflow.sampling import SamplingParams
+from penstock.dataflow.sampling import SamplingParams, derive_seed
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import (
     MAIN_THREAD,
@@ -173,16 +175,25 @@ class EpisodeBudget:
     max_threads: int = 1
 
 
+class TurnEnd(NamedTuple):
+    """Number of tokens of a thread at the end of a turn, and the version of the last of them."""
+
+    num_tokens: int
+    version: int
+
+
 class Conversation:
     """The tokens of one thread, extended turn by turn.
 
     Args:
-        prompt_ids: Prompt; of a fork, all tokens of the forked thread and the new ones.
-        opening: Text of the prompt; of a fork, of the new tokens.
-        sampling: Sampling parameters of its turns.
+        prompt_ids: Prompt; of a fork, its tokens after those of the forked thread.
+        opening: Text of `prompt_ids`.
+        sampling: Sampling parameters of the episode's turns. Each thread has a seed of its own: with equal prompts they
+            would sample equal tokens otherwise.
         name: Name of the thread.
         is_chat: Observations are rendered by the chat template, as the prompt was.
         fork_of: Conversation that this one forks.
+        num_turns: Turns of `fork_of` with which the fork begins; None: all.
 
     Attributes:
         turns: Finished turns.
@@ -193,6 +204,7 @@ class Conversation:
         spans: Version spans of the sampled tokens.
         alternatives: Of the sampled tokens, turn by turn; None where they were sampled from the whole vocabulary.
         routes: Of the first tokens, as far as an engine has computed them; None if none are recorded.
+        ends: The end of each turn.
     """
 
     def __init__(
@@ -204,18 +216,28 @@ class Conversation:
         *,
         is_chat: bool = False,
         fork_of: Conversation | None = None,
+        num_turns: int | None = None,
     ) -> None:
+        seed = sampling.seed
+        if seed is not None and name != MAIN_THREAD:
+            sampling = replace(sampling, seed=derive_seed(seed, zlib.crc32(name.encode())))
         self.turns: list[Turn] = []
         self.num_interruptions = 0
         self.name = name
         self.opening = opening
         self.is_chat = is_chat
         self.sampling = sampling
-        self._fork_of = None if fork_of is None else fork_of.name
-        self._min_version = -1 if fork_of is None else fork_of.spans[-1].version
-        self.token_ids: tuple[int, ...] = prompt_ids
-        self.loss_mask = [False] * len(prompt_ids)
-        self.logprobs = [0.0] * len(prompt_ids)
+        self.fork_of = fork_of
+        self.num_forked_turns = 0 if fork_of is None else len(fork_of.turns) if num_turns is None else num_turns
+        before: tuple[int, ...] = ()
+        self._min_version = -1
+        if fork_of is not None:
+            end = fork_of.ends[self.num_forked_turns - 1]
+            before, self._min_version = fork_of.token_ids[: end.num_tokens], end.version
+        self.ends: list[TurnEnd] = []
+        self.token_ids: tuple[int, ...] = before + prompt_ids
+        self.loss_mask = [False] * len(self.token_ids)
+        self.logprobs = [0.0] * len(self.token_ids)
         self.spans: list[Span] = []
         self.alternatives: list[Alternatives | None] = []
         self.routes: Routes | None = None
@@ -224,6 +246,21 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def depth(self) -> int:
+        """Turns of its history, those of the threads that it forks included."""
+        return len(self.turns) + self.num_turns_before
+
+    @property
+    def num_turns_before(self) -> int:
+        """Turns of the threads that it forks, with which it begins."""
+        above = self.fork_of
+        return 0 if above is None else above.num_turns_before + self.num_forked_turns
+
+    def tokens_after(self, num_turns: int) -> tuple[int, ...]:
+        """All tokens up to the end of its turn number `num_turns`, counted from 1."""
+        return self.token_ids[: self.ends[num_turns - 1].num_tokens]
 
     @property
     def newest_text(self) -> str:
@@ -250,6 +287,7 @@ class Conversation:
         assert partial.finish_reason is not None, "it ended"
         answer = partial.joined()
         self.token_ids += answer.token_ids
+        self.ends.append(TurnEnd(len(self.token_ids), answer.spans[-1].version))
         self.loss_mask += [True] * partial.num_tokens
         self.logprobs += answer.logprobs
         self.spans += answer.spans
@@ -282,9 +320,41 @@ class Conversation:
             environment_s=time.monotonic() - self._turned_at,
         )
 
+    def end(self) -> None:
+        """Leave out an observation after the last turn, whose answer was never completed."""
+        if not self.turns:
+            return
+        num_tokens = self.ends[-1].num_tokens
+        self.token_ids = self.token_ids[:num_tokens]
+        del self.loss_mask[num_tokens:]
+        del self.logprobs[num_tokens:]
+        self.turns[-1] = replace(self.turns[-1], observation="", num_observation_tokens=0, environment_s=0.0)
+
+    def path(self) -> list[tuple[Conversation, int]]:
+        """The turns of its history, each as the thread that sampled it and its place there."""
+        above = [] if self.fork_of is None else self.fork_of.path()[: self.num_turns_before]
+        return [*above, *((self, index) for index in range(len(self.turns)))]
+
+    def linear(self) -> Conversation:
+        """The same tokens as a thread that forks nothing: the sampled ones of the threads above carry loss, too."""
+        if self.fork_of is None:
+            return self
+        above, num_turns = self.fork_of.linear(), self.num_turns_before
+        end = above.ends[num_turns - 1]
+        whole = Conversation(self.token_ids, above.opening, self.sampling, self.name, is_chat=self.is_chat)
+        whole.loss_mask = above.loss_mask[: end.num_tokens] + self.loss_mask[end.num_tokens :]
+        whole.logprobs = above.logprobs[: end.num_tokens] + self.logprobs[end.num_tokens :]
+        num_sampled = sum(whole.loss_mask[: end.num_tokens])
+        whole.spans = [*first_tokens(join_spans(above.spans), num_sampled), *self.spans]
+        whole.alternatives = [*above.alternatives[:num_turns], *self.alternatives]
+        whole.routes = self.routes
+        whole.ends = [*above.ends[:num_turns], *self.ends]
+        whole.turns = [replace(one, thread=self.name) for one in (*above.turns[:num_turns], *self.turns)]
+        return whole
+
     def thread(self) -> Thread:
         """Describe it for a trajectory."""
-        return Thread(self.name, self.num_tokens, self.opening, self._fork_of)
+        return Thread(self.name, self.num_tokens, self.opening, None if self.fork_of is None else self.fork_of.name)
 
 
 def build_trajectory(

@@ -18,8 +18,10 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
+from penstock.envs.config import TrainedThreads
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.threads import take_turns
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, build_trajectory
@@ -37,16 +39,23 @@ class EpisodePlayer:
         open_episode: Opens episodes.
         codec: Tokenizer and chat template of the policy.
         budget: Limits of each episode.
-        endpoint: OpenAI-compatible endpoint for agent programs; None if there are none.
+        endpoint: Endpoint for agent programs; None if there are none.
+        threads: Which threads of an agent program are trained.
     """
 
     def __init__(
-        self, open_episode: OpenEpisode, codec: TokenCodec, budget: EpisodeBudget, endpoint: Endpoint | None = None
+        self,
+        open_episode: OpenEpisode,
+        codec: TokenCodec,
+        budget: EpisodeBudget,
+        endpoint: Endpoint | None = None,
+        threads: TrainedThreads = "agent",
     ) -> None:
         self._open_episode = open_episode
         self.endpoint = endpoint
         self._codec = codec
         self._budget = budget
+        self._threads = threads
 
     async def play(
         self, task: Task, trajectory_id: TrajectoryId, sampling: SamplingParams, sample: SampleTurn
@@ -60,7 +69,7 @@ class EpisodePlayer:
         async with self._open_episode(task) as played:
             reply = await played.reset()
             if reply.get("runs_itself"):
-                recording = Recording(self._codec, self._budget, sampling, sample)
+                recording = Recording(self._codec, self._budget, sampling, sample, self._threads)
                 return await self._run(task, trajectory_id, played, recording)
             threads, replies = Threads(task, self._codec, self._budget, sampling), []
             end: EpisodeEnd | None = threads.receive(reply)
@@ -78,15 +87,17 @@ class EpisodePlayer:
     async def _run(
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
     ) -> Trajectory:
-        """Run an agent program. After a budget is exhausted, an error of the program does not fail the trajectory."""
+        """Run an agent program. Where a limit of ours has cut it off, its error does not fail the trajectory: long
+        attempts would be repeated until a short one came.
+        """
         assert self.endpoint is not None, "agent programs need an endpoint"
         async with self.endpoint.open(task.task_id) as session:
+            reply: EpisodeReply | None = None
             try:
                 reply = await session.serve(played.run(session.access), recording.answer)
             except TrajectoryError as error:
-                if error.kind != "env" or recording.overrun is None:
+                if error.kind != "env" or recording.cut_off is None:
                     raise
-                reply = {}
         return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
 
 

@@ -1,14 +1,20 @@
-"""The tokens of an agent program's session: each request is the next turn of one conversation (conversation.py).
+"""The tokens of an agent program's session: each request is the next turn of one of its threads (conversation.py).
 
-The program decides when it sends a request, how many tokens it wants and which stop texts end the turn, in addition to
-those of the run (stop_texts.py). The run's configuration decides how tokens are sampled.
+The program decides when it sends a request, what it repeats of its history (envs/endpoint/message_history.py), how many
+tokens it wants and which stop texts end the turn, in addition to those of the run (stop_texts.py). The run's
+configuration decides how tokens are sampled, and which threads are trained (`env.endpoint.threads`).
 
-Consumes: new messages of a session. Waits for: the turn to be sampled. Unblocked by: the trajectory runner.
+Consumes: requests of a session, several concurrently if the program sends them so. Waits for: the turn to be sampled.
+Unblocked by: the trajectory runner.
+
+Budgets are counted for threads of equal form (tools, chat or text), so titles and other side requests do not use up the
+turns of the agent. They are checked before the history.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,9 +24,10 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
-from penstock.envs.endpoint.message_history import NewContent
-from penstock.envs.endpoint.requests import ChatRequest, bad_request, too_many_turns
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Trajectory, Turn
+from penstock.envs.config import TrainedThreads
+from penstock.envs.endpoint.message_history import Form, Histories, Place, form_of
+from penstock.envs.endpoint.requests import BudgetError, ChatRequest, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -34,50 +41,93 @@ from penstock.rollout.trajectory.conversation import (
 )
 from penstock.rollout.trajectory.stop_texts import StopTextReader
 
+MAX_FORMS = 32
+"""Different sets of tools of one session, each with a budget of its own."""
+
 
 class Recording:
     """Answers one session and keeps its tokens.
 
-    Attributes:
-        overrun: The budget that a request exceeded; None if none did.
+    Args:
+        codec: Tokenizer and chat template of the policy.
+        budget: Limits of the episode.
+        sampling: Sampling parameters of the run.
+        sample: Samples a turn.
+        threads: `env.endpoint.threads`.
     """
 
-    def __init__(self, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams, sample: SampleTurn) -> None:
-        self.overrun: EpisodeEnd | None = None
+    def __init__(
+        self,
+        codec: TokenCodec,
+        budget: EpisodeBudget,
+        sampling: SamplingParams,
+        sample: SampleTurn,
+        threads: TrainedThreads = "agent",
+    ) -> None:
         self._codec = codec
         self._budget = budget
         self._sampling = sampling
         self._sample = sample
-        self._conversation: Conversation | None = None
+        self._threads = threads
+        self._histories = Histories(is_strict=threads == "strict")
+        self._conversations: dict[str, Conversation] = {}
+        self._forms: dict[Conversation, Form] = {}
+        self._num_turns: Counter[Form] = Counter()
+        self._order: list[tuple[Conversation, int]] = []
+        self._exhausted: dict[Form, EpisodeEnd] = {}
+        self._is_cut: dict[Form, bool] = {}
 
-    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
-        """Sample the next turn.
+    @property
+    def cut_off(self) -> EpisodeEnd | None:
+        """The limit of ours that has stopped the agent: it refused its last request, or cut its last answer."""
+        form = self._agent_form()
+        if form is None:
+            return None
+        return self._exhausted.get(form, "max_tokens" if self._is_cut[form] else None)
+
+    async def answer(self, exchange: Exchange) -> Answer:
+        """Sample the next turn of a thread.
 
         Raises:
             ApiError: If a budget is exhausted, or the text cannot be encoded.
             TrajectoryError, PenstockError: From the engines.
         """
-        request, before = exchange.request, self._conversation
-        if before is not None and len(before.turns) >= self._budget.max_turns:
-            self.overrun = self.overrun or "max_turns"
-            raise too_many_turns(self._budget.max_turns)
-        token_ids = self._encode(content, request)
-        num_prompt = len(token_ids) + (before.num_tokens if before else 0)
+        request = exchange.request
+        form = form_of(request)
+        self._check_turns(form)
+        place = self._histories.place(request)
+        conversation = self._conversations.get(place.thread)
+        above = None if place.fork_of is None else self._conversations[place.fork_of]
+        if above is not None:
+            before = above.tokens_after(place.num_turns)
+        else:
+            before = () if conversation is None else conversation.token_ids
+        token_ids = self._encode(place, request, before)
+        num_prompt = len(before) + len(token_ids)
         if num_prompt >= self._budget.max_tokens:
-            self.overrun = self.overrun or "max_tokens"
-            raise bad_request(
+            self._exhausted.setdefault(form, "max_tokens")
+            raise BudgetError(
                 f"This model's maximum context length is {self._budget.max_tokens} tokens. However, your messages "
                 f"resulted in {num_prompt} tokens, which leaves none for an answer. Please reduce their length.",
-                request.param,
                 "context_length_exceeded",
+                request.param,
             )
-        if before is None:
-            conversation = self._conversation = Conversation(
-                token_ids, self._codec.decode_prompt(token_ids), self._sampling
-            )
-        else:
-            conversation = before
-            conversation.add_observation(token_ids, self._codec.decode_prompt(token_ids))
+        with self._histories.answering(place, request):
+            self._num_turns[form] += 1
+            text = self._codec.decode_prompt(token_ids)
+            if conversation is None:
+                conversation = self._conversations[place.thread] = Conversation(
+                    token_ids, text, self._sampling, place.thread, fork_of=above, num_turns=place.num_turns
+                )
+                self._forms[conversation] = form
+            else:
+                conversation.add_observation(token_ids, text)
+            answer = await self._next_turn(conversation, exchange, num_prompt)
+            self._histories.record(place, request, answer.text, answer.sampled_text, answer.reasoning)
+        return answer
+
+    async def _next_turn(self, conversation: Conversation, exchange: Exchange, num_prompt: int) -> Answer:
+        request = exchange.request
         partial = conversation.next_turn(self._budget.max_tokens, request.max_tokens)
         preceding, marks = conversation.newest_text, self._codec.reasoning if request.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, preceding)
@@ -86,6 +136,11 @@ class Recording:
         await self._sample(partial)
         turn_text = self._codec.split(partial.token_ids, preceding)
         conversation.add_turn(partial, turn_text)
+        self._order.append((conversation, len(conversation.turns) - 1))
+        is_complete = partial.finish_reason == "stop"
+        form, is_own_limit = form_of(request), partial.num_tokens == request.max_tokens
+        self._exhausted.pop(form, None)
+        self._is_cut[form] = not is_complete and not is_own_limit
         sampled = turn_text.reasoning + turn_text.answer
         text, thought = sampled if reader is None else reader.finish(sampled), None
         if marks is not None:
@@ -96,7 +151,7 @@ class Recording:
         return Answer(
             text=text,
             sampled_text=sampled,
-            finish_reason="stop" if partial.finish_reason == "stop" else "length",
+            finish_reason="stop" if is_complete else "length",
             num_prompt_tokens=num_prompt,
             num_tokens=partial.num_tokens,
             tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if request.wants_logprobs else (),
@@ -105,30 +160,70 @@ class Recording:
         )
 
     def trajectory(
-        self, task: Task, trajectory_id: TrajectoryId, reply: EpisodeReply, counts: dict[str, float]
+        self, task: Task, trajectory_id: TrajectoryId, reply: EpisodeReply | None, counts: dict[str, float]
     ) -> Trajectory:
-        """Build the trajectory of the session for the trainer.
+        """Build the trajectory of the session for the trainer; `reply` is None if a limit of ours stopped the program.
 
         Raises:
             TrajectoryError: kind `env`, if nothing was sampled.
         """
-        conversation = self._conversation
-        if conversation is None:
+        form, cut_off = self._agent_form(), self.cut_off
+        if form is None:
             raise TrajectoryError("env", f"{task.task_id}: the agent ended without a request that could be answered")
-        reward = reply.get("reward", None if self.overrun is None else 0.0)
-        turns = tuple(conversation.turns)
-        parts = dict(reply.get("parts", {}))
-        episode = Episode(turns, self.overrun or "done", reward, parts, counts, reply.get("answer"))
-        return build_trajectory([conversation], task, trajectory_id, episode)
+        for one in self._conversations.values():
+            one.end()
+        of_agent = [one for one, _ in self._order if self._threads == "all" or self._forms[one] == form]
+        if self._threads == "last":
+            trained, with_loss = [of_agent[-1].linear()], set(of_agent[-1].path())
+        else:
+            trained = list(dict.fromkeys(of_agent))
+            with_loss = {(one, index) for one, index in self._order if one in trained}
+        self._call_main(trained[0])
+        turns, side = list[Turn](), list[Turn]()
+        for one, index in self._order:
+            is_trained = (one, index) in with_loss
+            name = trained[0].name if is_trained and self._threads == "last" else one.name
+            (turns if is_trained else side).append(replace(one.turns[index], thread=name))
+        if side:
+            counts = counts | {"untrained_tokens": float(sum(turn.num_tokens for turn in side))}
+        end = self._exhausted.get(form) if reply is not None else cut_off
+        reply = reply or {}
+        reward = reply.get("reward", None if end is None else 0.0)
+        parts, answer = dict(reply.get("parts", {})), reply.get("answer")
+        episode = Episode(tuple(turns), end or "done", reward, parts, counts, answer, tuple(side))
+        return build_trajectory(trained, task, trajectory_id, episode)
 
-    def _encode(self, content: NewContent, request: ChatRequest) -> tuple[int, ...]:
+    def _call_main(self, first: Conversation) -> None:
+        """Give the first trained thread the name of the only thread of an ordinary trajectory; a title has had it."""
+        for one in self._conversations.values():
+            if one.name == MAIN_THREAD:
+                one.name = first.name
+        first.name = MAIN_THREAD
+
+    def _agent_form(self) -> Form | None:
+        """Form of the thread with the most turns, before equals one with tools; None if nothing was sampled."""
+        deepest = max(
+            (one for one in self._conversations.values() if one.turns),
+            key=lambda one: (one.depth, bool(self._forms[one][1])),
+            default=None,
+        )
+        return None if deepest is None else self._forms[deepest]
+
+    def _check_turns(self, form: Form) -> None:
+        if form not in self._num_turns and len(self._num_turns) >= MAX_FORMS:
+            raise bad_request(f"A session may have {MAX_FORMS} different sets of tools.", "tools", "too_many_tools")
+        if self._num_turns[form] >= self._budget.max_turns:
+            self._exhausted.setdefault(form, "max_turns")
+            raise too_many_turns(self._budget.max_turns)
+
+    def _encode(self, place: Place, request: ChatRequest, before: tuple[int, ...]) -> tuple[int, ...]:
         """Plain text is what the program has rendered, so special tokens that it spells are its control tokens."""
         try:
-            if isinstance(content, str) and (content or self._conversation is not None):
-                return self._codec.encode_rendered(content)
-            if self._conversation is None:
-                return self._codec.encode_prompt(content, request.tool_schemas)
-            return self._codec.encode_observation(content, self._conversation.token_ids[-1])
+            if isinstance(place.content, str) and (place.content or before):
+                return self._codec.encode_rendered(place.content)
+            if not before:
+                return self._codec.encode_prompt(place.content, request.tool_schemas)
+            return self._codec.encode_observation(place.content, before[-1])
         except TrajectoryError as error:
             raise bad_request(error.detail, request.param, "invalid_value") from error
         except ConfigError as error:
@@ -220,7 +315,7 @@ class PolicyAnswers:
         self._sampling = replace(sampling, temperature=0.0, seed=None)
         self._numbers = itertools.count()
 
-    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
+    async def answer(self, exchange: Exchange) -> Answer:
         """Answer one question.
 
         Raises:
@@ -229,4 +324,4 @@ class PolicyAnswers:
         """
         name = f"question/{next(self._numbers)}"
         recording = Recording(self._codec, self._budget, self._sampling, partial(self._sample, name))
-        return await recording.answer(content, exchange)
+        return await recording.answer(exchange)

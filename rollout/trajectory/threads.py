@@ -8,13 +8,10 @@ part of the prompt (docs/guides/several-agents.md).
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import replace
-
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.sampling import SamplingParams, derive_seed
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Turn
+from penstock.dataflow.trajectory import EpisodeEnd, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.threads import ThreadNames
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -106,13 +103,6 @@ class Threads:
         return end
 
     def _open(self, observation: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
-        """Open a thread with its own seed: threads with equal prompts would otherwise sample equal tokens."""
-        name, opening = observation.thread, self._codec.decode_prompt(token_ids)
-        seed = self._sampling.seed
-        if seed is not None and name != MAIN_THREAD:
-            seed = derive_seed(seed, zlib.crc32(name.encode()))
-        sampling = replace(self._sampling, seed=seed)
-        if before is None:
-            return Conversation(token_ids, opening, sampling, name, is_chat=not isinstance(observation.content, str))
-        all_ids = (*before.token_ids, *token_ids)
-        return Conversation(all_ids, opening, sampling, name, is_chat=before.is_chat, fork_of=before)
+        is_chat = before.is_chat if before is not None else not isinstance(observation.content, str)
+        opening = self._codec.decode_prompt(token_ids)
+        return Conversation(token_ids, opening, self._sampling, observation.thread, is_chat=is_chat, fork_of=before)

@@ -36,7 +36,8 @@ def note(pid):
     with open(sys.argv[2], "a") as file:
         file.write(f"{pid} ")
 
-task = json.loads(sys.stdin.readline())
+task = json.load(open(os.environ["PENSTOCK_TASK"]))
+assert sys.stdin.read() == "", "a program that appends it to its prompt finds nothing"
 note(os.getpid())
 kind = sys.argv[1]
 if kind == "scores":

@@ -192,5 +192,5 @@ async def test_plain_completions_go_on_from_their_own_text() -> None:
         with pytest.raises(openai.BadRequestError, match="cannot be mixed"):
             await chat(client, [user("?")])
 
-    trajectory = await run_agent(program, FakeEngine(), codec=codec)
+    trajectory = await run_agent(program, FakeEngine(), codec=codec, threads="strict")
     assert trajectory.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] + [True] * 3
