@@ -15,6 +15,7 @@ PeerStyle = Literal["trl", "verl"]
 OnLongPrompt = Literal["skip", "error"]
 SpecialTokens = Literal["text", "tokens"]
 TrainedThreads = Literal["agent", "all", "last", "strict"]
+Ignorable = Literal["response_format", "tool_choice", "parallel_tool_calls"]
 
 
 class IsolationConfig(BaseModel):
@@ -113,6 +114,9 @@ class EndpointConfig(BaseModel):
     """Which histories of an agent program are trained. `agent`: those with the tools of the one that has the most
     turns, so neither titles nor summaries; `all`; `last`: what led to the last answer of the agent. `strict`: a program
     may have one history only, and what does not continue it is refused."""
+    ignore: tuple[Ignorable, ...] = ()
+    """Those of `response_format`, `tool_choice` and `parallel_tool_calls` that are accepted in requests without effect:
+    the policy is not made to follow them (docs/guides/openai-endpoint.md). Others are refused."""
 
 
 class ReasoningConfig(BaseModel):

@@ -17,7 +17,7 @@ from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
-from penstock.envs.config import EndpointConfig, TrainedThreads
+from penstock.envs.config import EndpointConfig, Ignorable, TrainedThreads
 from penstock.envs.endpoint.scripted import ScriptedPolicy
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
@@ -108,9 +108,10 @@ async def run_agents(
     timeout_s: float = 10.0,
     stop: tuple[str, ...] = (),
     threads: TrainedThreads = "agent",
+    ignore: tuple[Ignorable, ...] = (),
 ) -> list[Trajectory]:
     """Run all programs concurrently; returns one trajectory of each."""
-    endpoint = Endpoint(EndpointConfig(), timeout_s)
+    endpoint = Endpoint(EndpointConfig(ignore=ignore), timeout_s)
     tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
     player = EpisodePlayer(source.open, codec, EpisodeBudget(max_turns, max_tokens), endpoint, threads)

@@ -1,55 +1,40 @@
-"""Parses and checks bodies of requests; a refusal names the parameter, in the format of the OpenAI API."""
+"""What a request is, whatever protocol it came in, and how one is refused: by the name of the parameter.
+
+Each protocol (chat_api.py, responses_api.py, messages_api.py) translates its own bodies to a `ChatRequest`, so
+sessions, histories and tokens know one form of request only.
+
+Invariant: a parameter that the policy cannot follow is never dropped silently. It is refused, or named in the header of
+the answer.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.envs.config import Ignorable
+
+Json = dict[str, Any]
 MODEL = "policy"
 """Name of the only model."""
-MAX_STOPS = 4
-_OFF: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "echo": (False,),
-    "suffix": ("",),
-}
-"""Parameters that would change the sampled tokens or their format, with their neutral values other than null."""
-_WITHOUT_MEANING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-_IGNORED = ("temperature", "top_p", "seed")
+MAX_STORED = 64
+"""Responses of one session that may be continued by `previous_response_id`."""
 
 
 class ApiError(Exception):
-    """One refused request.
+    """One refused request. Each protocol writes it in its own form.
 
     Args:
         status: HTTP status.
         message: Human-readable message.
         code: Machine-readable reason.
         param: The parameter that caused it.
-        kind: `type` in the body.
-
-    Attributes:
-        body: Body of the answer, in the format of the API.
+        kind: Class of the reason, as OpenAI names it.
     """
 
     def __init__(
@@ -63,7 +48,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.code = code
+        self.param = param
+        self.kind = kind
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -102,6 +89,15 @@ class Call(NamedTuple):
     name: str
     arguments: str
 
+    @classmethod
+    def of(cls, name: str, arguments: str | Json) -> Self:
+        """The call with normalized arguments, for comparisons; text that is not JSON is unchanged."""
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+            return cls(name, json.dumps(value, sort_keys=True))
+        except (ValueError, RecursionError):
+            return cls(name, str(arguments))
+
 
 class ChatMessage(NamedTuple):
     """One chat message, with its text stripped for comparisons."""
@@ -122,6 +118,7 @@ class ChatRequest:
         tools: Tools, each as JSON text.
         max_tokens: Limit of the caller.
         ignored: Parameters that have no effect.
+        param: Name of the parameter with the text, for errors.
     """
 
     messages: tuple[ChatMessage, ...] | None = None
@@ -133,199 +130,205 @@ class ChatRequest:
     wants_usage: bool = False
     wants_logprobs: bool = False
     ignored: tuple[str, ...] = ()
+    param: str = "messages"
 
     @property
-    def param(self) -> str:
-        """Name of the parameter with the text, for errors."""
-        return "prompt" if self.messages is None else "messages"
-
-    @property
-    def tool_schemas(self) -> list[dict[str, Any]]:
+    def tool_schemas(self) -> list[Json]:
         """The tools as objects."""
         return [json.loads(tool) for tool in self.tools]
 
 
-def _to_text(content: object) -> str:
-    """Content of a message: text, or parts that are all text."""
+class StoredHistories:
+    """Histories that end with an answer, by the id of the response. One object belongs to one session and ends with it.
+
+    The newest `MAX_STORED` are kept. Each was answered, so its text fits into `env.episode.max_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[str, tuple[ChatMessage, ...]] = OrderedDict()
+
+    def add(self, response_id: str, messages: Sequence[ChatMessage]) -> None:
+        """Keep a history, and forget the oldest if there are too many."""
+        self._histories[response_id] = tuple(messages)
+        if len(self._histories) > MAX_STORED:
+            self._histories.popitem(last=False)
+
+    def find(self, response_id: str) -> tuple[ChatMessage, ...]:
+        """The history that ends with a response.
+
+        Raises:
+            ApiError: 400 `previous_response_not_found`.
+        """
+        if response_id not in self._histories:
+            message = (
+                f"Previous response with id {response_id[:100]!r} not found. A session keeps its newest {MAX_STORED}, "
+                "without those of store=false. Send the whole input instead."
+            )
+            raise bad_request(message, "previous_response_id", "previous_response_not_found")
+        return self._histories[response_id]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What is known about the caller when its request is parsed.
+
+    Attributes:
+        ignore: `env.endpoint.ignore`.
+        stored: Responses of its session.
+    """
+
+    ignore: Collection[str] = ()
+    stored: StoredHistories = field(default_factory=StoredHistories)
+
+
+class Body(BaseModel):
+    """The parameters of a request; each protocol adds its own. A parameter that is not here is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+
+    def given(self, *names: str) -> list[str]:
+        """Those of the parameters that the request has."""
+        return [name for name in names if getattr(self, name) is not None]
+
+
+class Part(BaseModel):
+    """A part of a history. Programs send answers back with fields of their own, which are not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+def validated(kind: type[_Kind], value: object, at: str = "") -> _Kind:
+    """The value as `kind`; `at` is its place in the body.
+
+    Raises:
+        ApiError: 400 with the parameter.
+    """
+    try:
+        return kind.model_validate(value)
+    except UnicodeEncodeError as error:  # of a name or a choice; half of a surrogate pair is in no other text either
+        raise bad_request(f"Half of a surrogate pair is no character: {error.reason}.", at or None) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        param = (at + path).lstrip(".")
+        if first["type"] == "extra_forbidden":
+            refused = bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+        elif first["type"] == "missing":
+            refused = bad_request(f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
+        else:
+            refused = bad_request(f"Invalid value for {param!r}: {first['msg']}.", param, "invalid_value")
+        raise refused from error
+
+
+def is_ignored(
+    param: str, value: object, neutral: Sequence[object], ignore: Collection[str], key: str | None = None
+) -> bool:
+    """Whether an unsupported parameter is in the request, and has no effect since the user said so.
+
+    Args:
+        param: Its name in this protocol.
+        value: Its value; None if it is not given.
+        neutral: Values that ask for nothing, the default first.
+        ignore: `env.endpoint.ignore`.
+        key: Its name in `env.endpoint.ignore`; None: as `param`.
+
+    Raises:
+        ApiError: 400 `unsupported_value`, if it asks for something and is not to be ignored.
+    """
+    if value is None or value in neutral:
+        return False
+    if (key := key or param) in ignore:
+        return True
+    advice = f"; leave it out, or say {json.dumps(neutral[0])}" if neutral else "; leave it out"
+    if key in get_args(Ignorable):
+        advice += f". env.endpoint.ignore=[{key}] accepts it without effect: the policy is not made to follow it"
+    message = f"Unsupported value: {param}={json.dumps(value)[:100]} is not supported here{advice}."
+    raise bad_request(message, param, "unsupported_value")
+
+
+def supported(
+    body: Json,
+    ignore: Collection[str],
+    *,
+    off: Mapping[str, Sequence[object]],
+    without_effect: Mapping[str, Sequence[object]],
+    without_meaning: Collection[str],
+) -> tuple[Json, list[str]]:
+    """The parameters that are left to validate, and the names of those that have no effect.
+
+    Args:
+        body: The body.
+        ignore: `env.endpoint.ignore`.
+        off: Refused parameters, with their neutral values other than null.
+        without_effect: Parameters that would change how the policy answers, with their neutral values.
+        without_meaning: Parameters that change nothing about an answer.
+
+    Raises:
+        ApiError: 400 `unsupported_value`.
+    """
+    ignored = [name for name, neutral in off.items() if is_ignored(name, body.get(name), neutral, ignore)]
+    ignored += [name for name, neutral in without_effect.items() if body.get(name) not in (None, *neutral)]
+    taken = {*off, *without_effect, *without_meaning}
+    return {name: value for name, value in body.items() if name not in taken}, ignored
+
+
+def text_of(content: object, *, kinds: Sequence[str] = ("text",), separator: str = "") -> str:
+    """Text of a content, which is a text or parts that all are texts, of one of the types `kinds`.
+
+    Raises:
+        ValueError: If it is anything else, such as an image.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = {str(part.get("type")) for part in content} - {"text"}
-        if not kinds and all(isinstance(part.get("text"), str) for part in content):
-            return "".join(part["text"] for part in content)
-        raise ValueError(f"only parts of type 'text' are supported, got {', '.join(sorted(kinds)) or 'no text'}")
+        others = {str(part.get("type"))[:40] for part in content}.difference(kinds)
+        if not others and all(isinstance(part.get("text"), str) for part in content):
+            return separator.join(part["text"] for part in content)
+        found = ", ".join(sorted(others)) or "no text"
+        raise ValueError(f"only parts of type {', '.join(map(repr, kinds))} are supported, got {found}")
     raise ValueError(f"expected a string or an array of parts, got {type(content).__name__}")
 
 
-def _to_stops(stop: object) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops) or len(stops) > MAX_STOPS:
-        raise ValueError(f"expected a string, or an array of at most {MAX_STOPS}, none of them empty")
-    return stops
+def tool_text(name: str, description: str | None, parameters: Json | None) -> str:
+    """A tool as JSON text, as chat templates expect it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    given = {key: value for key, value in function.items() if value is not None}
+    return json.dumps({"type": "function", "function": given})
 
 
-def _one_prompt(prompt: object) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    raise ValueError(f"only one text is supported, got {type(prompt).__name__}")
+def joined(messages: Iterable[ChatMessage], roles: Collection[str] = ("assistant",)) -> tuple[ChatMessage, ...]:
+    """Join adjacent messages of one role: some protocols send a message in parts."""
+    found: list[ChatMessage] = []
+    for one in messages:
+        if found and found[-1].role == one.role and one.role in roles:
+            last = found.pop()
+            content, reasoning = _lines(last.content, one.content), _lines(last.reasoning, one.reasoning)
+            one = ChatMessage(one.role, content, last.calls + one.calls, reasoning)
+        found.append(one)
+    return tuple(found)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def _lines(*texts: str) -> str:
+    return "\n".join(text for text in texts if text)
 
 
-class _Function(_Part):
-    name: str
-    arguments: str
-
-    def call(self) -> Call:
-        """The call with normalized arguments, for comparisons; text that is not JSON is unchanged."""
-        try:
-            return Call(self.name, json.dumps(json.loads(self.arguments), sort_keys=True))
-        except (ValueError, RecursionError):
-            return Call(self.name, self.arguments)
-
-
-class _ToolCall(_Part):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: _Function
-    index: int | None = None
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_to_text)] = ""
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _nothing_else(self) -> Self:
-        """Refuse unknown fields, except empty ones: clients send answers back with all their fields."""
-        unknown = [name for name, value in (self.model_extra or {}).items() if value not in (None, [], {})]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not supported")
-        return self
-
-    def to_chat_message(self) -> ChatMessage:
-        role = "system" if self.role == "developer" else self.role
-        calls = tuple(one.function.call() for one in self.tool_calls or ())
-        return ChatMessage(role, self.content.strip(), calls, (self.reasoning_content or "").strip())
-
-
-class _ToolFunction(_Part):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(_Part):
-    type: Literal["function"]
-    function: _ToolFunction
-
-
-class _StreamOptions(_Part):
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-
-
-class _Body(_Part):
-    model: str
-    max_tokens: int | None = Field(None, ge=1)
-    stop: Annotated[list[str], BeforeValidator(_to_stops)] = Field(default_factory=list)
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
-
-    def to_request(self) -> ChatRequest:
-        """The fields common to both kinds of request."""
-        check_model(self.model)
-        return ChatRequest(
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop),
-            is_stream=bool(self.stream),
-            wants_usage=bool(self.stream_options and self.stream_options.include_usage),
-            ignored=tuple(name for name in _IGNORED if getattr(self, name) is not None),
-        )
-
-
-class _Chat(_Body):
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[_Tool] = Field(default_factory=list)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-
-
-class _Completion(_Body):
-    prompt: Annotated[str, BeforeValidator(_one_prompt)]
-    logprobs: Literal[0] | None = None
-
-
-def parse_chat(body: object) -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`.
+def check_asks(messages: Sequence[ChatMessage], param: str) -> None:
+    """Check that there is something to answer.
 
     Raises:
-        ApiError: 400 with the parameter, or 404 for an unknown model.
+        ApiError: 400, if there is no message or the last one is the assistant's.
     """
-    chat = _validated(_Chat, body)
-    common = chat.to_request()
-    if chat.messages[-1].role == "assistant":
-        raise bad_request("the last message is the assistant's: there is nothing to answer", "messages")
-    limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
-    tools = [json.dumps(tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True)) for tool in chat.tools]
-    strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
-    return replace(
-        common,
-        messages=tuple(message.to_chat_message() for message in chat.messages),
-        tools=tuple(tools),
-        max_tokens=min(limits, default=None),
-        wants_logprobs=bool(chat.logprobs),
-        ignored=common.ignored + strict,
-    )
-
-
-def parse_completion(body: object) -> ChatRequest:
-    """Parse a body of `/v1/completions`.
-
-    Raises:
-        ApiError: 400 with the parameter, or 404 for an unknown model.
-    """
-    completion = _validated(_Completion, body)
-    return replace(completion.to_request(), prompt=completion.prompt, wants_logprobs=completion.logprobs is not None)
-
-
-_Kind = TypeVar("_Kind", bound=_Body)
-
-
-def _validated(kind: type[_Kind], body: object) -> _Kind:
-    if not isinstance(body, Mapping):
-        raise bad_request(f"expected a JSON object, got {type(body).__name__}")
-    for name, neutral in _OFF.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            default = f"; leave it out, or say {json.dumps(neutral[0])}" if neutral else "; leave it out"
-            message = f"Unsupported value: {name}={json.dumps(body[name])[:100]} is not supported here{default}."
-            raise bad_request(message, name, "unsupported_value")
-    rest = {name: value for name, value in body.items() if name not in _OFF and name not in _WITHOUT_MEANING}
-    try:
-        return kind.model_validate(rest)
-    except ValidationError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
-    if first["type"] == "missing":
-        return bad_request(f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
-    return bad_request(f"Invalid value for {param!r}: {first['msg']}.", param, "invalid_value")
+    if not messages:
+        raise bad_request("there is no message to answer", param, "invalid_value")
+    if messages[-1].role == "assistant":
+        raise bad_request("the last message is the assistant's: there is nothing to answer", param)

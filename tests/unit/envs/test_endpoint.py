@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EndpointConfig
-from penstock.envs.endpoint.answers import num_begun
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
-from tests.agents import scripted_session
+from penstock.envs.reasoning import num_begun
+from tests.agents import client_of, scripted_session
 
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
 
@@ -99,6 +99,45 @@ async def test_what_has_no_effect_is_reported_in_a_header_and_counted(session: S
         answer = await create(**CHAT, temperature=0.0, tools=[tool])  # type: ignore[list-item]
     assert answer.headers["x-penstock-ignored"] == "temperature, tools.strict"
     assert session.counts == {"requests": 1, "ignored_parameters": 1}
+
+
+IGNORABLE: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
+
+
+@pytest.mark.parametrize("name", IGNORABLE)
+async def test_what_the_policy_does_not_follow_is_refused_unless_the_user_lists_it(session: Session, name: str) -> None:
+    body = {**CHAT, name: IGNORABLE[name]}
+    status, answer = await ask(session, body)
+    assert (status, answer["error"]["param"]) == (400, name)
+    assert f"env.endpoint.ignore=[{name}]" in answer["error"]["message"]
+    async with scripted_session("yes", EndpointConfig(ignore=(name,))) as opened:  # type: ignore[arg-type]
+        assert (await ask(opened, body))[0] == 200
+        assert opened.counts == {"requests": 1, "ignored_parameters": 1}
+
+
+async def test_the_key_may_be_an_x_api_key(session: Session) -> None:
+    headers = {"Authorization": "", "x-api-key": session.access.api_key}
+    assert (await ask(session, CHAT, headers=headers))[0] == 200
+    headers["x-api-key"] += "~"
+    assert (await ask(session, CHAT, headers=headers))[0] == 401
+
+
+async def test_a_streamed_answer_with_a_call_has_the_text_of_the_whole_one() -> None:
+    said = '\n So. \n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> and more'
+    tool: Any = {"type": "function", "function": {"name": "add"}}
+    texts = []
+    for is_stream in (False, True):
+        async with scripted_session(said, EndpointConfig()) as opened, client_of(opened.access) as client:
+            answer: Any = await client.chat.completions.create(**CHAT, tools=[tool], stream=is_stream)
+            if is_stream:
+                texts.append("".join([chunk.choices[0].delta.content or "" async for chunk in answer]))
+            else:
+                texts.append(answer.choices[0].message.content)
+    assert texts == ["\n So.", "\n So."]
 
 
 @pytest.mark.parametrize("key", ["", "pk-1-wrong", "pk-2-x", "sk-real", "pk-1-é"])

@@ -131,6 +131,7 @@ async def test_a_run_answers_only_with_a_key_that_cannot_be_guessed(monkeypatch:
 
 
 def _request(text: str) -> object:
-    from penstock.envs.endpoint.requests import parse_chat
+    from penstock.envs.endpoint.chat_api import parse_chat
+    from penstock.envs.endpoint.requests import Caller
 
-    return parse_chat({"model": "policy", "messages": [user(text)]})
+    return parse_chat({"model": "policy", "messages": [user(text)]}, Caller()).request
