@@ -22,6 +22,7 @@ from penstock.envs.endpoint.requests import (
     ChatMessage,
     ChatRequest,
     Json,
+    Part,
     check_asks,
     check_model,
     supported,
@@ -74,12 +75,12 @@ class _Field(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _Function(_Field):
+class _Function(Part):
     name: str
     arguments: str
 
 
-class _ToolCall(_Field):
+class _ToolCall(Part):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Function
@@ -98,7 +99,9 @@ class _Message(BaseModel):
 
     @model_validator(mode="after")
     def _nothing_else(self) -> Self:
-        """Refuse unknown fields, except empty ones: clients send answers back with all their fields."""
+        """Refuse unknown fields, except empty ones, and those of answers that are sent back: clients add their own."""
+        if self.role == "assistant":
+            return self
         unknown = [name for name, value in (self.model_extra or {}).items() if value not in (None, [], {})]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not supported")
