@@ -160,6 +160,12 @@ class EnvConfig(BaseModel):
     reasoning: ReasoningConfig | None = None
     """Marks of the reasoning, which rewards, environments and agent programs get separately from the answer; `think` is
     `<think>` and `</think>`. None: the whole text is the answer."""
+    tool_calls: str | None = None
+    """Who reads the policy's tool calls: `hermes`, the form of Hermes and Qwen, or the name of a tool parser of vLLM,
+    for `rollout/engine=vllm`. None: the one that reads the calls that the chat template writes; the run says which."""
+    reasoning_parser: str | None = None
+    """Name of a reasoning parser of vLLM, for answers of agent programs in families whose marks are special tokens;
+    rewards and environments get the whole text. None: only the marks of `reasoning` are split off."""
     special_tokens: SpecialTokens = "text"
     """What `<|im_end|>` is if a prompt, an observation or a schema of a tool spells it: `text`, or `tokens`, the
     policy's control tokens, for prompts that are rendered already."""

@@ -19,15 +19,18 @@ from penstock.actors import batched_calls
 from penstock.actors.batched_calls import Outgoing, collect
 from penstock.actors.engine.actor import Answer
 from penstock.actors.ray_errors import answer_of, first_line, silence_limit
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import ConfigError, EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, ParserNames, SampledTurn
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import VersionBufferHandle
 from penstock.weights.transport.shards import manifest_of
 
+PARSE_S = 30.0
+"""Longest wait for an engine to read one turn, seconds; it takes milliseconds, and an import before the first."""
 SWITCH_S = 300.0
 """Longest wait for an engine to free or restore its device memory, seconds: a whole model may be moved."""
 
@@ -173,6 +176,33 @@ class RemoteEngine:
             self._actor.call.remote("load"), batched_calls.SILENCE_S, EngineLostError, what
         )
         return load
+
+    async def parse_answer(self, turn: SampledTurn, names: ParserNames) -> ParsedAnswer:
+        """Read a turn by a parser of the engine's library.
+
+        Raises:
+            ConfigError: If the library has no such parser, or it does not fit the tokenizer.
+            EngineLostError: If it is lost, or does not answer in time.
+        """
+        call, what = self._actor.call.remote("parse_answer", turn, names), f"{self.engine_id}: reading a turn"
+        try:
+            parsed: ParsedAnswer = await answer_of(call, PARSE_S, EngineLostError, what)
+        except EngineLostError as error:
+            failed = error.__cause__
+            if isinstance(failed, ray.exceptions.RayTaskError) and isinstance(failed.cause, ConfigError):
+                raise failed.cause from error
+            raise
+        return parsed
+
+    async def find_parsers(self, turns: Sequence[tuple[SampledTurn, ParsedAnswer]]) -> list[str]:
+        """Names of its library's parsers that read every turn as these calls.
+
+        Raises:
+            EngineLostError: If it is lost, or does not answer in time.
+        """
+        call, what = self._actor.call.remote("find_parsers", turns), f"{self.engine_id}: looking for a parser"
+        names: list[str] = await answer_of(call, SWITCH_S, EngineLostError, what)
+        return names
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
         """Swap weights in flight; the engine serves `manifest.version` once this returns.

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.answer_parsers import check_answer_parsers
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.imports import check_imports
@@ -102,6 +103,7 @@ def check_all(config: RunConfig, command: Command, *, is_resumed: bool = False) 
         if config.cluster.address == "local":
             yield from check_gpu_memory(config, command)
     yield from check_config(config, command)
+    yield from check_answer_parsers(config, command)
     if has_pools:  # these checks place roles on pools
         yield from check_machine(config, command, is_resumed=is_resumed)
     if command not in ("eval", "sample"):  # which have none

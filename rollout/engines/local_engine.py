@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, ParserNames, SampledTurn
 from penstock.rollout.config import EngineConfig
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType, ModelConfig
@@ -128,6 +129,18 @@ class LocalEngine(Engine, Protocol):
         Raises:
             WeightSyncError: If a peer is lost or too late.
         """
+        ...
+
+    async def parse_answer(self, turn: SampledTurn, names: ParserNames) -> ParsedAnswer:
+        """Read a turn by a parser of this engine's library. Requests continue.
+
+        Raises:
+            ConfigError: If the library has no such parser, or it does not fit the tokenizer.
+        """
+        ...
+
+    async def find_parsers(self, turns: Sequence[tuple[SampledTurn, ParsedAnswer]]) -> list[str]:
+        """Names of the library's parsers of calls that read every turn as these calls."""
         ...
 
     async def sleep(self) -> None:

@@ -7,6 +7,7 @@ two tokenizers, whose tokens are single characters of arithmetic, or single byte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import EnvConfig, ReasoningConfig, SpecialTokens
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, SampledTurn
 from penstock.envs.reasoning import TurnText, split_turn
 from penstock.rollout.tokenization.special_tokens import SpelledTokens
 from penstock.rollout.tokenization.turn_template import TurnTemplate
@@ -231,6 +233,20 @@ class TokenCodec:
     def decode_prompt(self, token_ids: Iterable[int]) -> str:
         """Text of a prompt or an observation as the model sees it, special tokens included."""
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        """Text of a turn with its special tokens, except for the one that ended it."""
+        ends = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
+        return self.decode_prompt(token_ids[:-1] if ends else token_ids)
+
+    def written_calls(self) -> list[tuple[SampledTurn, ParsedAnswer]]:
+        """Turns with calls as the chat template writes them; none if it writes none, or there is none to use."""
+        try:
+            turns = self.turn_template
+        except ConfigError:
+            return []
+        written = turns.written_calls([self.decode_prompt([token]) for token in self.stop_token_ids])
+        return [(replace(turn, token_ids=self.encode_rendered(turn.text)), read) for turn, read in written]
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
         """Text of each token, special tokens included.

@@ -16,22 +16,38 @@ and closes the turn.
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, SampledTurn
+from penstock.envs.endpoint.requests import Call
 from penstock.envs.tools.functions import asks_for_calls, with_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_OPENING = [{"role": "user", "content": "?"}]
-_TOOL: dict[str, Any] = {
+_OPENING: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+
+FORECAST: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "get_forecast",
+        "description": "The weather of the next days.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
 }
+"""A tool whose calls show how a chat template writes them."""
+_CALLS_IN_A_TURN = (("", ["Oslo"]), ("", ["Oslo", "Bergen"]), ("I will look.", ["Oslo"]))
+"""Text and cities of the turns that a template is asked to write."""
 
 
 class TurnTemplate:
@@ -39,11 +55,15 @@ class TurnTemplate:
 
     If it fails on the messages of a task, an environment or an agent program, that is a `TrajectoryError`.
 
+    Attributes:
+        reads_own_calls: Whether calls in the template's own form are read, whatever it is; else those of Hermes.
+
     Raises:
         ConfigError: If there is none, if it refuses an assistant message, or has no generation prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.reads_own_calls = False
         self._tokenizer = tokenizer
         self._marker = secrets.token_hex(16)  # random, so that no message contains it
         if not tokenizer.chat_template:
@@ -66,17 +86,89 @@ class TurnTemplate:
             return self._render(messages, _bad_messages, tools=list(tools))
         return self._render(with_tools(messages, tools) if tools else messages, _bad_messages)
 
-    @cached_property
+    @property
     def declares_tools(self) -> bool:
-        """Whether the template declares tools itself and asks for calls in the format that we parse.
+        """Whether the template declares tools itself and asks for calls in a form that is read.
 
-        Seen in what it writes for a tool of ours. Templates that ask for another format (Llama 3, Mistral, Qwen3-Coder)
-        or refuse tools are used without them.
+        Seen in what it writes for a tool of ours. Templates that ask for another form than that of Hermes (Llama 3,
+        Mistral, Qwen3-Coder) are used without tools, unless a parser of vLLM reads their calls; so are those that
+        refuse tools.
         """
+        if self.reads_own_calls:
+            return bool(FORECAST["function"]["name"] in self._declaration)
+        return asks_for_calls(self._declaration)
+
+    @cached_property
+    def _declaration(self) -> str:
+        """A prompt with a tool of ours; empty if the template refuses tools."""
         try:
-            return asks_for_calls(self._render(_OPENING, _bad_template, tools=[_TOOL]))
+            return self._render(_OPENING, _bad_template, tools=[FORECAST])
         except ConfigError:
-            return False
+            return ""
+
+    @cached_property
+    def calls_form(self) -> Literal["object", "text"] | None:
+        """What the template expects as `arguments` of a call: an object, or its JSON text; None: it writes no calls.
+
+        Seen in what it writes: an object must not come out as Python spells it, nor JSON text within quotes.
+        """
+        values = {"city": self._marker, "days": 3}
+        as_text = json.dumps(values)
+        for form, arguments in (("object", values), ("text", as_text)):
+            try:
+                text = self._render([*_OPENING, _called("", [arguments])], _bad_template, add_generation_prompt=False)
+            except ConfigError:
+                continue
+            is_whole = self._marker in text and "get_forecast" in text
+            if form == "object" and is_whole and repr(values) not in text:
+                return "object"
+            if form == "text" and is_whole and as_text in text:
+                return "text"
+        return None
+
+    def message_with_calls(self, content: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """A message of the assistant in a history, whose calls are written as the template writes them.
+
+        Calls of a template that writes none are in the text, in the form of Hermes and Qwen.
+
+        Args:
+            content: Its text; may be empty.
+            calls: Their arguments are JSON text. A call whose arguments are no object stays text, too.
+        """
+        values = [_object(call.arguments) for call in calls]
+        if not calls:
+            return {"role": "assistant", "content": content}
+        if self.calls_form is None or None in values:
+            written = [
+                f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+                for call in calls
+            ]
+            return {"role": "assistant", "content": "\n".join([*([content] if content else []), *written])}
+        arguments = values if self.calls_form == "object" else [call.arguments for call in calls]
+        return _called(content, arguments, [call.name for call in calls])
+
+    def written_calls(self, ends: Sequence[str]) -> Iterator[tuple[SampledTurn, ParsedAnswer]]:
+        """Turns with calls as the template writes them, and the calls in them; none if it writes none.
+
+        Turns that it refuses, such as two calls where the family makes one, are left out.
+
+        Args:
+            ends: Texts of the tokens that end a turn.
+        """
+        before = self._declaration
+        if self.calls_form is None or not before:
+            return
+        for content, cities in _CALLS_IN_A_TURN:
+            calls = [Call("get_forecast", json.dumps({"city": city, "days": 3})) for city in cities]
+            message = self.message_with_calls(content, calls)
+            try:
+                text = self._render([*_OPENING, message], _bad_template, add_generation_prompt=False, tools=[FORECAST])
+            except ConfigError:
+                continue
+            turn = text[_header_length(before, text) :]
+            last = turn.rfind(cities[-1])
+            end = min((at for one in ends if one and (at := turn.find(one, last)) >= 0), default=len(turn))
+            yield SampledTurn(turn[:end], [FORECAST]), ParsedAnswer(content, tuple(calls))
 
     def between(self, messages: Sequence[dict[str, str]], end_of_turn: str) -> str:
         """Text from the end of an answer to the beginning of the next.
@@ -163,6 +255,33 @@ class TurnTemplate:
                     "that header itself. Add `{% if add_generation_prompt %}…{% endif %}` to it."
                 ]
             )
+
+
+def _called(content: str, arguments: Sequence[Any], names: Sequence[str] = ("get_forecast",)) -> dict[str, Any]:
+    """A message with calls. Ids have the nine letters and digits that templates of Mistral ask for."""
+    calls = [
+        {"id": f"call{index:05d}", "type": "function", "function": {"name": name, "arguments": one}}
+        for index, (name, one) in enumerate(zip(names, arguments, strict=True))
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _object(arguments: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _header_length(before: str, text: str) -> int:
+    """Where the turn begins in a text whose prompt, with the generation prompt, is `before`.
+
+    Templates that open the reasoning in the generation prompt leave it out of a history: then it begins after the last
+    mark or line that both have.
+    """
+    shared = commonprefix([before, text])  # noqa: RUF071 - they are texts, not paths
+    return len(shared) if shared == before else max(shared.rfind(mark) + 1 for mark in (">", "]", "\n"))
 
 
 def _bad_messages(what: str) -> TrajectoryError:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
+from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, WeightManifest
 from penstock.dataflow.sampling import SamplingParams
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, ParserNames, SampledTurn
+from penstock.envs.endpoint.requests import Call
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
@@ -173,6 +177,19 @@ async def test_whole_tensors_go_through_vllms_own_loader(
     assert output.spans == ((serving, 20),), "the old version serves on"
     np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
     await harness.publish()
+
+
+async def test_a_turn_is_read_by_vllms_parser_while_the_engine_serves(harness: Harness) -> None:
+    text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"b": "zwölf", "a": 1}}\n</tool_call>'
+    turn = SampledTurn(text, [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
+    parsed, _ = await asyncio.gather(
+        within(harness.engine.parse_answer(turn, ParserNames("hermes"))),
+        harness.sample(prompt_of(7), max_new_tokens=20),
+    )
+    assert parsed == ParsedAnswer("I add.", (Call("add", json.dumps({"a": 1, "b": "zwölf"})),))
+    assert "hermes" in await within(harness.engine.find_parsers([(turn, parsed)]))
+    with pytest.raises(ConfigError, match=r"env\.tool_calls=llama3_json: vLLM says: "):
+        await within(harness.engine.parse_answer(turn, ParserNames("llama3_json")))
 
 
 async def test_the_support_is_read_from_outputs_that_vllm_has_joined_too() -> None:

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, ParserNames, SampledTurn
 from penstock.kernels.expert_choice import routers_of
 from penstock.kernels.float32_head import use_float32_head
 from penstock.rollout.config import TorchEngineConfig
@@ -207,6 +208,12 @@ class TorchEngine:
         """See `LocalEngine`."""
         assert self._device_receiver is not None, "join_transfer_group comes first"
         await asyncio.to_thread(self._device_receiver.receive, version)
+
+    async def parse_answer(self, turn: SampledTurn, names: ParserNames) -> ParsedAnswer:  # noqa: ARG002 - as vLLM's
+        raise ConfigError([f"env.tool_calls={names.tool_calls}: {self.engine_id} is of torch, which has no parsers."])
+
+    async def find_parsers(self, turns: Sequence[tuple[SampledTurn, ParsedAnswer]]) -> list[str]:  # noqa: ARG002
+        return []
 
     async def sleep(self) -> None:
         """Give the KV cache back and, on an accelerator, move the weights to host memory.

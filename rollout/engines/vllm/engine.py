@@ -38,9 +38,11 @@ from penstock.dataflow.ports import (
 )
 from penstock.dataflow.trajectory import Alternatives, FinishReason, Routes
 from penstock.dataflow.versions import Span, Spans, join_spans
+from penstock.envs.endpoint.answer_parser import ParsedAnswer, ParserNames, SampledTurn
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.answer_parser import VllmAnswerParser, parsers_that_read
 from penstock.rollout.engines.vllm.arguments import engine_args
 from penstock.rollout.engines.vllm.channel import WorkerCalls
 from penstock.rollout.engines.vllm.layout import joined
@@ -99,6 +101,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._calls: WorkerCalls | None = None
         self._routes: ReceivedRoutes | None = None
+        self._parsers: dict[ParserNames, VllmAnswerParser] = {}
 
     async def start(self) -> None:
         """Load the model. vLLM starts its output loop in the running event loop."""
@@ -276,6 +279,16 @@ class VllmEngine:
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
         await self._workers("penstock_receive", f"publish v{version}: receiving", version)
+
+    async def parse_answer(self, turn: SampledTurn, names: ParserNames) -> ParsedAnswer:
+        """In a thread, since a parser of many thousand characters takes tenths of a second. See `LocalEngine`."""
+        if names not in self._parsers:
+            self._parsers[names] = VllmAnswerParser(self._open().get_tokenizer(), names)
+        return await asyncio.to_thread(self._parsers[names].parse, turn)
+
+    async def find_parsers(self, turns: Sequence[tuple[SampledTurn, ParsedAnswer]]) -> list[str]:
+        """See `LocalEngine`."""
+        return await asyncio.to_thread(parsers_that_read, self._open().get_tokenizer(), turns)
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
