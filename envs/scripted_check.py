@@ -24,8 +24,7 @@ from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Threa
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
-from penstock.envs.endpoint.message_history import NewContent
-from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.endpoint.scripted import NewText, play_program
 from penstock.envs.environment import Action, EnvironmentSource, Observation
 from penstock.envs.loading import load_task_source
 from penstock.envs.rewards.answers import NO_ANSWER, kind_of
@@ -370,7 +369,7 @@ async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config
     replies: list[dict[str, Any]] = []
     left, step_s, waiting_since = list(actions), [], time.perf_counter()
 
-    async def say(content: NewContent) -> str | None:
+    async def say(content: NewText) -> str | None:
         nonlocal waiting_since
         replies.append({"content": content})
         step_s.append(time.perf_counter() - waiting_since)

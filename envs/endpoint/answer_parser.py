@@ -112,7 +112,7 @@ class HermesParser:
         calls = parse_calls(turn.text) if turn.tools else []
         if not calls or any(call.problem for call in calls):
             return ParsedAnswer(turn.text)
-        called = tuple(Call(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
+        called = tuple(Call.of(call.name, call.arguments) for call in calls)
         return ParsedAnswer(content_after(turn.text, "", self.signs), called)
 
 
@@ -173,4 +173,4 @@ def checked_call(name: str, arguments: str) -> Call | None:
         json.dumps([name, values], ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return Call(name, json.dumps(values, sort_keys=True)) if name and isinstance(values, dict) else None
+    return Call.of(name, values) if name and isinstance(values, dict) else None

@@ -12,11 +12,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.envs.endpoint.message_history import split_answer
 from penstock.envs.endpoint.requests import ApiError, Call, ChatMessage, ChatRequest, Json
 from penstock.envs.endpoint.session import Answer, Piece
-from penstock.envs.reasoning import num_begun
-from penstock.envs.tools.functions import CALL_OPENING
 
 
 class AnswerWriter(Protocol):
@@ -59,52 +56,33 @@ class Rest(NamedTuple):
 
 
 class AnswerReader:
-    """Reads an answer in pieces. Tool calls are held back until they are complete, with the space before them.
+    """Keeps what the pieces of a stream have said of an answer."""
 
-    Args:
-        request: The request that is answered.
-    """
-
-    def __init__(self, request: ChatRequest) -> None:
-        self._request = request
-        self._reasoning = self._text = self._held = ""
+    def __init__(self) -> None:
+        self._reasoning = self._text = ""
 
     def read(self, piece: Piece) -> tuple[str, str]:
-        """The reasoning and the text that a piece adds."""
-        text = self._held + piece.text
-        ready = text[: _end_of_text(text)].rstrip() if self._request.tools else text
-        self._held = text[len(ready) :]
+        """The reasoning and the text of a piece, which is written now."""
         self._reasoning += piece.reasoning
-        self._text += ready
-        return piece.reasoning, ready
+        self._text += piece.text
+        return piece.reasoning, piece.text
 
     def finish(self, answer: Answer) -> Rest:
         """The rest of the answer."""
-        content, calls = split_answer(self._request, answer.text)
-        text = answer.text
-        if calls:
-            text = text[: text.find(content) + len(content)] if content else ""
         return Rest(
             reasoning=(answer.reasoning or "").removeprefix(self._reasoning),
-            text=text.removeprefix(self._text),
-            calls=calls,
-            finish_reason="tool_calls" if calls else answer.finish_reason,
+            text=answer.text.removeprefix(self._text),
+            calls=answer.calls,
+            finish_reason="tool_calls" if answer.calls else answer.finish_reason,
         )
 
 
-def answer_message(request: ChatRequest, answer: Answer) -> ChatMessage:
+def answer_message(answer: Answer) -> ChatMessage:
     """The answer as a message of the history that continues it."""
-    content, calls = split_answer(request, answer.text)
-    return ChatMessage("assistant", content.strip(), tuple(calls), (answer.reasoning or "").strip())
+    return ChatMessage("assistant", answer.text.strip(), answer.calls, (answer.reasoning or "").strip())
 
 
 def data_event(data: Json, name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
-
-
-def _end_of_text(text: str) -> int:
-    """Position where a tool call begins, or where an incomplete opening tag begins."""
-    begins = text.find(CALL_OPENING)
-    return begins if begins >= 0 else len(text) - num_begun(text, [CALL_OPENING])

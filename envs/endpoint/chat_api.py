@@ -212,7 +212,7 @@ class ChatWriter:
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
-        self._reader = AnswerReader(request)
+        self._reader = AnswerReader()
         self._is_chat = request.messages is not None
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.dataflow.trajectory import MAIN_THREAD
 from penstock.envs.endpoint.requests import ApiError, Call, ChatMessage, ChatRequest, bad_request
 from penstock.envs.environment import Message
-from penstock.envs.tools.functions import CALL_OPENING, parse_calls
+from penstock.envs.tools.functions import CALL_OPENING, hermes_text, parse_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NewContent = str | list[Message]
+NewContent = str | tuple[ChatMessage, ...]
 """The text or chat messages that a request adds to a history, without tools; the first adds the whole prompt."""
 Form = tuple[bool, tuple[str, ...]]
 """Whether it is a chat, and its tools, which are declared before the messages: threads of other tools share nothing."""
@@ -145,23 +145,20 @@ class Histories:
             if not thread.ends:
                 del self._threads[place.thread]
 
-    def record(self, place: Place, request: ChatRequest, text: str, sampled: str, reasoning: str | None = None) -> None:
+    def record(self, place: Place, request: ChatRequest, answer: ChatMessage, sampled: str) -> None:
         """Add a request and its answer.
 
         Args:
             place: Its place.
             request: The request.
-            text: Delivered text.
+            answer: What was delivered. Later requests may repeat its reasoning or leave it out: the tokens keep it.
             sampled: Text of all sampled tokens, which may extend past a stop text.
-            reasoning: Delivered reasoning. Later requests may repeat it or leave it out: the tokens keep it.
         """
         thread = self._threads[place.thread]
         if request.messages is None:
             thread.text = request.prompt + sampled
             thread.ends.append(len(thread.text))
             return
-        content, calls = split_answer(request, text)
-        answer = ChatMessage("assistant", content.strip(), tuple(calls), (reasoning or "").strip())
         known = thread.messages
         if place.fork_of is not None and not thread.ends:
             before = self._threads[place.fork_of]
@@ -197,7 +194,7 @@ class Histories:
 
 def _content(request: ChatRequest, end: int) -> NewContent:
     """What a request adds after its first `end` messages or characters."""
-    return request.prompt[end:] if request.messages is None else [_rendered(one) for one in request.messages[end:]]
+    return request.prompt[end:] if request.messages is None else request.messages[end:]
 
 
 def _equal(known: ChatMessage, now: ChatMessage) -> bool:
@@ -223,28 +220,17 @@ def _history_changed(param: str, what: str) -> ApiError:
     )
 
 
-def split_answer(request: ChatRequest, text: str) -> tuple[str, Sequence[Call]]:
-    """Text and tool calls of an answer. All of it is text if no tools were given, or if one call is malformed."""
-    return _split(text) if request.tools else (text, ())
-
-
 def _split(text: str) -> tuple[str, Sequence[Call]]:
     calls = parse_calls(text) if CALL_OPENING in text else []
     if not calls or any(call.problem for call in calls):
         return text, ()
     before = text.partition(CALL_OPENING)[0]
-    return before.strip(), [Call(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls]
+    return before.strip(), [Call.of(call.name, call.arguments) for call in calls]
 
 
-def _rendered(message: ChatMessage) -> Message:
-    """The message for a chat template, with calls in the policy's own format, and reasoning for those that show it."""
-    calls = [
-        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
-        for call in message.calls
-    ]
-    content = "\n".join([*([message.content] if message.content else []), *calls])
-    thought = {"reasoning_content": message.reasoning} if message.reasoning else {}
-    return {"role": message.role, "content": content, **thought}
+def as_plain_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Messages with role and text only: calls are in the text, in the form of Hermes and Qwen."""
+    return [{"role": one.role, "content": hermes_text(one.content, one.calls)} for one in messages]
 
 
 def _tail(text: str) -> str:

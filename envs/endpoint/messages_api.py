@@ -244,7 +244,7 @@ class MessageWriter:
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
-        self._reader = AnswerReader(request)
+        self._reader = AnswerReader()
         self._id = f"msg_{uuid.uuid4().hex}"
         self._content: list[Json] = []
         self._open_kind = ""

@@ -94,9 +94,18 @@ class Call(NamedTuple):
         """The call with normalized arguments, for comparisons; text that is not JSON is unchanged."""
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
-            return cls(name, json.dumps(value, sort_keys=True))
+            return cls(name, json.dumps(_plain_numbers(value), sort_keys=True))
         except (ValueError, RecursionError):
             return cls(name, str(arguments))
+
+
+def _plain_numbers(value: Any) -> Any:
+    """1.0 as 1, as programs in JavaScript write it."""
+    if isinstance(value, dict):
+        return {name: _plain_numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class ChatMessage(NamedTuple):

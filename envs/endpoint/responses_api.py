@@ -210,7 +210,7 @@ class ResponseWriter:
         self._asked = asked
         self._messages = messages
         self._stored = stored
-        self._reader = AnswerReader(request)
+        self._reader = AnswerReader()
         self._id = uuid.uuid4().hex
         self._created = int(time.time())
         self._numbers = itertools.count()
@@ -247,7 +247,7 @@ class ResponseWriter:
         for call in rest.calls:
             yield from self._call(call)
         if self._stored is not None:
-            self._stored.add(f"resp_{self._id}", (*self._messages, answer_message(self.request, answer)))
+            self._stored.add(f"resp_{self._id}", (*self._messages, answer_message(answer)))
         self._final = self._response(status, answer)
         yield self._event(f"response.{status}", response=self._final)
 

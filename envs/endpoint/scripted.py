@@ -6,15 +6,20 @@ from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.config import EnvConfig
-from penstock.envs.endpoint.message_history import Histories, NewContent
+from penstock.envs.endpoint.answer_parser import HermesParser, SampledTurn
+from penstock.envs.endpoint.answers import answer_message
+from penstock.envs.endpoint.message_history import Histories, as_plain_messages
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece
+from penstock.envs.environment import Message
 from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 
-Say = Callable[[NewContent], Awaitable[str | None]]
+NewText = str | list[Message]
+"""What a request adds to its history: text, or chat messages, with the tools in the first."""
+Say = Callable[[NewText], Awaitable[str | None]]
 """Returns the answer to the new messages; None if there is no answer left."""
 
 
@@ -41,7 +46,7 @@ class ScriptedPolicy:
         """
         request = exchange.request
         place = self._histories.place(request)
-        content = place.content
+        content = place.content if isinstance(place.content, str) else as_plain_messages(place.content)
         if request.tools and place.thread not in self._threads and not isinstance(content, str):
             content = with_tools(content, request.tool_schemas)
         with self._histories.answering(place, request):
@@ -51,9 +56,12 @@ class ScriptedPolicy:
                 raise too_many_turns(self.num_answers)
             self.num_answers += 1
             self._threads.add(place.thread)
-            self._histories.record(place, request, text, text)
-        exchange.say(Piece(text))
-        return Answer(text, text, "stop", len(str(content).split()), len(text.split()))
+            read = await HermesParser().parse(SampledTurn(text, request.tool_schemas))
+            lengths = len(str(content).split()), len(text.split())
+            answer = Answer(read.content, text, "stop", *lengths, calls=read.calls)
+            self._histories.record(place, request, answer_message(answer), text)
+        exchange.say(Piece(read.content))
+        return answer
 
 
 async def play_program(config: EnvConfig, played: PlayedEpisode, name: str, say: Say) -> EpisodeReply:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.envs.endpoint.requests import MODEL, ApiError, BudgetError, ChatRequest
+from penstock.envs.endpoint.requests import MODEL, ApiError, BudgetError, Call, ChatRequest
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 
@@ -44,7 +44,7 @@ class SampledToken(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One piece of a streamed answer."""
+    """One piece of a streamed answer; its text is content whatever follows (answer_parser.py)."""
 
     text: str
     tokens: tuple[SampledToken, ...] = ()
@@ -56,11 +56,12 @@ class Answer:
     """One answered turn.
 
     Attributes:
-        text: Delivered text: without special tokens, cut before a stop text; in a chat, without reasoning.
+        text: Delivered text: without special tokens, cut before a stop text; in a chat, without reasoning and calls.
         sampled_text: Text of all sampled tokens that were kept.
         tokens: Sampled tokens, if the request wants logprobs.
         version: Newest policy version that sampled a token.
-        reasoning: Text between the marks of `env.reasoning`; None if answers are not split.
+        reasoning: Reasoning, without its marks; None if answers are not split.
+        calls: Calls of tools.
     """
 
     text: str
@@ -71,6 +72,7 @@ class Answer:
     tokens: tuple[SampledToken, ...] = ()
     version: int = 0
     reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
 
 
 AnswerTurn = Callable[["Exchange"], Awaitable[Answer]]

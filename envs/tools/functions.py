@@ -111,6 +111,15 @@ def _parse(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+def hermes_text(content: str, calls: Iterable[tuple[str, str]]) -> str:
+    """A turn with calls, each a name and arguments as JSON text, in the form that `parse_calls` reads."""
+    written = [
+        f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in calls
+    ]
+    return "\n".join([*([content] if content else []), *written])
+
+
 def with_tools(messages: Sequence[Message], schemas: Iterable[Mapping[str, Any]]) -> list[Message]:
     """The messages, with the tools and the format of a call at the end of their system message.
 

@@ -17,8 +17,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import MAIN_THREAD
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, PeerStyle, RewardConfig
-from penstock.envs.endpoint.message_history import NewContent
-from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.endpoint.scripted import NewText, play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_reward, load_task_source
@@ -195,7 +194,7 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
 async def _answer_program(
     config: EnvConfig, played: PlayedEpisode, task: Task, ask: Callable[[], str], console: Console
 ) -> int:
-    async def say(part: NewContent) -> str | None:
+    async def say(part: NewText) -> str | None:
         console.print(part, markup=False)
         return await asyncio.to_thread(_line, ask) or None
 

@@ -50,7 +50,14 @@ from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.live_settings import LiveSettings
 from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import PolicyRuntime, Run
-from penstock.platform.run.serving import answer_questions, episode_player, make_runner, prompt_limit, rollout_sampling
+from penstock.platform.run.serving import (
+    answer_questions,
+    episode_player,
+    make_runner,
+    parser_choice,
+    prompt_limit,
+    rollout_sampling,
+)
 from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.episodes import EpisodePlayer
@@ -104,6 +111,7 @@ async def build_run(
         # With two policies it refuses every change, so the publisher is always that of a single policy.
         publisher = cast("ActorWeightPublisher", runtime.publisher)
         fleet = Fleet(config, runner.pool, publisher, actors, instruments.note)
+        episodes.read_calls_by(parser_choice(config, codec, runner.pool, instruments.note))
         await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
             view = config.partner_view

@@ -7,23 +7,26 @@ endpoint that answers requests of external clients while the policy is served.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from penstock.actors.engine.answer_parser import choose_parser
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.episodes import spread_episodes
 from penstock.actors.ray_errors import answer_of
 from penstock.dataflow.errors import ConfigError, WeightSyncError
 from penstock.dataflow.ports import Engine, RewardWorker, WeightManifest
 from penstock.dataflow.sampling import SamplingParams
+from penstock.envs.endpoint.answer_parser import AnswerParser
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.workers.episode_host import EpisodeHost
@@ -40,7 +43,7 @@ from penstock.platform.cluster.session import cluster_session, is_joined
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.progress import Progress
-from penstock.rollout.engine_pool.pool import make_pool
+from penstock.rollout.engine_pool.pool import EnginePool, make_pool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
@@ -54,6 +57,7 @@ from penstock.weights.policy_folder import policy_tensors
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
+logger = logging.getLogger(__name__)
 STARTING = Progress("starting Ray, the engines and the reward workers")
 
 
@@ -110,6 +114,19 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
         await host.close()
 
 
+def parser_choice(
+    config: RunConfig, codec: TokenCodec, pool: EnginePool, note: Callable[[str], None]
+) -> Callable[[], Awaitable[AnswerParser]]:
+    """Who reads tool calls of the policy, chosen when it is called; `note` gets the line that says why."""
+
+    async def choose() -> AnswerParser:
+        parser, why = await choose_parser(config.env, codec, lambda: cast("list[RemoteEngine]", pool.engines()))
+        note(why)
+        return parser
+
+    return choose
+
+
 async def answer_questions(
     config: RunConfig, episodes: EpisodePlayer, runner: TrajectoryRunner, sampling: SamplingParams
 ) -> None:
@@ -153,6 +170,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             codec = load_codec(model_path(config), config.env)
             async with episode_player(config, codec) as episodes:
                 runner = make_runner(config, engines, codec, episodes)
+                episodes.read_calls_by(parser_choice(config, codec, runner.pool, logger.info))
                 await answer_questions(config, episodes, runner, rollout_sampling(config, codec))
                 yield Serving(runner, rewards)
         finally:

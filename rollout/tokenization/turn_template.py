@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.endpoint.answer_parser import ParsedAnswer, SampledTurn
 from penstock.envs.endpoint.requests import Call
-from penstock.envs.tools.functions import asks_for_calls, with_tools
+from penstock.envs.tools.functions import asks_for_calls, hermes_text, with_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -139,11 +139,7 @@ class TurnTemplate:
         if not calls:
             return {"role": "assistant", "content": content}
         if self.calls_form is None or None in values:
-            written = [
-                f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
-                for call in calls
-            ]
-            return {"role": "assistant", "content": "\n".join([*([content] if content else []), *written])}
+            return {"role": "assistant", "content": hermes_text(content, calls)}
         arguments = values if self.calls_form == "object" else [call.arguments for call in calls]
         return _called(content, arguments, [call.name for call in calls])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
@@ -19,6 +19,7 @@ from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
 from penstock.envs.config import TrainedThreads
+from penstock.envs.endpoint.answer_parser import AnswerParser, HermesParser
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.threads import take_turns
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -30,6 +31,7 @@ from penstock.rollout.trajectory.threads import Threads
 
 OpenEpisode = Callable[[Task], AbstractAsyncContextManager[PlayedEpisode]]
 """Opens an episode in an environment worker (envs/workers/episode_host.py)."""
+ChooseParser = Callable[[], Awaitable[AnswerParser]]
 
 
 class EpisodePlayer:
@@ -56,6 +58,13 @@ class EpisodePlayer:
         self._codec = codec
         self._budget = budget
         self._threads = threads
+        self._choose_parser: ChooseParser | None = None
+        self._parser: AnswerParser | None = None
+        self._choosing = asyncio.Lock()
+
+    def read_calls_by(self, choose: ChooseParser) -> None:
+        """Choose who reads the tool calls of the policy when the next agent program runs; at first it is Hermes."""
+        self._choose_parser, self._parser = choose, None
 
     async def play(
         self, task: Task, trajectory_id: TrajectoryId, sampling: SamplingParams, sample: SampleTurn
@@ -69,7 +78,8 @@ class EpisodePlayer:
         async with self._open_episode(task) as played:
             reply = await played.reset()
             if reply.get("runs_itself"):
-                recording = Recording(self._codec, self._budget, sampling, sample, self._threads)
+                parser = await self._chosen_parser()
+                recording = Recording(self._codec, self._budget, sampling, sample, self._threads, parser)
                 return await self._run(task, trajectory_id, played, recording)
             threads, replies = Threads(task, self._codec, self._budget, sampling), []
             end: EpisodeEnd | None = threads.receive(reply)
@@ -83,6 +93,12 @@ class EpisodePlayer:
         counts = _summed([reply.get("counts", {}) for reply in replies])
         episode = Episode(threads.turns, end, reward, parts, counts, reply.get("answer"))
         return build_trajectory([*threads.conversations.values()], task, trajectory_id, episode)
+
+    async def _chosen_parser(self) -> AnswerParser:
+        async with self._choosing:
+            if self._parser is None:
+                self._parser = HermesParser() if self._choose_parser is None else await self._choose_parser()
+        return self._parser
 
     async def _run(
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
@@ -26,8 +27,10 @@ from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Trajectory, Turn
 from penstock.envs.config import TrainedThreads
+from penstock.envs.endpoint.answer_parser import AnswerParser, ContentReader, HermesParser, SampledTurn
+from penstock.envs.endpoint.answers import answer_message
 from penstock.envs.endpoint.message_history import Form, Histories, Place, form_of
-from penstock.envs.endpoint.requests import BudgetError, ChatRequest, bad_request, too_many_turns
+from penstock.envs.endpoint.requests import BudgetError, Call, ChatMessage, ChatRequest, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -54,6 +57,7 @@ class Recording:
         sampling: Sampling parameters of the run.
         sample: Samples a turn.
         threads: `env.endpoint.threads`.
+        parser: Reads tool calls, and reasoning if it is not split by marks.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class Recording:
         sampling: SamplingParams,
         sample: SampleTurn,
         threads: TrainedThreads = "agent",
+        parser: AnswerParser | None = None,
     ) -> None:
         self._codec = codec
+        self._parser = parser or HermesParser()
         self._budget = budget
         self._sampling = sampling
         self._sample = sample
@@ -123,7 +129,7 @@ class Recording:
             else:
                 conversation.add_observation(token_ids, text)
             answer = await self._next_turn(conversation, exchange, num_prompt)
-            self._histories.record(place, request, answer.text, answer.sampled_text, answer.reasoning)
+            self._histories.record(place, request, answer_message(answer), answer.sampled_text)
         return answer
 
     async def _next_turn(self, conversation: Conversation, exchange: Exchange, num_prompt: int) -> Answer:
@@ -131,8 +137,14 @@ class Recording:
         partial = conversation.next_turn(self._budget.max_tokens, request.max_tokens)
         preceding, marks = conversation.newest_text, self._codec.reasoning if request.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, preceding)
-        stops = (*request.stop, *self._sampling.stop)
-        reader = TurnReader(self._codec, exchange, partial, thinking, stops) if request.is_stream or stops else None
+        stops, parser = (*request.stop, *self._sampling.stop), self._parser
+        is_parsed = request.messages is not None and (bool(request.tools) or parser.reads_reasoning)
+        content = ContentReader(parser.signs if is_parsed else ())
+        keeps_special = is_parsed and parser.keeps_special_tokens
+        reader = None
+        if request.is_stream or stops:
+            texts = StopTextReader(self._codec, stops, keeps_special_tokens=keeps_special)
+            reader = TurnReader(self._codec, exchange, partial, texts, thinking, content)
         await self._sample(partial)
         turn_text = self._codec.split(partial.token_ids, preceding)
         conversation.add_turn(partial, turn_text)
@@ -142,12 +154,17 @@ class Recording:
         self._exhausted.pop(form, None)
         self._is_cut[form] = not is_complete and not is_own_limit
         sampled = turn_text.reasoning + turn_text.answer
-        text, thought = sampled if reader is None else reader.finish(sampled), None
+        text = self._codec.decode_turn(partial.token_ids) if keeps_special else sampled
+        text, thought = text if reader is None else reader.finish(text), None
         if marks is not None:
             delivered = ReasoningReader(marks, preceding)
             delivered.read(text)
             delivered.finish()
             text, thought = delivered.answer, delivered.thought
+        calls: tuple[Call, ...] = ()
+        if is_parsed:
+            text, calls, reasoning = await parser.parse(SampledTurn(text, request.tool_schemas, partial.token_ids))
+            thought = thought if reasoning is None else reasoning
         return Answer(
             text=text,
             sampled_text=sampled,
@@ -157,6 +174,7 @@ class Recording:
             tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if request.wants_logprobs else (),
             version=partial.spans[-1].version,
             reasoning=thought,
+            calls=calls,
         )
 
     def trajectory(
@@ -221,13 +239,23 @@ class Recording:
         try:
             if isinstance(place.content, str) and (place.content or before):
                 return self._codec.encode_rendered(place.content)
+            content = place.content if isinstance(place.content, str) else self._messages(place.content)
             if not before:
-                return self._codec.encode_prompt(place.content, request.tool_schemas)
-            return self._codec.encode_observation(place.content, before[-1])
+                return self._codec.encode_prompt(content, request.tool_schemas)
+            return self._codec.encode_observation(content, before[-1])
         except TrajectoryError as error:
             raise bad_request(error.detail, request.param, "invalid_value") from error
         except ConfigError as error:
             raise bad_request(" ".join(error.violations), request.param, "invalid_value") from error
+
+    def _messages(self, added: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Messages for the chat template, which writes calls and reasoning of earlier answers in its own form."""
+        template, messages = self._codec.turn_template, []
+        for one in added:
+            thought = {"reasoning_content": one.reasoning} if one.reasoning else {}
+            plain = {"role": one.role, "content": one.content}
+            messages.append((template.message_with_calls(one.content, one.calls) if one.calls else plain) | thought)
+        return messages
 
 
 class TurnReader:
@@ -238,14 +266,16 @@ class TurnReader:
         codec: TokenCodec,
         exchange: Exchange,
         partial: PartialTurn,
+        texts: StopTextReader,
         thinking: ReasoningReader | None,
-        stops: Sequence[str],
+        content: ContentReader,
     ) -> None:
         self._codec = codec
         self._exchange = exchange
         self._partial = partial
         self._thinking = thinking
-        self._reader = StopTextReader(codec, stops)
+        self._content = content
+        self._reader = texts
         self._num_said = 0
         self._num_tokens = 0
         self._is_cut = False
@@ -281,6 +311,7 @@ class TurnReader:
         thought = ""
         if self._thinking is not None:
             thought, text = self._thinking.read(text)
+        text = self._content.read(text)
         if text or tokens or thought:
             self._exchange.say(Piece(text, tokens, thought))
 

@@ -21,19 +21,29 @@ from penstock.rollout.trajectory.conversation import PartialTurn
 class StopTextReader:
     """Decodes a turn token by token, and says which token completes a stop text.
 
+    Args:
+        codec: Tokenizer of the policy.
+        stops: The stop texts.
+        keeps_special_tokens: Whether special tokens are text, except for those that end a turn.
+
     Attributes:
-        text: Text so far without special tokens; at the end without the stop text and what follows it in its token.
+        text: Text so far, by default without special tokens; at the end without the stop text and what follows it in
+            its token.
     """
 
-    def __init__(self, codec: TokenCodec, stops: Sequence[str]) -> None:
+    def __init__(self, codec: TokenCodec, stops: Sequence[str], *, keeps_special_tokens: bool = False) -> None:
         self.text = ""
+        self._skips_special = not keeps_special_tokens
+        self._ends = codec.stop_token_ids
         self.stops = tuple(stops)
         self._tokenizer = codec.tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._longest = max(map(len, self.stops), default=0)
 
     def completes(self, token_id: int) -> bool:
         """Read a token. If it completes a stop text, cut the text off before it and return True."""
+        if token_id in self._ends:
+            return False
         try:
             fresh = self._stream.step(self._tokenizer, token_id)
         except Exception as error:
@@ -41,7 +51,7 @@ class StopTextReader:
             # after all. Their text stays as it was read; the rest is read as if it began here, as vLLM does.
             if "Invalid prefix" not in str(error):
                 raise
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skips_special)
             fresh = self._stream.step(self._tokenizer, token_id)
         if not fresh:
             return False

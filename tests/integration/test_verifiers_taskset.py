@@ -15,8 +15,7 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import EnvConfig, StreamConfig
-from penstock.envs.endpoint.message_history import NewContent
-from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.endpoint.scripted import NewText, play_program
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import load_task_streams
 from penstock.envs.workers.episode_host import EpisodeHost
@@ -155,7 +154,7 @@ async def play(python: str) -> AsyncIterator[Callable[..., Any]]:
         task, shown = tasks[kind], []
         left = [answer.replace("ANSWER", task.fields["data"]["answer"]) for answer in answers]
 
-        async def say(part: NewContent) -> str | None:
+        async def say(part: NewText) -> str | None:
             shown.append(part)
             return left.pop(0) if left else None
 

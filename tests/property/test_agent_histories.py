@@ -19,7 +19,8 @@ from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import TrainedThreads
-from penstock.envs.endpoint.requests import BudgetError, parse_chat
+from penstock.envs.endpoint.chat_api import parse_chat
+from penstock.envs.endpoint.requests import BudgetError, Caller
 from penstock.envs.endpoint.session import Exchange
 from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn
 from penstock.rollout.trajectory.recording import Recording
@@ -85,7 +86,7 @@ class Program:
     async def ask(self, one: Answered) -> None:
         body = {"model": "policy", "messages": one.messages} | ({"tools": TOOLS[one.tools]} if one.tools else {})
         try:
-            one.text = (await self.recording.answer(Exchange(parse_chat(body)))).text
+            one.text = (await self.recording.answer(Exchange(parse_chat(body, Caller()).request))).text
         except BudgetError:
             self.num_refused += 1
         else:

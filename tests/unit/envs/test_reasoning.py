@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import GroupId, TaskId
@@ -208,18 +209,27 @@ async def test_the_endpoint_returns_thinking_and_content_separately_whole_and_st
     assert np.count_nonzero(trajectory.loss_mask) == trajectory.num_sampled_tokens
 
 
-async def test_thinking_that_was_not_sampled_in_the_session_is_refused() -> None:
+async def test_thinking_of_a_history_that_is_not_continued_is_written_by_the_template() -> None:
+    tokenizer = deepcopy(THINKING.tokenizer)
+    shown = "(message['reasoning_content'] | default('')) + message['content']"
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", shown)
+    codec = TokenCodec(tokenizer, reasoning=ReasoningConfig())
+
     async def talk(client: AsyncOpenAI) -> EpisodeReply:
-        foreign = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-        with pytest.raises(BadRequestError, match="reasoning_content"):
-            await chat(client, [user("?"), foreign, user("?")])
+        await chat(
+            client, [user("?"), {"role": "assistant", "content": "a", "reasoning_content": "I guess. "}, user("!")]
+        )
         message = (await chat(client, [user("?")])).choices[0].message
-        changed = {"role": "assistant", "content": message.content, "reasoning_content": "other"}
-        with pytest.raises(BadRequestError, match=r"messages\[1\]"):
-            await chat(client, [user("?"), changed, user("?")])
+        changed = {"role": "assistant", "content": message.content, "reasoning_content": "I know. "}
+        await chat(client, [user("?"), changed, user("!")])
         return {"done": True, "reward": 1.0}
 
-    await run_agent(talk, ReplyingEngine(lambda context: "<think>a</think>b", THINKING), codec=THINKING)
+    engine = ReplyingEngine(lambda context: "<think>a</think>b", codec)
+    trajectory = await run_agent(talk, engine, codec=codec)
+    assert len(trajectory.threads) == 3
+    first, _, third = (codec.decode_prompt(prompt) for _, prompt, _ in engine.served)
+    assert "I guess. a" in first
+    assert "I know. b" in third
 
 
 async def test_plain_completions_and_unset_marks_give_the_text_as_it_is() -> None:

@@ -17,8 +17,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.task import Task
 from penstock.envs.adapters.verifiers_env import VerifiersTasks
 from penstock.envs.config import EnvConfig, StreamConfig
-from penstock.envs.endpoint.message_history import NewContent
-from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.endpoint.scripted import NewText, play_program
 from penstock.envs.streams import named_tasks
 from penstock.envs.workers.episode_host import EpisodeHost
 
@@ -101,7 +100,7 @@ async def play() -> AsyncIterator[Callable[..., Any]]:
         task = next(task for task in tasks if member in (None, task.fields["task"]))
         left, shown = [answer.replace("ANSWER", task.fields["answer"]) for answer in answers], []
 
-        async def say(part: NewContent) -> str | None:
+        async def say(part: NewText) -> str | None:
             shown.append(part)
             return left.pop(0) if left else None
 
