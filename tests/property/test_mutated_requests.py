@@ -133,7 +133,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "no text": lambda body: b"\xff\xfe\xfd" + body,
     "a zero byte": lambda body: body + b"\x00",
     "deep": lambda body: b'{"model": ' * 5000,
-    "nested": lambda body: b'{"model": ' + b"[" * 200 + b"]" * 200 + b"}",
+    "nested": lambda body: body[:-1] + b', "metadata": {"of no meaning": ' + b"[" * 200 + b"]" * 200 + b"}}",
 }
 
 
