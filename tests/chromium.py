@@ -36,10 +36,11 @@ async function probe(width) {
   const fits = () => drawn().every(([card, chart]) => Math.abs(card - chart) <= 1);
   for (let waited = 0; waited < 1500 || (waited < 30000 && !fits()); waited += 500)
     await new Promise(resolve => setTimeout(resolve, 500));
-  const result = { width, opened_s, errors, title: page.title };
+  const answer = await (ASKED)(page, inner);
+  const result = { width, opened_s, errors, title: page.title, answer };
   result.page_width = page.documentElement.scrollWidth;
   result.too_wide = [...page.querySelectorAll("main *")].filter(one => {
-    const box = one.getBoundingClientRect(), scrolls = one.closest("pre, .chart-scroll");
+    const box = one.getBoundingClientRect(), scrolls = one.closest("pre, .chart-scroll, .preview");
     return box.width && box.right > width + 1 && !scrolls && !one.closest("svg");
   }).map(one => `${one.tagName}.${one.className} ${Math.round(one.getBoundingClientRect().right)}`).slice(0, 10);
   result.charts = drawn();
@@ -54,7 +55,9 @@ async function probe(width) {
 </script>"""
 
 
-def inspect_page(page: Path, widths: list[int], counted: list[str], timeout_s: float = 120.0) -> list[dict[str, Any]]:
+def inspect_page(
+    page: Path, widths: list[int], counted: list[str], timeout_s: float = 120.0, asked: str = "() => null"
+) -> list[dict[str, Any]]:
     """Open a page in a frame of each width, in Chromium.
 
     Args:
@@ -62,13 +65,15 @@ def inspect_page(page: Path, widths: list[int], counted: list[str], timeout_s: f
         widths: Widths of the frame, CSS pixels.
         counted: CSS selectors whose elements are counted.
         timeout_s: Longest time for all of them, seconds.
+        asked: JavaScript function of the document and its window, called before the page is measured.
 
     Returns:
-        For each width: `opened_s` (until the load event), `errors` of scripts, `page_width`, `too_wide` (elements that
-        reach beyond the frame), `charts` (width of each, and of its drawing) and `counts`.
+        For each width: `opened_s` (until the load event), `errors` of scripts, `answer` (of `asked`, as JSON),
+        `page_width`, `too_wide` (elements that reach beyond the frame), `charts` (width of each, and of its drawing)
+        and `counts`.
     """
     host = page.with_name("probe.html")
-    text = _HOST.replace("WIDTHS", json.dumps(widths)).replace("COUNTED", json.dumps(counted))
+    text = _HOST.replace("WIDTHS", json.dumps(widths)).replace("COUNTED", json.dumps(counted)).replace("ASKED", asked)
     host.write_text(text.replace("PAGE", page.name), encoding="utf-8")
     handler = functools.partial(_Quiet, directory=str(page.parent))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -7,15 +7,20 @@ import json
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from penstock.dataflow.trajectory import MAIN_THREAD
 from penstock.platform.metrics.timeline import GROUPS, RUN
 
 MAX_TOKENS_SHOWN = 1500
-"""Sampled and observation tokens of a trajectory that are shown one by one; the page says how many are left out."""
+"""Sampled tokens of a trajectory that are shown, and others; the page says how many are left out."""
+MAX_OBSERVATION_SHOWN = 300
+"""Tokens, first and last ones, that are shown of an observation and of the prompt of a thread, among those."""
+MAX_TURNS_SHOWN = 400
+"""Turns and observations of a trajectory that are listed, though none of their tokens may be shown."""
 MAX_TEXT_SHOWN = 20_000
-"""Characters of a prompt, or of an answer without tokens, that are shown."""
+"""Characters of a prompt, or of all turns without tokens, that are shown."""
 MAX_GROUPS_BYTES = 5_000_000
 """Size of all groups as JSON. Further ones are left out, and the page says how many."""
 STEPS_PER_WINDOW = 16
@@ -63,12 +68,16 @@ def _group(source: str, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "group": first["group_id"],
         "task": first["task_id"],
         "prompt": _shortened(first["prompt"]),
-        "members": [_member(row, mean) for row in members],
+        "members": [_member(row, mean, has_own_prompt=row["prompt"] != first["prompt"]) for row in members],
     }
 
 
-def _member(row: dict[str, Any], group_mean: float | None) -> dict[str, Any]:
-    reward = row["reward"]
+def _member(row: dict[str, Any], group_mean: float | None, *, has_own_prompt: bool) -> dict[str, Any]:
+    reward, threads = row["reward"], _threads(row)
+    if row.get("tokens"):
+        said = _tokens(row, threads, has_own_prompt=has_own_prompt)
+    else:
+        said = {"turns": _texts(filter(_is_trained, row["turns"])) or _texts([_whole(row)])}
     return {
         "name": row["trajectory_id"],
         "reward": reward,
@@ -79,56 +88,180 @@ def _member(row: dict[str, Any], group_mean: float | None) -> dict[str, Any]:
         "spans": row["spans"],
         "staleness": row["staleness"],
         "retried_after": row["retried_after"],
-        **(_tokens(row) if row.get("tokens") else {"turns": row["turns"] or [_whole(row)]}),
+        "threads": _facts_of_threads(row, threads),
+        "side_turns": _texts(turn for turn in row["turns"] if not _is_trained(turn)),
+        **said,
     }
 
 
 def _whole(row: dict[str, Any]) -> dict[str, Any]:
     """A trajectory without turns as one turn."""
-    return {"role": "policy", "text": _shortened(row["response"]), "num_tokens": row["num_tokens"]}
+    return {"role": "policy", "thread": MAIN_THREAD, "text": row["response"], "num_tokens": row["num_tokens"]}
 
 
-def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+def _texts(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns without tokens, each and all together with at most so much text."""
+    shown, left = [], MAX_TEXT_SHOWN
+    for turn in itertools.islice(turns, MAX_TURNS_SHOWN):
+        shown.append({**turn, "text": _shortened(turn["text"], left)})
+        left = max(0, left - len(turn["text"]))
+    return shown
+
+
+def _is_trained(turn: dict[str, Any]) -> bool:
+    """Older files have trained turns only, which do not say so."""
+    return bool(turn.get("trained", True))
+
+
+class _Thread(NamedTuple):
+    """Where a trained thread is in the arrays of its trajectory: begin ≤ own ≤ first ≤ end.
+
+    Attributes:
+        turns: What was said in it; empty if the trajectory has a single turn.
+        begin: Its first token.
+        own: The first token that its parent does not have; `begin` if it forks none.
+        first: The first sampled token.
+        end: After its last token.
+        after_turn: Turns of its parent that it begins with.
+    """
+
+    name: str
+    fork_of: str | None
+    turns: list[dict[str, Any]]
+    begin: int
+    own: int
+    first: int
+    end: int
+    after_turn: int
+
+
+def _threads(row: dict[str, Any]) -> list[_Thread]:
+    """The trained threads in their order, in which a thread comes after the one that it forks."""
+    ids, mask = row["token_ids"], row["loss_mask"]
+    found: dict[str, _Thread] = {}
+    begin = 0
+    for name, fork_of, length in row["threads"] or [["", None, len(mask)]]:
+        turns = [turn for turn in row["turns"] if _is_trained(turn) and name in ("", turn["thread"])]
+        end = begin + length
+        first = next((index for index in range(begin, end) if mask[index]), end)
+        own, after_turn = begin, 0
+        above = found.get(fork_of)
+        if above is not None:
+            pairs = zip(ids[begin:first], ids[above.begin : above.end], strict=False)
+            own += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            ends = itertools.accumulate((turn["num_tokens"] for turn in above.turns), initial=above.first - above.begin)
+            said = zip(above.turns, itertools.islice(ends, 1, None), strict=True)
+            after_turn = sum(turn["role"] == "policy" and turn_end <= own - begin for turn, turn_end in said)
+        found[name] = _Thread(name or MAIN_THREAD, above and above.name, turns, begin, own, first, end, after_turn)
+        begin = end
+    return list(found.values())
+
+
+def _facts_of_threads(row: dict[str, Any], threads: Sequence[_Thread]) -> list[dict[str, Any]]:
+    """What the page says of the threads of an episode, those that are not trained last.
+
+    Numbers of turns and tokens are of the policy, `num_shared` of the tokens that a fork has from its parent, `num_own`
+    of the others before its first turn.
+    """
+    facts = [
+        {"name": one.name, "trained": True, "fork_of": one.fork_of, "after_turn": one.after_turn}
+        | {"num_shared": one.own - one.begin, "num_own": one.first - one.own, **_sums(one.turns)}
+        for one in threads
+        if one.turns
+    ]
+    untrained = [turn for turn in row["turns"] if not _is_trained(turn)]
+    for name in dict.fromkeys(turn["thread"] for turn in untrained):
+        sums = _sums([turn for turn in untrained if turn["thread"] == name])
+        facts.append({"name": name, "trained": False, "fork_of": None, **sums})
+    return facts
+
+
+def _sums(turns: Sequence[dict[str, Any]]) -> dict[str, float]:
+    sampled = [turn for turn in turns if turn["role"] == "policy"]
+    observed = [turn for turn in turns if turn["role"] != "policy"]
+    return {
+        "num_turns": len(sampled),
+        "num_tokens": sum(turn["num_tokens"] for turn in sampled),
+        "sampling_s": round(sum(turn.get("seconds", 0.0) for turn in sampled), 3),
+        "environment_s": round(sum(turn.get("seconds", 0.0) for turn in observed), 3),
+    }
+
+
+def _tokens(row: dict[str, Any], threads: Sequence[_Thread], *, has_own_prompt: bool) -> dict[str, Any]:
     """What each token is shown with: turns and what the environment said, thread after thread.
 
-    A stretch has what its turn has, and per token: texts, and for sampled ones versions, logprobs (of the engine),
-    trained (logprobs of the trainer) and advantages, where known.
+    A stretch has what its turn has, and per sampled token: texts, versions, logprobs (of the engine), trained (logprobs
+    of the trainer) and advantages, where known; of others one text. The prompt of a thread is a stretch, too: of a fork
+    what follows the tokens of its parent, of the first thread if it is not that of the group.
     """
-    mask, texts = row["loss_mask"], row["tokens"]
+    texts = row["tokens"]
     versions = itertools.chain.from_iterable([version] * count for version, count in row["spans"])
+    said: list[list[dict[str, Any]]] = []
+    for index, thread in enumerate(threads):
+        prompt = {"role": "prompt", "thread": thread.name, "num_tokens": thread.first - thread.own}
+        has_prompt = prompt["num_tokens"] and (index or has_own_prompt)
+        said.append([*([prompt] if has_prompt else []), *(thread.turns or [_whole(row)])])
+    shares = {
+        is_sampled: _shares(
+            [sum(_num_shown(turn) for turn in turns if (turn["role"] == "policy") == is_sampled) for turns in said],
+            MAX_TOKENS_SHOWN,
+        )
+        for is_sampled in (True, False)
+    }
     stretches: list[dict[str, Any]] = []
-    position = num_shown = num_left_out = 0
-    for name, _, length in row["threads"] or [["", None, len(mask)]]:
-        end = position + length
-        position = next((index for index in range(position, end) if mask[index]), end)
-        for turn in [one for one in row["turns"] if not name or one["thread"] == name] or [_whole(row)]:
-            places = range(position, position + turn["num_tokens"])
-            position = places.stop
+    num_left_out = 0
+    for number, (thread, turns) in enumerate(zip(threads, said, strict=True)):
+        position = thread.first
+        for turn in turns:
             is_sampled = turn["role"] == "policy"
-            of_turn = [next(versions) for _ in places] if is_sampled else []
-            kept = places[: max(0, MAX_TOKENS_SHOWN - num_shown)]
-            num_shown += len(kept)
-            num_left_out += len(places) - len(kept)
-            stretch = {**turn, "texts": [texts[index] for index in kept]}
-            del stretch["text"]
+            begin = thread.own if turn["role"] == "prompt" else position
+            position = begin + turn["num_tokens"]
+            count = min(_num_shown(turn), shares[is_sampled][number])
+            shares[is_sampled][number] -= count
+            not_shown = turn["num_tokens"] - count
+            num_left_out += not_shown
+            stretch = {key: value for key, value in turn.items() if key != "text"} | {"num_left_out": not_shown}
             if is_sampled:
-                stretch |= {"versions": of_turn[: len(kept)], "logprobs": _numbers(row["behavior_logprobs"], kept)}
+                kept = range(begin, begin + count)
+                of_turn = list(itertools.islice(versions, turn["num_tokens"]))
+                stretch |= {"versions": of_turn[:count], "logprobs": _numbers(row["behavior_logprobs"], kept)}
                 if row["logprobs"]:
                     stretch |= {"trained": _numbers(row["logprobs"], kept)}
                     stretch |= {"advantages": _numbers(row["advantages"], kept)}
-            if kept:
+                stretch["texts"] = [texts[place] for place in kept]
+            else:
+                until, since = begin + (count + 1) // 2, position - count // 2
+                gap = [f" … ({not_shown:,} more tokens) … "] if not_shown and count else []
+                stretch["texts"] = ["".join([*texts[begin:until], *gap, *texts[since:position]])]
+            if count or len(stretches) < MAX_TURNS_SHOWN:
                 stretches.append(stretch)
-        position = end
     return {"stretches": stretches, "num_left_out": num_left_out}
+
+
+def _num_shown(turn: dict[str, Any]) -> int:
+    """Tokens of a turn that are shown if there is space: all that were sampled, some of the others."""
+    count: int = turn["num_tokens"]
+    return count if turn["role"] == "policy" else min(count, MAX_OBSERVATION_SHOWN)
+
+
+def _shares(wanted: Sequence[int], total: int) -> list[int]:
+    """Divide `total` evenly; what those that want little leave is for the others."""
+    shares = [0] * len(wanted)
+    for num_left, index in zip(
+        range(len(wanted), 0, -1), sorted(range(len(wanted)), key=wanted.__getitem__), strict=True
+    ):
+        shares[index] = min(wanted[index], total // num_left)
+        total -= shares[index]
+    return shares
 
 
 def _numbers(values: Sequence[float], positions: Sequence[int]) -> list[float | None]:
     return [round(values[index], 3) if math.isfinite(values[index]) else None for index in positions]
 
 
-def _shortened(text: str) -> str:
-    left = len(text) - MAX_TEXT_SHOWN
-    return text if left <= 0 else f"{text[:MAX_TEXT_SHOWN]}… ({left:,} more characters)"
+def _shortened(text: str, most: int = MAX_TEXT_SHOWN) -> str:
+    left = len(text) - most
+    return text if left <= 0 else f"{text[:most]}… ({left:,} more characters)"
 
 
 def timeline_data(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
