@@ -315,6 +315,7 @@ function memberView(member, range) {
     member.end === "length" ? "cut off" : member.end,
     member.retried_after && `retried after: ${member.retried_after}`,
     member.num_left_out > 0 && `${counted(member.num_left_out, "token")} not shown`,
+    member.num_threads_left_out > 0 && `${counted(member.num_threads_left_out, "thread")} not shown`,
   ].filter(Boolean);
   const head = element("div", { className: "head" }, [chip(member, range), element("span", { className: "spans" }, bars),
                                                      ...facts.map(text => element("span", { text }))]);

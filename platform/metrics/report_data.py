@@ -19,6 +19,8 @@ MAX_OBSERVATION_SHOWN = 300
 """Tokens, first and last ones, that are shown of an observation and of the prompt of a thread, among those."""
 MAX_TURNS_SHOWN = 400
 """Turns and observations of a trajectory that are listed, though none of their tokens may be shown."""
+MAX_THREADS_SHOWN = 100
+"""Threads of a trajectory that are listed; the page says how many are left out."""
 MAX_TEXT_SHOWN = 20_000
 """Characters of a prompt, or of all turns without tokens, that are shown."""
 MAX_GROUPS_BYTES = 5_000_000
@@ -74,6 +76,7 @@ def _group(source: str, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _member(row: dict[str, Any], group_mean: float | None, *, has_own_prompt: bool) -> dict[str, Any]:
     reward, threads = row["reward"], _threads(row)
+    facts = _facts_of_threads(row, threads)
     if row.get("tokens"):
         said = _tokens(row, threads, has_own_prompt=has_own_prompt)
     else:
@@ -88,7 +91,8 @@ def _member(row: dict[str, Any], group_mean: float | None, *, has_own_prompt: bo
         "spans": row["spans"],
         "staleness": row["staleness"],
         "retried_after": row["retried_after"],
-        "threads": _facts_of_threads(row, threads),
+        "threads": facts[:MAX_THREADS_SHOWN],
+        "num_threads_left_out": max(0, len(facts) - MAX_THREADS_SHOWN),
         "side_turns": _texts(turn for turn in row["turns"] if not _is_trained(turn)),
         **said,
     }
@@ -169,10 +173,11 @@ def _facts_of_threads(row: dict[str, Any], threads: Sequence[_Thread]) -> list[d
         for one in threads
         if one.turns
     ]
-    untrained = [turn for turn in row["turns"] if not _is_trained(turn)]
-    for name in dict.fromkeys(turn["thread"] for turn in untrained):
-        sums = _sums([turn for turn in untrained if turn["thread"] == name])
-        facts.append({"name": name, "trained": False, "fork_of": None, **sums})
+    untrained: dict[str, list[dict[str, Any]]] = {}
+    for turn in row["turns"]:
+        if not _is_trained(turn):
+            untrained.setdefault(turn["thread"], []).append(turn)
+    facts += [{"name": name, "trained": False, "fork_of": None, **_sums(turns)} for name, turns in untrained.items()]
     return facts
 
 

@@ -15,6 +15,8 @@ from penstock.dataflow.versions import Span
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.report_data import (
     MAX_OBSERVATION_SHOWN,
+    MAX_TEXT_SHOWN,
+    MAX_THREADS_SHOWN,
     MAX_TOKENS_SHOWN,
     MAX_TURNS_SHOWN,
     groups_data,
@@ -165,6 +167,18 @@ def test_of_very_many_turns_the_first_are_listed_and_all_are_counted(tmp_path: P
     assert len(member["stretches"]) == MAX_TURNS_SHOWN
     assert member["threads"][0]["num_turns"] == 2000
     assert member["num_left_out"] == 2000 * 40 - 2 * MAX_TOKENS_SHOWN
+
+
+def test_of_very_many_titles_the_first_are_listed_and_the_page_says_how_many_are_not(tmp_path: Path) -> None:
+    titles = tuple(Turn("word " * 1000, "stop", 5, thread=f"title{number}") for number in range(2 * MAX_TURNS_SHOWN))
+    one = a_long_episode([Turn("", "stop", 5)])
+    assert one.episode is not None
+    one.episode = replace(one.episode, side_turns=titles)
+    member = shown(tmp_path, one)
+    assert (len(member["threads"]), member["num_threads_left_out"]) == (MAX_THREADS_SHOWN, 701)
+    assert len(member["side_turns"]) == MAX_TURNS_SHOWN
+    assert sum(turn["text"].count("word ") for turn in member["side_turns"]) == MAX_TEXT_SHOWN // len("word ")
+    assert member["side_turns"][4]["text"] == "… (5,000 more characters)"
 
 
 def test_what_an_agent_and_its_tools_wrote_is_escaped(agent_run: Path) -> None:
