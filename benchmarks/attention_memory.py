@@ -1,10 +1,11 @@
 """What attention costs the trainer on a CPU: memory and time of forward and backward, with masks, padding or neither.
 
-    python benchmarks/attention_memory.py            (3 minutes; writes benchmarks/results/attention_memory.md)
+    python benchmarks/attention_memory.py            (5 minutes; writes benchmarks/results/attention_memory.md)
 
 Memory: 16 sequences, the longest four times the shortest, lengths in geometric progression, through a random Qwen3
 policy in float32. Each figure is of a fresh process: its largest resident memory during one step less that before it,
-after a step on short sequences. Weights are in neither.
+after a step on short sequences. Weights are in neither. And that of a tree of threads, planned as the trainer does: a
+thread, four forks of it, and two forks of each of these, with and without sharing what they begin with.
 
 Time: 256 sequences as long as the demo's worked sums, in one micro-batch, through a policy of the demo's shape, in
 seconds of one core, so that other processes do not count. The ways take turns in one process.
@@ -27,13 +28,23 @@ import torch
 from provenance import provenance
 
 from penstock.trainer.batches.collate import collate
-from penstock.trainer.batches.packing import BatchPlan, MicroBatchPlan, TrainingSequence, plan_batch
+from penstock.trainer.batches.packing import (
+    BatchPlan,
+    MicroBatchPlan,
+    RowLayout,
+    TrainingSequence,
+    plan_batch,
+    plan_rows,
+)
 from penstock.trainer.models.policy_model import PolicyModel
 from penstock.trainer.models.varlen_attention import register_varlen
 
 NUM_SEQUENCES, SPREAD = 16, 4.0
 SHORTEST = (32, 64, 128)
 NUM_PROCESSES, NUM_TURNS = 3, 7
+TREE_UNIT, TREE_BUDGET = 32, 8192
+ATTENTION_SHARE = 1.1e-3
+"""Of the policy whose memory is measured (`trainer.flops.attention_share`)."""
 VARIANTS = {
     "padded, sdpa": "one sequence per row, padded to the longest, with transformers' mask of the padding",
     "padded, sdpa, no mask": "the same, causal: behind a sequence there is only padding",
@@ -111,6 +122,43 @@ def measure_memory(variant: str, shortest: int) -> int:
     return resident_bytes("VmHWM") - before
 
 
+def tree_of(unit: int) -> list[TrainingSequence]:
+    """A thread of 16 units of tokens, four forks of 2 behind its first 12, two of 1 behind each of these.
+
+    Loss is on the last tokens that are a thread's own.
+    """
+    rng = np.random.default_rng(0)
+
+    def behind(context: np.ndarray, num_tokens: int) -> np.ndarray:
+        ids = np.concatenate([context, rng.integers(0, 2048, num_tokens)])
+        targets = np.arange(max(1, len(context)), len(ids))
+        found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32)))
+        return ids
+
+    found: list[TrainingSequence] = []
+    thread = behind(np.zeros(0, np.int64), 16 * unit)
+    for _ in range(4):
+        fork = behind(thread[: 12 * unit], 2 * unit)
+        for _ in range(2):
+            behind(fork, unit)
+    return found
+
+
+def measure_tree(attention: str, form: str) -> tuple[int, int]:
+    """Tokens of a step, and bytes, in this process."""
+    torch.set_num_threads(1)
+    model = policy(attention, hidden=256, layers=4, heads=8, kv_heads=2, vocabulary=2048)
+    layout: RowLayout = "single_row" if attention == "varlen" else "rows"
+    for unit in (1, TREE_UNIT):
+        sequences = tree_of(unit)
+        plan = plan_rows(sequences, 1, TREE_BUDGET, ATTENTION_SHARE, layout, share_prompts=form == "tree")
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        for micro_batch in plan.ranks[0]:
+            step(model, micro_batch, sequences, attention)
+    return sum(one.num_padded_tokens for one in plan.ranks[0]), resident_bytes("VmHWM") - before
+
+
 def demo_plans(lengths: Sequence[int]) -> dict[str, BatchPlan]:
     """Ways to lay out a micro-batch of the demo."""
     rows = tuple(tuple(range(start, start + 16)) for start in range(0, len(lengths), 16))
@@ -140,7 +188,11 @@ def measure_time() -> dict[str, list[float]]:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        print(json.dumps(measure_time() if sys.argv[1] == "time" else measure_memory(sys.argv[1], int(sys.argv[2]))))
+        name, *others = sys.argv[1:]
+        if name == "time":
+            print(json.dumps(measure_time()))
+        else:
+            print(json.dumps(measure_tree(*others) if name == "tree" else measure_memory(name, int(others[0]))))
         return
 
     def child(*arguments: str) -> Any:
@@ -158,6 +210,12 @@ def main() -> None:
     for name in list(VARIANTS)[:-1]:
         ratios = (mine / theirs for mine, theirs in zip(found["packed, varlen"], found[name], strict=True))
         lines.append(f"| packed, varlen ÷ {name} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |")
+    lines += ["", "| tree of threads | tokens | MiB of one step |", "| --- | --- | --- |"]
+    for attention in ("sdpa", "varlen"):
+        for form in ("linear", "tree"):
+            runs = [child("tree", attention, form) for _ in range(NUM_PROCESSES)]
+            mib = median(num_bytes for _, num_bytes in runs) / 2**20
+            lines.append(f"| {attention}, {form} | {runs[0][0]:,} | {mib:.0f} |")
     timed = {name: (median(values), min(values), max(values)) for name, values in child("time").items()}
     lines += ["", "| 256 sequences of 36 to 40 tokens | seconds of one core |", "| --- | --- |"]
     lines += [f"| {name} | {mid:.2f} ({least:.2f} to {most:.2f}) |" for name, (mid, least, most) in timed.items()]
@@ -167,6 +225,8 @@ def main() -> None:
         "8 heads, 2 key/value heads of 64; float32, 1 thread",
         f"time: median of {NUM_TURNS} turns (least to most), forward and backward, Qwen3 of the demo's shape, float32",
         "planned rows have one sequence each, so they need no mask",
+        f"tree of threads: {16 * TREE_UNIT} tokens, four forks with {2 * TREE_UNIT} more behind {12 * TREE_UNIT}, two "
+        f"of each with {TREE_UNIT} more; linear: every thread with its whole context; one micro-batch",
         *provenance(),
         f"torch {version('torch')}, transformers {version('transformers')}",
         "by: python benchmarks/attention_memory.py",

@@ -114,7 +114,7 @@ class TrainerConfig(BaseModel):
     max_tokens_per_micro_batch: int = Field(gt=0)
     """Token budget of one forward-backward on one rank."""
     share_prompts: bool = True
-    """Compute a prompt once for the sequences of a row that begin with it."""
+    """Compute tokens once that several sequences of a row begin with: a prompt, the turns before a fork."""
     compile: bool = False
     """Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism."""
     lora: LoraConfig | None = None

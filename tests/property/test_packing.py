@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
+from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import (
     TrainingSequence,
     balance_ranks,
     plan_batch,
-    plan_with_shared_prompts,
+    plan_with_shared_prefixes,
     sequence_cost,
 )
 from tests.tiers import examples
@@ -138,34 +140,93 @@ def test_costly_attention_prefers_short_rows() -> None:
     assert cheap.efficiency >= costly.efficiency
 
 
-ANSWERS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=30)
+FORKS = st.lists(
+    st.tuples(
+        st.integers(0, 30), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 9),
+        st.integers(0, 3),
+    ),
+    max_size=25,
+)  # fmt: skip
+"""Which earlier sequence one forks, how many tokens it keeps, its own, how many of all carry loss, who routed it."""
 
 
-@given(ANSWERS, st.lists(st.integers(0, 40), min_size=4, max_size=4), st.integers(1, 5), PACKED, st.floats(0.0, 0.1))
-@settings(max_examples=examples(100), deadline=None)
-def test_shared_prompts_are_in_their_row_before_all_that_begin_with_them(
-    answers, prompts, num_ranks, layout, attention_share
+def forked(forks: list[tuple[int, int, list[int], int, int]]) -> list[TrainingSequence]:
+    """Tokens are few, so that sequences also begin alike by chance; router 0 records nothing."""
+    found: list[TrainingSequence] = []
+    for parent, kept, own, num_targets, router in forks:
+        begin = found[parent % len(found)].token_ids[:kept] if found else np.zeros(0, np.int64)
+        ids = np.concatenate([begin, own]).astype(np.int64)[: BUDGET + 1]
+        targets = np.arange(max(1, len(ids) - num_targets), len(ids))
+        place = np.arange(len(ids))  # from some token on, two routers choose otherwise
+        routes = np.stack([place % 3, place >= 4 * router], axis=1).astype(np.uint8)[:, :, None] if router else None
+        found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32), routes=routes))
+    return found
+
+
+def inputs_of(one: TrainingSequence) -> list[tuple[int, bytes | None]]:
+    """Its tokens before the last target, each with its experts."""
+    return [
+        (int(one.token_ids[n]), None if one.routes is None else one.routes[n].tobytes()) for n in range(one.num_inputs)
+    ]
+
+
+@given(FORKS, st.integers(1, 5), PACKED, st.floats(0.0, 0.1))
+@settings(max_examples=examples(200), deadline=None)
+def test_the_context_of_every_sequence_is_in_its_row_and_shared_tokens_once(
+    forks, num_ranks, layout, attention_share
 ) -> None:
-    """Answers `(prompt, tokens)` to four prompts of other tokens."""
-    sequences = []
-    for prompt, num_tokens in answers:
-        ids, length = np.full(prompts[prompt] + num_tokens + 1, prompt), prompts[prompt] + 1
-        targets = np.arange(length, length + num_tokens)
-        sequences.append(TrainingSequence(ids, targets, np.zeros(num_tokens, np.float32), prompt_length=length))
-    plan = plan_with_shared_prompts(sequences, num_ranks, BUDGET, attention_share=attention_share, layout=layout)
+    sequences = forked(forks)
+    plan = plan_with_shared_prefixes(sequences, num_ranks, BUDGET, attention_share=attention_share, layout=layout)
     assert len({len(rank) for rank in plan.ranks}) == 1
-    placed = []
-    for one in (one for rank in plan.ranks for one in rank):
+    placed, num_computed, num_padded = [], 0, 0
+    for one in (one for rank in plan.ranks for one in rank if one.rows):
         assert one.num_padded_tokens <= BUDGET
-        for row, lengths in zip(one.rows, one.shared or [()] * len(one.rows), strict=True):
-            num_tokens, contained = 0, None
-            for index, shared in zip(row, lengths, strict=True):
-                if shared:
-                    assert answers[contained][0] == answers[index][0]
-                    assert shared == sequences[index].prompt_length
-                else:
-                    contained = index
-                num_tokens += sequences[index].num_inputs - shared
-            assert num_tokens <= one.row_length
-            placed += row
-    assert sorted(placed) == list(range(len(answers)))
+        num_padded += one.num_padded_tokens
+        for row in one.in_order():
+            trees: list[set[tuple[object, ...]]] = []
+            path: list[tuple[int, bytes | None]] = []
+            fill = 0
+            for index, shared in row:
+                context = inputs_of(sequences[index])
+                assert path[:shared] == context[:shared]
+                trees += [] if shared else [set()]
+                trees[-1].update(tuple(context[:n]) for n in range(1, len(context) + 1))
+                path, fill = context, fill + len(context) - shared
+                placed.append(index)
+            assert fill == sum(map(len, trees)) <= one.row_length
+            num_computed += fill
+    assert sorted(placed) == [index for index, one in enumerate(sequences) if one.num_inputs]
+    assert plan.efficiency == (pytest.approx(num_computed / num_padded) if num_padded else 1.0)
+    unshared = sum(one.num_inputs for one in sequences)
+    assert num_computed == unshared - sum(plan.shared_lengths)
+
+
+@given(FORKS, PACKED)
+@settings(max_examples=examples(100), deadline=None)
+def test_every_loss_token_is_predicted_once_from_exactly_the_tokens_before_it(forks, layout) -> None:
+    """From the tensors: ids, positions and experts of all tokens that attention shows where it is predicted."""
+    sequences, seen = forked(forks), []
+    for planned in plan_with_shared_prefixes(sequences, 1, BUDGET, layout=layout).ranks[0]:
+        batch = collate(planned, sequences, device=torch.device("cpu"), needs_mask=layout == "rows")
+        inputs, boundaries = batch.inputs, batch.inputs.boundaries
+        for k in range(batch.num_tokens):
+            one, token = sequences[batch.sequence_index[k]], int(batch.token_index[k])
+            seen.append((int(batch.sequence_index[k]), token))
+            place, target = int(inputs.target_index[k]), int(one.targets[token])
+            begin = place - place % planned.row_length
+            shown = torch.arange(begin, place + 1)
+            if boundaries is not None:
+                at = int(torch.searchsorted(boundaries.cumulative, place, right=True)) - 1
+                keys = torch.arange(inputs.input_ids.numel()) if boundaries.keys is None else boundaries.keys
+                stop = int(boundaries.cumulative_keys[at + 1]) - int(boundaries.cumulative[at + 1]) + place + 1
+                shown = keys[int(boundaries.cumulative_keys[at]) : stop]
+            elif inputs.attention_mask is not None:
+                mask = inputs.attention_mask[begin // planned.row_length, 0, place - begin]
+                shown = begin + mask.nonzero()[:, 0]
+            assert inputs.input_ids.flatten()[shown].tolist() == one.token_ids[:target].tolist()
+            assert inputs.position_ids.flatten()[shown].tolist() == list(range(target))
+            assert int(inputs.target_ids[k]) == one.token_ids[target]
+            if inputs.routes is not None:
+                expected = -1 if one.routes is None else one.routes[:target].tolist()
+                assert (inputs.routes[shown].numpy() == expected).all()
+    assert sorted(seen) == [(n, token) for n, one in enumerate(sequences) for token in range(len(one.targets))]

@@ -20,15 +20,13 @@ from penstock.dataflow.trajectory import signed_routes
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 
-_PADDING_SEGMENT = -1
-
 
 class ModelInputs(NamedTuple):
     """Arguments of `PolicyModel.forward`.
 
     Attributes:
         input_ids: `[R, L] int64`.
-        position_ids: `[R, L] int64`, restarting with every sequence, behind a shared prompt at its end.
+        position_ids: `[R, L] int64`, restarting with every sequence, at the end of what it shares with others.
         attention_mask: `[R, 1, L, L] bool`, True where attended; None: causal, within `boundaries` if given.
         target_index: `[K] int64` into the flattened `[R·L]` hidden states.
         target_ids: `[K] int64`, the token to predict there.
@@ -126,26 +124,21 @@ def collate(
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
     position_ids = np.tile(np.arange(plan.row_length, dtype=np.int64), (shape[0], 1))
     routes = routes_of(plan, sequences)
-    segment_ids = np.full(shape, _PADDING_SEGMENT, dtype=np.int32)
-    block_ids, shown_to = segment_ids.copy(), segment_ids.copy()
+    seen_until = np.full(shape, plan.row_length)  # [R, L], the first token behind it that does not continue it
     target_index = []
     order = [index for row in plan.rows for index in row]
-    for row, indices in enumerate(plan.rows):
-        start = block_start = block = 0
-        for index, shared in zip(indices, plan.shared[row] if plan.shared else [0] * len(indices), strict=True):
+    for row, members in enumerate(plan.in_order()):
+        start, path = 0, np.zeros(0, np.int64)  # where the tokens of the newest sequence are
+        for index, shared in members:
             sequence = sequences[index]
-            if not shared:
-                block_start, block = start, index
             stop = start + sequence.num_inputs - shared
+            seen_until[row, path[shared:]] = start
+            path = np.concatenate([path[:shared], np.arange(start, stop)])
             input_ids[row, start:stop] = sequence.token_ids[shared : sequence.num_inputs]
             position_ids[row, start:] = np.arange(shared, shared + plan.row_length - start)
-            segment_ids[row, start:stop] = index
-            block_ids[row, start:stop] = block
-            shown_to[row, block_start : block_start + shared] = block
-            before = sequence.targets - 1
-            places = np.where(before < shared, block_start + before, start - shared + before)
-            target_index.append(row * plan.row_length + places)
+            target_index.append(row * plan.row_length + path[sequence.targets - 1])
             start = stop
+        seen_until[row, path] = start
         if has_mask:
             # LongRoPE has other factors for the whole micro-batch if any position is beyond a limit, and a row of
             # several sequences is longer than the context.
@@ -161,13 +154,10 @@ def collate(
 
     mask = None
     if has_mask:
-        # Causal, within each sequence and to the prompt that is shown to its block. Padding is a segment of its own, so
-        # every query attends to something and softmax stays finite.
-        segments, blocks, shown = (tensor(ids) for ids in (segment_ids, block_ids, shown_to))
-        mask = segments[:, :, None] == segments[:, None, :]
-        if plan.shared:
-            mask |= blocks[:, :, None] == shown[:, None, :]
-        mask = mask.tril()[:, None]
+        # A token attends to itself and to those before it that see it. Padding sees padding, so every query attends to
+        # something and softmax stays finite.
+        columns = torch.arange(plan.row_length, device=device)
+        mask = (columns[:, None] < tensor(seen_until)[:, None]).tril()[:, None]
 
     def per_token(arrays: Sequence[NDArray[np.generic] | None], dtype: DTypeLike) -> Tensor:
         """One after another; zeros where there is none."""
@@ -229,9 +219,9 @@ def routes_of(plan: MicroBatchPlan, sequences: Sequence[TrainingSequence]) -> ND
     if not recorded:
         return None
     routes = np.full((len(plan.rows), plan.row_length, *recorded[0].shape[1:]), -1, np.int16)
-    for row, indices in enumerate(plan.rows):
+    for row, members in enumerate(plan.in_order()):
         start = 0
-        for index, shared in zip(indices, plan.shared[row] if plan.shared else [0] * len(indices), strict=True):
+        for index, shared in members:
             one = sequences[index]
             stop = start + one.num_inputs - shared
             if one.routes is not None:
@@ -243,20 +233,16 @@ def routes_of(plan: MicroBatchPlan, sequences: Sequence[TrainingSequence]) -> ND
 def boundaries_of(
     plan: MicroBatchPlan, sequences: Sequence[TrainingSequence], device: torch.device
 ) -> SequenceBoundaries:
-    """Where the planned sequences and the prompts that they share lie; padding belongs to the sequence before it."""
+    """Where the planned sequences and what they share lie; padding belongs to the sequence before it."""
     lengths: list[int] = []
-    prompts: list[tuple[int, int]] = []
-    for number, row in enumerate(plan.rows):
-        shared = plan.shared[number] if plan.shared else [0] * len(row)
-        start = prompt_start = number * plan.row_length
-        for index, prompt_length in zip(row, shared, strict=True):
-            if not prompt_length:
-                prompt_start = start
-            prompts.append((prompt_start, prompt_length))
-            lengths.append(sequences[index].num_inputs - prompt_length)
-            start += lengths[-1]
-        lengths[-1] += (number + 1) * plan.row_length - start
-    return SequenceBoundaries.of(lengths, device, prompts)
+    shared: list[int] = []
+    for number, row in enumerate(plan.in_order()):
+        own = [(sequences[index].num_inputs - common, common) for index, common in row]
+        # One that is equal to another has no token of its own.
+        lengths += [length for length, _ in own if length]
+        shared += [common for length, common in own if length]
+        lengths[-1] += (number + 1) * plan.row_length - sum(lengths)
+    return SequenceBoundaries.of(lengths, device, shared)
 
 
 def empty_micro_batch(device: torch.device, *, needs_mask: bool) -> MicroBatch:

@@ -70,7 +70,6 @@ def preference_sequences(
                     reference_logprobs=None if reference_logprobs is None else reference_logprobs[len(sequences)],
                     preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
                     unit=index,
-                    prompt_length=len(pair.prompt),
                     group=index,
                 )
             )

@@ -9,12 +9,14 @@ Every rank computes the whole plan from the same lengths, so nothing is communic
 number of micro-batches: with ZeRO-2/3 each forward and backward is collective, so an unequal count would hang.
 
 Sequences of one *unit* are compared with each other by their loss, so they lie end to end in one row, which is in one
-micro-batch of one rank, whatever the number of ranks. Sequences that begin with the same prompt may share one copy:
+micro-batch of one rank, whatever the number of ranks. Sequences that begin alike may share one copy of that beginning,
+the prompt of a group or a turn before a fork. They are a tree, whose branches lie in a row depth first:
 
-    tokens      p p p p  a a a  b b  c c c c      an answer attends to the prompt and to itself
-    positions   0 1 2 3  4 5 6  4 5  4 5 6 7      every answer begins where the prompt ends
+    sequences   p p p p a a a,  p p p p a a b b,  p p p p c c c      each shares tokens with the one before it: 0, 6, 4
+    tokens      p p p p a a a  b b  c c c                            a token attends to its ancestors and to itself
+    positions   0 1 2 3 4 5 6  6 7  4 5 6                            a branch continues where it leaves the other one
 
-The first token of every answer is predicted at the prompt's last position, which they share.
+The first token of a branch is predicted at the last position of what it shares, as that of the other branch.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -44,7 +47,10 @@ _WIDE_ROW_TOKENS = 256
 MAX_IMBALANCE = 1.05
 """Largest load of a rank relative to the mean that is accepted in exchange for fewer micro-batches."""
 _BLOCKS_PER_RANK = (1, 2, 4, 8)
-"""For how many blocks per rank the sequences of equal prompts are tried."""
+"""For how many blocks per rank the sequences that begin alike are tried."""
+_LEAST_SAVING = 1 / 32
+"""Share of a block that another one must contain for them to be one: larger blocks fill the budget less well."""
+_Key = tuple[bool, int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,6 @@ class TrainingSequence:
         staleness: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         teacher_logprobs: Likewise, of a teacher.
-        prompt_length: Tokens before the first sampled one, which several sequences may share; 0: none.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
         unit: Sequences of one unit share a micro-batch; None: it may be in any.
         group: Position of its group in the batch; mini-batches contain whole groups.
@@ -93,7 +98,6 @@ class TrainingSequence:
     old_values: NDArray[np.floating] | None = None
     returns: NDArray[np.floating] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
-    prompt_length: int = 0
     alternatives: NDArray[np.integer] | None = None
     routes: Routes | None = None
     selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
@@ -121,8 +125,8 @@ class MicroBatchPlan:
     Attributes:
         rows: Sequence indices of each row, in order. No rows: an empty micro-batch that keeps the ranks in step.
         row_length: L, tokens; every row is padded to it.
-        shared: Like `rows`: the number of first tokens that a sequence shares with the nearest sequence before it that
-            has 0 here. They are computed with that one only. Empty: nothing is shared.
+        shared: Like `rows`: the number of first tokens that a sequence shares with the one before it in the row, which
+            may share some of these with the one before that. They are computed once. Empty: nothing is shared.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -133,6 +137,11 @@ class MicroBatchPlan:
     def num_padded_tokens(self) -> int:
         """R · L: what the forward computes on, tokens."""
         return len(self.rows) * self.row_length
+
+    def in_order(self) -> list[list[tuple[int, int]]]:
+        """Of each row the sequences, each with its number of shared tokens."""
+        shared = self.shared or [(0,) * len(row) for row in self.rows]
+        return [list(zip(row, counts, strict=True)) for row, counts in zip(self.rows, shared, strict=True)]
 
 
 EMPTY_MICRO_BATCH = MicroBatchPlan(rows=(), row_length=1)
@@ -152,7 +161,7 @@ class BatchPlan:
 
     @property
     def shared_lengths(self) -> list[int]:
-        """Length of every prompt that is not computed because another sequence contains it, tokens."""
+        """Length of every beginning that is not computed because another sequence contains it, tokens."""
         rows = [row for rank in self.ranks for micro_batch in rank for row in micro_batch.shared]
         return [length for row in rows for length in row if length]
 
@@ -191,13 +200,13 @@ def plan_rows(
     *,
     share_prompts: bool,
 ) -> BatchPlan:
-    """Plan a batch; padded rows each have their own prompt.
+    """Plan a batch; padded rows share nothing.
 
     Raises:
         ShapeError: As in `plan_batch`.
     """
     if share_prompts and layout != "padded":
-        return plan_with_shared_prompts(
+        return plan_with_shared_prefixes(
             sequences, num_ranks, max_tokens, attention_share=attention_share, layout=layout
         )
     return plan_batch(
@@ -434,33 +443,7 @@ def _bundles(lengths: Sequence[int], units: Sequence[int | None]) -> list[list[i
     return bundles
 
 
-@dataclass(slots=True)
-class _Block:
-    """Sequences that share one copy of their prompt.
-
-    Attributes:
-        unit: The unit of all of them.
-        prompt_length: Tokens.
-        num_tokens: Tokens of the prompt and of everything after it in each sequence.
-    """
-
-    unit: int | None
-    prompt_length: int
-    num_tokens: int
-    members: list[int] = field(default_factory=list)
-
-    def saves(self, one: TrainingSequence, attention_share: float) -> bool:
-        """Whether one more member saves more than the attention costs that is computed between members.
-
-        With t tokens in the block, n in the sequence and r of them after the prompt: by `sequence_cost`, t + r in one
-        row cost no more than t and n in two rows.
-        """
-        rest = one.num_inputs - self.prompt_length
-        more_attention = 2 * self.num_tokens * rest + rest**2 - one.num_inputs**2
-        return attention_share * more_attention <= self.prompt_length
-
-
-def plan_with_shared_prompts(
+def plan_with_shared_prefixes(
     sequences: Sequence[TrainingSequence],
     num_ranks: int,
     max_tokens: int,
@@ -468,11 +451,11 @@ def plan_with_shared_prompts(
     attention_share: float = 0.0,
     layout: RowLayout = "rows",
 ) -> BatchPlan:
-    """`plan_batch`, where sequences of equal prompt (and equal unit) share one copy of it: they are a block.
+    """`plan_batch`, where sequences of one unit that begin with the same tokens share one copy of these.
 
-    A block that would not fit the budget, or whose attention under a mask would cost more than the prompt, becomes
-    several blocks, each with its own copy. So does a block that would be too much for one of several ranks: of a few
-    sizes, the one with the lowest cost of the costliest rank is chosen.
+    A tree that would not fit the budget, or whose attention under a mask would cost more than the copies, is cut into
+    blocks, each with its own copy of what they share. So is one that would be too much for one of several ranks: of a
+    few sizes, the one with the lowest cost of the costliest rank is chosen.
 
     Args:
         sequences: Those of the batch. One without loss needs no computation and is left out.
@@ -488,41 +471,94 @@ def plan_with_shared_prompts(
     _check_longest(lengths, max_tokens)
     between_members = attention_share if layout == "rows" else 0.0  # only a mask computes what it removes
     even = [sum(lengths) // (num_ranks * count) for count in _BLOCKS_PER_RANK] if num_ranks > 1 else []
+    order, shared = _depth_first(sequences)
+    ordered = [sequences[index] for index in order]
     plans = []
     for block_tokens in dict.fromkeys(min(size, max_tokens) for size in (max_tokens, *even)):
-        blocks = _blocks(sequences, max_tokens, block_tokens, between_members)
+        blocks = _blocks(ordered, shared, max_tokens, block_tokens, between_members)
         plan = plan_batch(
-            [block.num_tokens for block in blocks],
+            [num_tokens for _, num_tokens in blocks],
             num_ranks,
             max_tokens,
-            units=[block.unit for block in blocks],
+            units=[ordered[places[0]].unit for places, _ in blocks],
             attention_share=attention_share,
             layout=layout,
         )
-        # The first member of a block contains the prompt for the others.
-        shared = [[0, *[block.prompt_length] * (len(block.members) - 1)] for block in blocks]
-        plans.append(plan.unpacked([block.members for block in blocks], shared))
+        members = [[order[place] for place in places] for places, _ in blocks]
+        plans.append(plan.unpacked(members, [[0, *(shared[place] for place in places[1:])] for places, _ in blocks]))
     return min(plans, key=lambda plan: plan.slowest(between_members))
 
 
+def _depth_first(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
+    """Sort the sequences by their inputs, as words in a dictionary.
+
+    Then no earlier one has more first tokens in common with a sequence than the one right before it.
+
+    Returns:
+        Indices of the sequences that need computation, and how many first tokens each shares with the one before it.
+    """
+    keys = {index: _key(one, one.num_inputs) for index, one in enumerate(sequences) if one.num_inputs}
+    order, shared = _sorted(keys)
+    if any(sequences[index].routes is not None for index in order):
+        # One copy of a token is sent to one choice of experts. Routes are long: only those of common tokens are needed.
+        common = zip(order, map(max, shared, [*shared[1:], 0]), strict=True)
+        keys = {index: _key(sequences[index], max(count, 1), with_routes=True) for index, count in sorted(common)}
+        order, shared = _sorted(keys)
+    return order, shared
+
+
+def _key(one: TrainingSequence, num_tokens: int, *, with_routes: bool = False) -> _Key:
+    """By which its first tokens are compared: the unit, the bytes of a token, and these for each token."""
+    tokens = one.token_ids[:num_tokens].astype(np.int32, copy=False)
+    width, content = 4, tokens.tobytes()
+    if with_routes and one.routes is not None:
+        routes = np.ascontiguousarray(one.routes[:num_tokens]).reshape(num_tokens, -1).view(np.uint8)
+        joined = np.concatenate([tokens[:, None].view(np.uint8), routes], axis=1)
+        width, content = joined.shape[1], joined.tobytes()
+    return one.unit is not None, one.unit or 0, width, content
+
+
+def _sorted(keys: Mapping[int, _Key]) -> tuple[list[int], list[int]]:
+    order = sorted(keys, key=keys.__getitem__)
+    return order, [0, *(_num_common(keys[before], keys[index]) for before, index in pairwise(order))]
+
+
+def _num_common(one: _Key, other: _Key) -> int:
+    """First tokens in common; none if the units differ, or the experts of only one are known."""
+    if one[:3] != other[:3]:
+        return 0
+    num_bytes, kind = min(len(one[3]), len(other[3])), np.dtype(np.uint8 if one[2] % 4 else np.int32)
+    mine, theirs = (np.frombuffer(key[3], kind, num_bytes // kind.itemsize) for key in (one, other))
+    differs = mine != theirs
+    first = int(differs.argmax())
+    return (first * kind.itemsize if differs[first] else num_bytes) // one[2]
+
+
 def _blocks(
-    sequences: Sequence[TrainingSequence], max_tokens: int, block_tokens: int, attention_share: float
-) -> list[_Block]:
-    """Blocks of at most `block_tokens` if they have several sequences; of a unit, of `max_tokens`."""
-    blocks: list[_Block] = []
-    newest: dict[tuple[int | None, bytes], _Block] = {}
-    for index, one in enumerate(sequences):
-        if not one.num_inputs:
-            continue
-        prompt = (one.unit, one.token_ids[: one.prompt_length].astype(np.int64).tobytes())
-        if one.routes is not None:  # one copy of a prompt is sent to one choice of experts
-            prompt = (one.unit, prompt[1] + one.routes[: one.prompt_length].tobytes())
-        block, rest = newest.get(prompt), one.num_inputs - one.prompt_length
-        most = block_tokens if one.unit is None else max_tokens
-        fits = block is not None and bool(one.prompt_length) and block.num_tokens + rest <= most
-        if block is None or not fits or (one.unit is None and not block.saves(one, attention_share)):
-            block = newest[prompt] = _Block(one.unit, one.prompt_length, one.prompt_length)
-            blocks.append(block)
-        block.members.append(index)
-        block.num_tokens += rest
-    return blocks
+    ordered: Sequence[TrainingSequence],
+    shared: Sequence[int],
+    max_tokens: int,
+    block_tokens: int,
+    attention_share: float,
+) -> list[tuple[range, int]]:
+    """Cut sorted sequences into blocks of at most `block_tokens` if they have several; of a unit, of `max_tokens`.
+
+    Neighbours are joined in the order of what they share, the longest first, so a tree is cut near its root. With l and
+    r tokens in two blocks and s of them shared, by `sequence_cost` l + r − s in one row cost no more than two rows.
+
+    Returns:
+        Places of the members of each block, and its tokens.
+    """
+    first, last = list(range(len(ordered))), list(range(len(ordered)))  # of the block that ends, that begins there
+    num_tokens = [one.num_inputs for one in ordered]  # of the block that begins there
+    for place in sorted((place for place, common in enumerate(shared) if common), key=lambda place: -shared[place]):
+        begin, is_free = first[place - 1], ordered[place].unit is None
+        left, right, common = num_tokens[begin], num_tokens[place], shared[place]
+        joined = left + right - common
+        apart = sequence_cost(left, attention_share) + sequence_cost(right, attention_share)
+        saves = common >= _LEAST_SAVING * min(left, right) and sequence_cost(joined, attention_share) <= apart
+        if joined <= (block_tokens if is_free else max_tokens) and (saves or not is_free):
+            num_tokens[begin] = joined
+            first[last[place]], last[begin] = begin, last[place]
+    begins = [place for place in range(len(ordered)) if first[last[place]] == place]
+    return [(range(place, last[place] + 1), num_tokens[place]) for place in begins]

@@ -98,7 +98,6 @@ def policy_sequences(
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
                 group=member.group,
-                prompt_length=prompt_length(member.trajectory),
                 alternatives=alternatives_of(member.trajectory, keep),
                 routes=member.trajectory.routes if is_ours else None,
                 old_values=None if member.values is None else member.values[keep],
@@ -340,7 +339,6 @@ def sampled_tokens(payloads: Sequence[GroupPayload], policy_id: PolicyId = POLIC
             token_ids=one.token_ids,
             targets=(targets := loss_tokens(one)),
             behavior_logprobs=np.zeros(len(targets), np.float32),
-            prompt_length=prompt_length(one),
             alternatives=alternatives_of(one),
             routes=one.routes if one.policy_id == policy_id else None,
         )
@@ -363,17 +361,11 @@ def after_cut(payload: GroupPayload) -> list[TrainingSequence | None]:
                     token_ids=np.append(one.token_ids, PLACEHOLDER_ID),
                     targets=np.array([len(one.token_ids)]),
                     behavior_logprobs=np.zeros(1, np.float32),
-                    prompt_length=prompt_length(one),
                 )
                 if trajectory.finish_reason == "length" and is_last
                 else None
             )
     return sequences
-
-
-def prompt_length(trajectory: Trajectory) -> int:
-    """Tokens before the first sampled one; of a thread, all tokens that it began with."""
-    return int(trajectory.loss_mask.argmax())
 
 
 def is_new_enough(trajectory: Trajectory, min_version: int) -> NDArray[np.bool_]:

@@ -21,7 +21,6 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,11 @@ from penstock.weights.model_config import Attention, Head, ModelConfig, ModelFor
 
 TOLERANCE = 3e-4
 """Nats, in float32. Rounding is below a tenth of it; what a wrong choice changes, far above."""
-_PROMPT, _ANSWERS = 5, (18, 4, 9)
-"""Tokens that all sequences begin with, and those behind them: more and fewer than a window."""
+_PROMPT = 5
+"""Tokens that all sequences begin with."""
+_TREE = ((0, 23), (12, 4), (14, 7), (_PROMPT, 9))
+"""Of each sequence the tokens that it shares with the one before it, and those behind them: a fork, a fork of that one,
+and another answer to the prompt; more and fewer than a window."""
 
 
 def model_form(hf_config: Any, attention: Attention, device: str = "cpu") -> ModelForm:
@@ -200,20 +202,19 @@ def _plans(rows: Rows) -> Iterator[MicroBatchPlan]:
         return
     together = tuple(range(len(lengths)))
     yield MicroBatchPlan((together,), sum(lengths))
-    shared = (0, *[_PROMPT] * (len(lengths) - 1))
+    shared = tuple(common for common, _ in _TREE)
     yield MicroBatchPlan((together,), sum(lengths) - sum(shared), (shared,))
 
 
 @cache
 def _sequences() -> tuple[TrainingSequence, ...]:
-    """Sequences that begin alike; every token behind the first is a target."""
-    drawn = np.random.default_rng(0).integers(4, VOCABULARY, _PROMPT + sum(_ANSWERS))
-    ends = np.cumsum([_PROMPT, *_ANSWERS])
+    """Sequences that begin alike; every token behind the prompt is a target."""
     found = []
-    for start, stop in pairwise(ends):
-        ids = np.concatenate([drawn[:_PROMPT], drawn[start:stop]])
+    random, ids = np.random.default_rng(0), np.zeros(0, np.int64)
+    for shared, num_own in _TREE:
+        ids = np.concatenate([ids[:shared], random.integers(4, VOCABULARY, num_own)])
         targets = np.arange(_PROMPT, len(ids))
-        found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32), prompt_length=_PROMPT))
+        found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32)))
     return tuple(found)
 
 

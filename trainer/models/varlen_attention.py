@@ -2,14 +2,14 @@
 
     out[i] = Σ_j softmax_j(scale · q[i]·k[j]) v[j]    over j of the sequence of i with i − window < j ≤ i
 
-Several sequences may begin with one copy of their prompt. Then keys and values are first gathered, once per layer, so
-that each sequence has those of its prompt before its own.
+Sequences may begin with tokens of the one before, which are there once. Then keys and values are first gathered, once
+per layer, so that each sequence has those that it shares before its own, however many branches lead there.
 
 On a GPU in a 16-bit dtype this is one call of `torch.nn.attention.varlen.varlen_attn`, whose kernel (Flash Attention)
 shares key/value heads without copies and computes no pair of two sequences. Anywhere else, it is one call of sdpa per
 sequence, which computes the same and needs the memory of one sequence at a time.
 
-Shape legend: R rows, L row length, T = R · L tokens, S sequences, U keys of all sequences (T if no prompt is shared),
+Shape legend: R rows, L row length, T = R · L tokens, S sequences, U keys of all sequences (T if nothing is shared),
 H heads (of queries; keys may have fewer), D width.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -40,53 +41,52 @@ class SequenceBoundaries:
     They are made once per micro-batch. No layer reads a tensor back from the device to learn a length.
 
     Attributes:
-        lengths: Tokens of each of the S sequences, without a prompt that another one contains; with padding, which
-            belongs to the sequence before it, T in all.
-        prompts: For each sequence the first token of a prompt that another one contains, and its length, 0 if it
-            contains its own; empty if all do.
+        lengths: Tokens of each of the S sequences, without those that it shares with the one before it; with padding,
+            which belongs to the sequence before it, T in all.
+        shared: Of each sequence the number of first tokens that it shares with the one before it, which may share some
+            of these with the one before that; empty if none does.
         cumulative: `[S + 1] int32`, first token of each sequence and T, on the device.
         keys: `[U] int64`, the tokens that sequences attend to, one sequence after the other; None: their own.
         cumulative_keys: `[S + 1] int32`, the first of each sequence among the keys, and U.
     """
 
     lengths: tuple[int, ...]
-    prompts: tuple[tuple[int, int], ...]
+    shared: tuple[int, ...]
     # What is on the device follows from these two; DeepSpeed compares inputs of tensor ranks.
     cumulative: Tensor = field(compare=False)
     keys: Tensor | None = field(compare=False)
     cumulative_keys: Tensor = field(compare=False)
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], device: torch.device, prompts: Sequence[tuple[int, int]] = ()
-    ) -> SequenceBoundaries:
-        """The boundaries of sequences of these lengths, some of which may begin with a prompt of another one."""
+    def of(cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] = ()) -> SequenceBoundaries:
+        """The boundaries of sequences of these lengths, some of which may begin with tokens of the one before."""
 
         def starts(of_lengths: Iterable[int]) -> Tensor:
             return torch.tensor([0, *accumulate(of_lengths)], dtype=torch.int32, device=device)
 
         own = starts(lengths)
-        if not any(length for _, length in prompts):
+        if not any(shared):
             return cls(tuple(lengths), (), own, None, own)
-        pieces, stop = [], 0
-        for length, (prompt_start, prompt_length) in zip(lengths, prompts, strict=True):
-            pieces += [np.arange(prompt_start, prompt_start + prompt_length), np.arange(stop, stop + length)]
+        paths: list[NDArray[np.int64]] = []
+        path, stop = np.zeros(0, np.int64), 0
+        for length, common in zip(lengths, shared, strict=True):
+            path = np.concatenate([path[:common], np.arange(stop, stop + length)])
+            paths.append(path)
             stop += length
-        keys = torch.from_numpy(np.concatenate(pieces)).to(device)
-        attended = starts(length + prompt for length, (_, prompt) in zip(lengths, prompts, strict=True))
-        return cls(tuple(lengths), tuple(prompts), own, keys, attended)
+        keys = torch.from_numpy(np.concatenate(paths)).to(device)
+        return cls(tuple(lengths), tuple(shared), own, keys, starts(map(len, paths)))
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        """Keys of each sequence: its own tokens behind those of its prompt."""
-        if not self.prompts:
+        """Keys of each sequence: its own tokens behind those that it shares."""
+        if not self.shared:
             return self.lengths
-        return tuple(length + prompt for length, (_, prompt) in zip(self.lengths, self.prompts, strict=True))
+        return tuple(length + common for length, common in zip(self.lengths, self.shared, strict=True))
 
     def padded(self, num_tokens: int) -> SequenceBoundaries:
         """The same with so many tokens of padding at the end."""
         lengths = (*self.lengths[:-1], self.lengths[-1] + num_tokens)
-        return SequenceBoundaries.of(lengths, self.cumulative.device, self.prompts)
+        return SequenceBoundaries.of(lengths, self.cumulative.device, self.shared)
 
 
 def register_varlen() -> None:

@@ -93,15 +93,19 @@ def random_model(config: Any, attention: str) -> Any:
 
 
 def sequences() -> list[TrainingSequence]:
-    """Of three prompts, with two answers each, most longer than a window."""
+    """Of three prompts, with two answers each, most longer than a window, and a fork of the first one in its middle."""
     random = np.random.default_rng(1)
     found = []
-    for prompt_length, answers in ((7, (20, 4)), (1, (11, 30)), (12, (3, 9))):
-        prompt = random.integers(2, 96, prompt_length)
-        for answer in answers:
-            ids = np.concatenate([prompt, random.integers(2, 96, answer)])
-            targets = np.arange(prompt_length, len(ids))
-            found.append(TrainingSequence(ids, targets, np.zeros(answer, np.float32), prompt_length=prompt_length))
+
+    def add(context: np.ndarray, num_tokens: int) -> np.ndarray:
+        ids = np.concatenate([context, random.integers(2, 96, num_tokens)])
+        found.append(TrainingSequence(ids, np.arange(len(context), len(ids)), np.zeros(num_tokens, np.float32)))
+        return ids
+
+    for num_tokens, answers in ((7, (20, 4)), (1, (11, 30)), (12, (3, 9))):
+        prompt = random.integers(2, 96, num_tokens)
+        first, _ = (add(prompt, answer) for answer in answers)
+        add(first[: (num_tokens + len(first)) // 2], 5)
     return found
 
 
@@ -116,7 +120,7 @@ def alone(config: Any) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     for one in sequences():
         ids = torch.from_numpy(one.token_ids)
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].log_softmax(-1)
-        logprobs = logits.gather(-1, ids[1:, None])[one.prompt_length - 1 :, 0]
+        logprobs = logits.gather(-1, ids[1:, None])[int(one.targets[0]) - 1 :, 0]
         (logprobs * weights_of(one)).sum().backward()
         found.append(logprobs.detach().numpy())
     return found, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}

@@ -33,8 +33,8 @@ from .torch_trainer import MODEL, VOCAB
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 3)
-PROMPTS = {"alone": (), "shared": ((0, 0), (0, 5), (0, 0), (8, 10))}
-"""Of the sequences: the second one begins with the first five tokens of the first, the last with ten of the third."""
+SHARED = {"alone": (), "shared": (0, 5, 0, 10), "tree": (0, 5, 6, 10)}
+"""First tokens that a sequence shares with the one before it; of a tree, the third one with the first two."""
 LAYERS = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=4)
 """A model with a window of 4 tokens in layer 1."""
 
@@ -51,26 +51,26 @@ def inputs(num_heads: int = 4, num_kv_heads: int = 2, **options: object) -> list
 
 
 def by_mask(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, prompts: tuple[tuple[int, int], ...]
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, shared: tuple[int, ...]
 ) -> Tensor:
     """`[1, T, H, D]`: every score, in float64, and a mask that leaves those within a sequence and the window."""
     allowed = torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
-    start = 0
-    for length, (prompt, shared) in zip(LENGTHS, prompts or [(0, 0)] * len(LENGTHS), strict=True):
-        attended = [*range(prompt, prompt + shared), *range(start, start + length)]
-        for place in range(shared, shared + length):
-            allowed[attended[place], attended[max(0, place + 1 - (window or len(attended))) : place + 1]] = True
+    start, path = 0, []
+    for length, common in zip(LENGTHS, shared or [0] * len(LENGTHS), strict=True):
+        path = [*path[:common], *range(start, start + length)]
+        for place in range(common, common + length):
+            allowed[path[place], path[max(0, place + 1 - (window or len(path))) : place + 1]] = True
         start += length
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
     scores = (query.double() @ key.double().mT * scale).masked_fill(~allowed, -torch.inf)
     return (scores.softmax(-1) @ value.double()).transpose(1, 2)
 
 
-def check_against_mask(tensors: list[Tensor], index: int, prompts: tuple[tuple[int, int], ...] = ()) -> None:
+def check_against_mask(tensors: list[Tensor], index: int, shared: tuple[int, ...] = ()) -> None:
     """Output and gradients of layer `index` are those of a mask."""
-    boundaries = SequenceBoundaries.of(LENGTHS, CPU, prompts)
+    boundaries = SequenceBoundaries.of(LENGTHS, CPU, shared)
     out, weights = varlen_attention.varlen_attention(layer(index), *tensors, None, boundaries=boundaries, scaling=0.3)
-    expected = by_mask(*tensors, 0.3, (None, 4)[index], prompts)
+    expected = by_mask(*tensors, 0.3, (None, 4)[index], shared)
     assert weights is None
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -81,9 +81,9 @@ def check_against_mask(tensors: list[Tensor], index: int, prompts: tuple[tuple[i
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
-@pytest.mark.parametrize("prompts", PROMPTS)
-def test_one_call_per_sequence_is_what_a_mask_gives(prompts: str, index: int, num_kv_heads: int) -> None:
-    check_against_mask(inputs(num_kv_heads=num_kv_heads), index, PROMPTS[prompts])
+@pytest.mark.parametrize("shared", SHARED)
+def test_one_call_per_sequence_is_what_a_mask_gives(shared: str, index: int, num_kv_heads: int) -> None:
+    check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared])
 
 
 @contextmanager
@@ -138,13 +138,13 @@ def arithmetic_kernel() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
-@pytest.mark.parametrize(("prompts", "longest"), [("alone", (12, 12)), ("shared", (12, 13))])
+@pytest.mark.parametrize(("shared", "longest"), [("alone", (12, 12)), ("shared", (12, 13)), ("tree", (12, 18))])
 def test_the_kernel_is_told_what_a_mask_gives(
-    prompts: str, longest: tuple[int, int], index: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    shared: str, longest: tuple[int, int], index: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
     with arithmetic_kernel() as calls:
-        check_against_mask(inputs(num_kv_heads=num_kv_heads), index, PROMPTS[prompts])
+        check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared])
     assert calls == [longest]
 
 
@@ -304,7 +304,7 @@ def test_padding_belongs_to_the_last_sequence_and_every_share_knows_the_whole_ro
         share = sequence_share(batch, rank, 4).inputs.boundaries
         assert (share.lengths, share.cumulative.tolist()) == ((5, 7), [0, 5, 12])
     assert packed((5, 4), needs_mask=True).inputs.boundaries is None
-    again = SequenceBoundaries.of((5, 4), CPU, ((0, 0), (0, 2))).padded(3)
+    again = SequenceBoundaries.of((5, 4), CPU, (0, 2)).padded(3)
     assert (again.lengths, again.key_lengths) == ((5, 7), (5, 9))
     assert again.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
     assert again.cumulative_keys.tolist() == [0, 5, 14]
