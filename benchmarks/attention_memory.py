@@ -1,6 +1,7 @@
 """What attention costs the trainer on a CPU: memory and time of forward and backward, with masks, padding or neither.
 
     python benchmarks/attention_memory.py            (5 minutes; writes benchmarks/results/attention_memory.md)
+    python benchmarks/attention_memory.py tree       (a minute; prints the table of the tree of threads)
 
 Memory: 16 sequences, the longest four times the shortest, lengths in geometric progression, through a random Qwen3
 policy in float32. Each figure is of a fresh process: its largest resident memory during one step less that before it,
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from provenance import provenance
 
 from penstock.trainer.batches.collate import collate
@@ -129,8 +131,8 @@ def tree_of(unit: int) -> list[TrainingSequence]:
     """
     rng = np.random.default_rng(0)
 
-    def behind(context: np.ndarray, num_tokens: int) -> np.ndarray:
-        ids = np.concatenate([context, rng.integers(0, 2048, num_tokens)])
+    def behind(context: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
+        ids: NDArray[np.int64] = np.concatenate([context, rng.integers(0, 2048, num_tokens)])
         targets = np.arange(max(1, len(context)), len(ids))
         found.append(TrainingSequence(ids, targets, np.zeros(len(targets), np.float32)))
         return ids
@@ -186,19 +188,38 @@ def measure_time() -> dict[str, list[float]]:
     return seconds
 
 
+def child(*arguments: str) -> Any:
+    """What a process of its own prints."""
+    done = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tree_lines() -> list[str]:
+    lines = ["| tree of threads | tokens | MiB of one step |", "| --- | --- | --- |"]
+    for attention in ("sdpa", "varlen"):
+        for form in ("linear", "tree"):
+            runs = [child("tree", attention, form) for _ in range(NUM_PROCESSES)]
+            mib = median(num_bytes for _, num_bytes in runs) / 2**20
+            lines.append(f"| {attention}, {form} | {runs[0][0]:,} | {mib:.0f} |")
+    return lines
+
+
 def main() -> None:
-    if len(sys.argv) > 1:
-        name, *others = sys.argv[1:]
-        if name == "time":
+    match sys.argv[1:]:
+        case ["time"]:
             print(json.dumps(measure_time()))
-        else:
-            print(json.dumps(measure_tree(*others) if name == "tree" else measure_memory(name, int(others[0]))))
-        return
+        case ["tree"]:
+            print("\n".join([*tree_lines(), *(f"- {note}" for note in provenance())]))
+        case ["tree", attention, form]:
+            print(json.dumps(measure_tree(attention, form)))
+        case [variant, shortest]:
+            print(json.dumps(measure_memory(variant, int(shortest))))
+        case _:
+            write_results()
 
-    def child(*arguments: str) -> Any:
-        done = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
-        return json.loads(done.stdout.splitlines()[-1])
 
+def write_results() -> None:
+    """Measure everything."""
     columns = " | ".join(f"{one} to {round(one * SPREAD)} tokens" for one in SHORTEST)
     lines = ["# Memory and time of attention", "", f"| MiB of one step | {columns} |", "| --- |" + " --- |" * 3]
     found = {
@@ -210,12 +231,7 @@ def main() -> None:
     for name in list(VARIANTS)[:-1]:
         ratios = (mine / theirs for mine, theirs in zip(found["packed, varlen"], found[name], strict=True))
         lines.append(f"| packed, varlen ÷ {name} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |")
-    lines += ["", "| tree of threads | tokens | MiB of one step |", "| --- | --- | --- |"]
-    for attention in ("sdpa", "varlen"):
-        for form in ("linear", "tree"):
-            runs = [child("tree", attention, form) for _ in range(NUM_PROCESSES)]
-            mib = median(num_bytes for _, num_bytes in runs) / 2**20
-            lines.append(f"| {attention}, {form} | {runs[0][0]:,} | {mib:.0f} |")
+    lines += ["", *tree_lines()]
     timed = {name: (median(values), min(values), max(values)) for name, values in child("time").items()}
     lines += ["", "| 256 sequences of 36 to 40 tokens | seconds of one core |", "| --- | --- |"]
     lines += [f"| {name} | {mid:.2f} ({least:.2f} to {most:.2f}) |" for name, (mid, least, most) in timed.items()]
