@@ -1,7 +1,8 @@
 """Episodes of environments on several nodes of a joined cluster: a Ray actor per node around `EpisodeHost`.
 
 Agent programs talk to the endpoint of the driver, which listens on the driver's machine only. So the first episodes
-are played there, and all of them if an environment runs itself.
+are played there, and all of them if an environment runs itself. Processes and limits of environments are divided among
+the nodes: each has a pool of its own (environment_pool.py).
 
 Consumes: calls of trajectories. Waits for: the reply of the environment's node. Unblocked by: the reply, the time-out
 of the environment with a margin, or the loss of the node, which fails the episode (kind `env`); nodes that are lost, or
@@ -25,9 +26,11 @@ from penstock.actors.ray_errors import answer_of
 from penstock.actors.worker_log import keep_output
 from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
 from penstock.dataflow.task import Task
-from penstock.envs.config import EnvConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, StreamConfig
 from penstock.envs.environment import Action, EndpointAccess
+from penstock.envs.streams import stream_factories
 from penstock.envs.workers.child_process import MAX_LOADS
+from penstock.envs.workers.environment_pool import Usage
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 
@@ -49,8 +52,8 @@ class EpisodeActor:
         self._host = EpisodeHost(env, seed)
         self._open: dict[int, tuple[AsyncExitStack, PlayedEpisode] | None] = {}  # None: it is being opened
 
-    async def open(self, key: int, task: bytes) -> Failure | None:
-        """Open an episode of a pickled task; returns why it cannot be opened."""
+    async def open(self, key: int, task: bytes) -> Failure | Usage:
+        """Open an episode of a pickled task; returns why it cannot be opened, or what the environments did so far."""
         episode, self._open[key] = AsyncExitStack(), None
         try:
             played = await episode.enter_async_context(self._host.open(pickle.loads(task)))  # noqa: S301 - of our driver
@@ -63,7 +66,7 @@ class EpisodeActor:
             await episode.aclose()
             return TrajectoryError("env", "the episode was closed while it was being opened")
         self._open[key] = episode, played
-        return None
+        return self._host.usage()
 
     async def call(self, key: int, method: str, arguments: Sequence[Any]) -> EpisodeReply | Failure:
         """Call a method of an open episode."""
@@ -75,10 +78,13 @@ class EpisodeActor:
             return error
         return reply
 
-    async def close(self, key: int) -> None:
+    async def close(self, key: int, *, has_ended_well: bool) -> None:
         """Close an episode, also one that is still being opened."""
-        if (opened := self._open.pop(key, None)) is not None:
-            await opened[0].aclose()
+        if (opened := self._open.pop(key, None)) is None:
+            return
+        # An episode that failed or was cancelled leaves its context by an error, as on the driver's machine.
+        error = None if has_ended_well else TrajectoryError("env", "its episode did not end")
+        await opened[0].__aexit__(None if error is None else type(error), error, None)
 
     async def shutdown(self) -> None:
         """End all processes."""
@@ -100,6 +106,7 @@ class DriverEpisodes:
         self.num_workers = env.episode.num_workers
         self.open = self._host.open
         self.close = self._host.close
+        self.usage = self._host.usage
 
 
 class RemoteEpisodes:
@@ -115,9 +122,16 @@ class RemoteEpisodes:
         self.failure = ""
         self._name = name
         self._limits = env.episode
+        self._has_queue = any(one.episode.max_open is not None for one in stream_factories(env).values())
         self._start = start
         self._actor: ActorHandle | None = None
         self._keys = itertools.count()
+        self._num_open = 0  # or waiting for an environment
+        self._usage = Usage()
+
+    def usage(self) -> Usage:
+        """What its environments had done when the newest episode was opened."""
+        return self._usage
 
     @asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[PlayedEpisode]:
@@ -132,14 +146,21 @@ class RemoteEpisodes:
             raise TrajectoryError("env", f"{task.task_id} cannot be sent to another node: {error!r}") from error
         if self._actor is None:
             self._actor = self._start()
-        actor, key = self._actor, next(self._keys)
-        limit_s = MAX_LOADS * self._limits.startup_timeout_s + MARGIN_S
+        actor, key, has_ended_well = self._actor, next(self._keys), False
+        self._num_open += 1
+        # Loading the environments; opening one, after those before it in the queue, where each has its own limits.
+        num_before = self._num_open * self._has_queue
+        limit_s = (MAX_LOADS + 1 + num_before) * self._limits.startup_timeout_s + MARGIN_S
+        limit_s += num_before * self._limits.wait_timeout_s
         try:
-            await self.answer(actor.open.remote(key, body), limit_s, f"open {task.task_id}")
+            usage: Usage = await self.answer(actor.open.remote(key, body), limit_s, f"open {task.task_id}")
+            self._usage = max(self._usage, usage, key=lambda one: one.episodes)
             yield _RemoteEpisode(self, actor, key, self._limits.timeout_s + MARGIN_S)
+            has_ended_well = True
         finally:
+            self._num_open -= 1
             with suppress(ray.exceptions.RayError):
-                actor.close.remote(key)
+                actor.close.remote(key, has_ended_well=has_ended_well)
 
     async def answer(self, call: Any, limit_s: float, what: str) -> Any:
         """The answer to a call of an episode.
@@ -217,6 +238,10 @@ class SpreadEpisodes:
                 self._told.add(index)
                 logger.warning("%s. No more episodes are played there", self._nodes[index].failure.rstrip("."))
 
+    def usage(self) -> Usage:
+        """What the environments did so far, on all nodes."""
+        return sum((node.usage() for node in self._nodes), Usage())
+
     async def close(self) -> None:
         for node in self._nodes:
             await node.close()
@@ -251,17 +276,34 @@ class _FirstReply:
 
 
 def spread_episodes(env: EnvConfig, seed: int) -> SpreadEpisodes:
-    """Spread `env.episode.num_workers` processes over the nodes of the cluster that is joined, the driver's first."""
+    """Spread `env.episode.num_workers` processes over the nodes of the cluster that is joined, the driver's first.
+
+    At most as many nodes are used as environments of any task source may be open.
+    """
     here = ray.get_runtime_context().get_node_id()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
-    used = alive[: env.episode.num_workers]
-    each, more = divmod(env.episode.num_workers, len(used))
+    limits = [one.episode.max_open for one in stream_factories(env).values()]
+    used = alive[: min([env.episode.num_workers, *(limit for limit in limits if limit is not None)])]
     nodes: list[DriverEpisodes | RemoteEpisodes] = []
     for index, node in enumerate(used):
-        episode = env.episode.model_copy(update={"num_workers": each + (index < more)})
-        of_node = env.model_copy(update={"episode": episode})
+        of_node = share_of_node(env, index, len(used))
         nodes.append(DriverEpisodes(of_node, seed) if index == 0 else _on_node(node, of_node, seed))
     return SpreadEpisodes(nodes)
+
+
+def share_of_node(env: EnvConfig, index: int, num_nodes: int) -> EnvConfig:
+    """`env` with the share of one of several nodes in `num_workers`, `warm` and `max_open`."""
+
+    def share(total: int) -> int:
+        return total // num_nodes + (index < total % num_nodes)
+
+    def limit(of: EpisodeConfig | StreamConfig) -> dict[str, int]:
+        return {} if of.max_open is None else {"max_open": share(of.max_open)}
+
+    shares = {"num_workers": share(env.episode.num_workers), "warm": share(env.episode.warm)}
+    episode = env.episode.model_copy(update=shares | limit(env.episode))
+    streams = {name: stream.model_copy(update=limit(stream)) for name, stream in env.streams.items()}
+    return env.model_copy(update={"episode": episode, "streams": streams})
 
 
 def _on_node(node: dict[str, Any], env: EnvConfig, seed: int) -> RemoteEpisodes:

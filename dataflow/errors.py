@@ -16,7 +16,7 @@ from typing import Literal
 
 FailureKind = Literal["env", "long_prompt", "reward", "engine"]
 _MAX_SUMMARY_CHARACTERS = 500
-_OF_CALL = re.compile(r"^(?:.* on \S+ \(\S+\)|(?:reset|step|step_all|run) of \S+): ")
+_OF_CALL = re.compile(r"^(?:.* on \S+ \(\S+\)|(?:open|reset|step|step_all|run) of \S+): ")
 """The call that failed, before what happened: `my.reward on 3/0 (t/7): `, `reset of t/7: `."""
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from penstock.dataflow.timeouts import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
 
@@ -56,6 +56,8 @@ class SourceConfig(BaseModel):
     """As `env.factory`; None is `env.factory`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that differ from `env.args`, or all of them for another factory."""
+    max_open: int | None = Field(default=None, ge=1)
+    """As `env.episode.max_open`, for its environments; None is `env.episode.max_open`."""
 
 
 class StreamConfig(SourceConfig):
@@ -86,7 +88,14 @@ class EpisodeConfig(BaseModel):
     timeout_s: float = Field(default=30.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
     """Longest time for one reset or step; then the attempt fails (kind env), never reward 0."""
     startup_timeout_s: float = Field(default=120.0, ge=1, le=MAX_TIMEOUT_S)
-    """Longest time for loading the environment, seconds."""
+    """Longest time for loading the task source, and for opening one environment, seconds."""
+    warm: int = Field(default=0, ge=0, le=100_000)
+    """Idle environments of each task source that are kept open ahead of their episode, over all processes and nodes; 0
+    opens one when its episode begins."""
+    max_open: int | None = Field(default=None, ge=1)
+    """Open environments of each task source, over all processes and nodes; further episodes wait. None is unlimited."""
+    wait_timeout_s: float = Field(default=1800.0, ge=MIN_CALL_TIMEOUT_S, le=MAX_TIMEOUT_S)
+    """Longest time in which no waiting episode gets an environment, seconds; then the attempt fails (kind env)."""
     num_workers: int = Field(default=1, ge=1, le=10_000)
     """Environment processes; each plays many episodes concurrently."""
     max_memory_gib: float | None = Field(default=8.0, gt=0)
@@ -96,6 +105,15 @@ class EpisodeConfig(BaseModel):
     isolation: Isolation = None
     """`process`, or None: a process with the user's permissions, killed at a limit. `strict` or a section: also in a
     sandbox, with the permissions of the section."""
+
+    @model_validator(mode="after")
+    def _warm_ones_fit(self) -> Self:
+        if self.max_open is not None and self.warm > self.max_open:
+            raise ValueError(
+                f"episode.warm={self.warm} environments cannot be open while max_open={self.max_open}. Lower warm, or "
+                "raise max_open."
+            )
+        return self
 
 
 class EndpointConfig(BaseModel):

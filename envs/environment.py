@@ -4,9 +4,10 @@
         def step(self, action):
             return Done(1.0) if action.text == "bye" else Observation(action.text)
 
-One object plays one episode: `reset` once, then `step` for each turn of the policy until it returns `Done` or a budget
-is exhausted (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a separate
-process (episode_host.py); an exception or a hang there fails the attempt, and never becomes reward 0.
+One object plays one episode: `open`, then `reset` once, then `step` for each turn of the policy until it returns `Done`
+or a budget is exhausted (`env.episode`), then `close`; a `reusable` one plays further episodes in between. Every method
+may be plain or `async`. An environment runs in a separate process (episode_host.py); an exception or a hang there fails
+the attempt, and never becomes reward 0.
 
 Several agents, and parallel drafts, are threads of one episode (docs/guides/several-agents.md): an observation names
 its thread. A list of observations requests several concurrent turns, which `step_all` answers:
@@ -130,21 +131,37 @@ class RunsItself:
 
 
 class Playable(ABC):
-    """The episode of one trajectory: an `Environment`, or an agent program (agents.py)."""
+    """The episode of one trajectory: an `Environment`, or an agent program (agents.py).
+
+    Attributes:
+        task: Task of the episode.
+        reusable: Whether `reset` removes all that an earlier episode has left. Then the object plays one episode after
+            the other, and is closed at the end of the run. After an error, a time-out or a cancelled episode it is
+            closed in either case.
+    """
 
     task: Task
+    reusable: bool = False
+
+    def open(self) -> Awaitable[None] | None:
+        """Prepare what no task is needed for: start a browser, load a repository.
+
+        Called once, before the first `reset`, and ahead of it with `env.episode.warm`. It may take
+        `env.episode.startup_timeout_s`.
+        """
+        return None
 
     @abstractmethod
     def reset(self, task: Task) -> Observations | RunsItself | Awaitable[Observations | RunsItself]:
         """Begin the episode of `task`."""
 
     def close(self) -> Awaitable[None] | None:
-        """Release the resources of the episode. Called at most once, also after an error; not if the process dies."""
+        """Release all resources. Called at most once, also after an error; not if the process dies."""
         return None
 
 
 class Environment(Playable):
-    """One episode. Keep its state on `self`, and shared expensive resources on the class or the module."""
+    """One episode. Keep its state on `self`, and what all share on the class or the module."""
 
     def reset(self, task: Task) -> Observations | Awaitable[Observations]:
         """Begin the episode of `task`; returns the whole prompt, by default the task's."""
@@ -172,5 +189,5 @@ class EnvironmentSource(TaskSource, Protocol):
     """
 
     def environment(self) -> Playable:
-        """A new environment for one episode."""
+        """A new environment, which can play any task of this source."""
         ...

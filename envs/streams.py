@@ -94,4 +94,8 @@ def stream_env(config: EnvConfig, stream: SourceConfig) -> EnvConfig:
     factory, args = stream.factory or config.factory, stream.args
     if factory == config.factory:
         args = {**config.args, **args}
-    return EnvConfig(factory=factory, args=args, python=config.python, episode=config.episode)
+    episode = config.episode
+    if stream.max_open is not None:
+        fewer = {"max_open": stream.max_open, "warm": min(episode.warm, stream.max_open)}
+        episode = episode.model_copy(update=fewer)
+    return EnvConfig(factory=factory, args=args, python=config.python, episode=episode)

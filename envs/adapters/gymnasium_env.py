@@ -34,6 +34,7 @@ class GymnasiumTasks(GeneratedTasks):
             spaces: a text space gets the turn as it is.
         instruction: Text before the first observation.
         chat: Give the prompt as chat messages.
+        reuse: Reset an environment for the next episode, as gymnasium does; otherwise make a new one for each.
 
     Raises:
         ConfigError: If gymnasium is not installed.
@@ -46,6 +47,7 @@ class GymnasiumTasks(GeneratedTasks):
     instruction: str = ""
     _: KW_ONLY
     chat: bool = True
+    reuse: bool = True
 
     def __post_init__(self) -> None:
         self._played = self._make()
@@ -66,8 +68,8 @@ class GymnasiumTasks(GeneratedTasks):
         return {"prompt": [{"role": "user", "content": text}] if self.chat else text, "seed": seed}
 
     def environment(self) -> Environment:
-        """A new environment, not shared with any other episode."""
-        return GymnasiumEpisode(self._make(), self._names)
+        """A new environment."""
+        return GymnasiumEpisode(self._make(), self._names, reusable=self.reuse)
 
     def _make(self) -> Any:
         gymnasium = import_extra("gymnasium")
@@ -78,9 +80,10 @@ class GymnasiumTasks(GeneratedTasks):
 
 
 class GymnasiumEpisode(Environment):
-    """One episode; the reward is the sum of the rewards of its steps."""
+    """Episodes of one environment; the reward is the sum of the rewards of an episode's steps."""
 
-    def __init__(self, played: Any, names: Sequence[str]) -> None:
+    def __init__(self, played: Any, names: Sequence[str], *, reusable: bool) -> None:
+        self.reusable = reusable
         self._played = played
         self._names = [name.lower() for name in names]
 

@@ -4,11 +4,13 @@ Forked by its supervisor (supervisor.py) with `SOCKET_FD FACTORIES SEED`, the se
 It consumes request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the
 socket closes.
 
-Every episode has a thread with its own event loop, so a step that blocks does not delay other episodes. Threads cannot
-be killed: when a call hangs, the parent retires this process and starts another (episode_host.py).
+Every environment has a thread with its own event loop, from `open` to `close`, so a step that blocks does not delay
+other episodes. Threads cannot be killed: when a call hangs, the parent retires this process and starts another
+(episode_host.py).
 
-Request frame: as in reward_child.py; the body is a pickle of `(episode, method, argument)`. The argument is pickled
-separately, so that a task that cannot be unpickled fails only its own episode.
+Request frame: as in reward_child.py; the body is a pickle of `(environment, method, argument)`, where the argument of
+`open` names the task source. The argument is pickled separately, so that a task that cannot be unpickled fails only its
+own episode.
 Reply frame: a JSON object, an `EpisodeReply`.
 """
 
@@ -47,7 +49,7 @@ class ObservationReply(TypedDict, total=False):
 
 
 class EpisodeReply(ObservationReply, total=False):
-    """An observation, or `several` observations, or `done`, `runs_itself`, `closed`, or an `error`."""
+    """An observation, or `several` observations, or `done`, `runs_itself`, `opened`, `closed`, or an `error`."""
 
     several: list[ObservationReply]
     done: bool
@@ -56,6 +58,8 @@ class EpisodeReply(ObservationReply, total=False):
     counts: dict[str, float]
     answer: str
     runs_itself: bool
+    opened: bool
+    reusable: bool
     closed: bool
     error: str
 
@@ -172,7 +176,9 @@ def is_episode_reply(reply: object) -> bool:
         )
     if "content" in reply:
         return _is_observation_reply(reply)
-    return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
+    if not isinstance(reply.get("reusable", False), bool):
+        return False
+    return any(reply.get(name) is True for name in ("done", "runs_itself", "opened", "closed"))
 
 
 def _is_observation_reply(reply: object) -> bool:
@@ -188,12 +194,12 @@ def _is_observation_reply(reply: object) -> bool:
 
 async def call_environment(environment: Playable, method: str, argument: Any) -> Any:
     """Call a plain or asynchronous method."""
-    returned = getattr(environment, method)(*([] if method == "close" else [argument]))
+    returned = getattr(environment, method)(*([] if method in ("open", "close") else [argument]))
     return await returned if inspect.isawaitable(returned) else returned
 
 
-class EpisodeThread:
-    """Plays one episode: it runs calls one after the other, until `close`."""
+class EnvironmentThread:
+    """Runs the calls of one environment one after the other, from `open` to `close`."""
 
     def __init__(self, make: Callable[[str], Playable], answer: Callable[[int, EpisodeReply], None]) -> None:
         self._make = make
@@ -223,9 +229,9 @@ class EpisodeThread:
                 call_id, method, packed = self._calls.get()
                 try:
                     argument = pickle.loads(packed)  # noqa: S301  written by our own parent
-                    if method == "reset":
-                        environment = self._make(argument.environment)
-                    if environment is not None:  # otherwise its reset failed, and this call is `close`
+                    if method == "open":
+                        environment = self._make(argument)
+                    if environment is not None:  # otherwise it could not be made, and this call is `close`
                         reply = runner.run(self._call(environment, method, argument))
                 except BaseException as error:  # noqa: BLE001  user code is data; this thread gets no real interrupts
                     reply = {"error": to_failure(error)["error"]}
@@ -241,33 +247,36 @@ class EpisodeThread:
             return {"closed": True}
         self._running = asyncio.current_task()
         try:
-            return to_episode_reply(await call_environment(environment, method, argument), method)
+            returned = await call_environment(environment, method, argument)
+            if method == "open":
+                return {"opened": True, "reusable": bool(environment.reusable)}
+            return to_episode_reply(returned, method)
         finally:
             self._running = None
 
 
 class EpisodeServer:
-    """Reads frames, dispatches them to the episodes, and writes their replies."""
+    """Reads frames, dispatches them to the environments, and writes their replies."""
 
     def __init__(self, sources: dict[str, EnvironmentSource], connection: socket.socket) -> None:
         self._sources = sources
         self._connection = connection
-        self._episodes: dict[int, EpisodeThread] = {}
+        self._environments: dict[int, EnvironmentThread] = {}
         self._writing = threading.Lock()
 
     def serve(self) -> None:
         reader = self._connection.makefile("rb")
         while header := reader.read(HEADER.size):
             length, call_id = HEADER.unpack(header)
-            episode, method, argument = pickle.loads(reader.read(length))  # noqa: S301  written by our own parent
-            if method == "reset":
-                self._episodes[episode] = EpisodeThread(self._make, self.answer)
-            if episode not in self._episodes:
-                self.answer(call_id, {"closed": True})  # it was abandoned before its reset was sent
+            number, method, argument = pickle.loads(reader.read(length))  # noqa: S301  written by our own parent
+            if method == "open":
+                self._environments[number] = EnvironmentThread(self._make, self.answer)
+            if number not in self._environments:
+                self.answer(call_id, {"closed": True})  # it was abandoned before its opening was requested
                 continue
-            thread = self._episodes[episode]
+            thread = self._environments[number]
             if method == "close":
-                del self._episodes[episode]
+                del self._environments[number]
             thread.call(call_id, method, argument)
 
     def _make(self, name: str) -> Playable:
@@ -291,7 +300,7 @@ class EpisodeServer:
 def main(arguments: list[str]) -> None:
     """Load the environments, send the hello, serve until the socket closes."""
     socket_fd, factories, seed = arguments
-    # Every episode needs file descriptors for its loop, and an agent program for its pipes.
+    # Every environment needs file descriptors for its loop, and an agent program for its pipes.
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     connection = socket.socket(fileno=int(socket_fd))

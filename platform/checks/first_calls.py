@@ -56,7 +56,7 @@ async def _call(
     config: RunConfig, source: TaskSource, reward: RewardFunction, chosen: Sequence[Task], others: Sequence[Task]
 ) -> list[Finding]:
     episode = config.env.episode
-    limits = episode.model_copy(update={"timeout_s": min(LIMIT_S, episode.timeout_s), "num_workers": 1})
+    limits = episode.model_copy(update={"timeout_s": min(LIMIT_S, episode.timeout_s), "num_workers": 1, "warm": 0})
     env = config.env.model_copy(update={"episode": limits})
     host, findings = EpisodeHost(env, config.seed), []
     answered: list[tuple[Task, Trajectory]] = []

@@ -344,7 +344,7 @@ class RunConfig(Section):
     def played_env(self) -> EnvConfig:
         """`env` with the environments of evaluation sets as further streams: all that episodes may need."""
         sources = {set_stream(name): one.env for name, one in self.evaluation.sets.items() if one.env is not None}
-        streams = {name: StreamConfig(factory=one.factory, args=one.args) for name, one in sources.items()}
+        streams = {name: StreamConfig(**one.model_dump()) for name, one in sources.items()}
         return self.env.model_copy(update={"streams": {**self.env.streams, **streams}}) if streams else self.env
 
     @property

@@ -168,7 +168,7 @@ async def build_run(
             on_cut=log.rotate,
             on_written=partial(checkpoint_written, timeline, upload),
         )
-        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline, upload, parts.sets)
+        run = Run(config, runtime, held_out, flow, instruments, checkpointer, timeline, upload, parts.sets, episodes)
         stack.push_async_callback(run.close)
         if resumed is not None:
             await restore(run, flow, folder, resumed)

@@ -27,6 +27,7 @@ from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.saved_config import differences
 from penstock.platform.run.step_log import Publish, StepLog
+from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.runner import RolloutRunner
 
 ABANDON_S = 2.0
@@ -66,6 +67,7 @@ class Run:
         timeline: Timeline | None = None,
         upload: CheckpointUpload | None = None,
         sets: Mapping[str, list[Task]] | None = None,
+        episodes: EpisodePlayer | None = None,
     ) -> None:
         self.config = config
         self.version = 0
@@ -92,6 +94,7 @@ class Run:
         self._instruments = instruments
         self._checkpointer = checkpointer
         self._upload = upload
+        self._episodes = episodes
         self._log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
@@ -142,6 +145,7 @@ class Run:
         """
         more = self._checkpointer.take_metrics()
         more |= {} if self._upload is None else self._upload.take_metrics()
+        more |= {} if self._episodes is None else self._episodes.take_metrics()
         self._log.step(self.version, report, self._publishes, more)
         self._publishes.clear()
 

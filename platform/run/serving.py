@@ -108,7 +108,7 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
     host = (spread_episodes if is_spread else EpisodeHost)(config.played_env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:
-        yield EpisodePlayer(host.open, codec, budget, endpoint, config.env.endpoint.threads)
+        yield EpisodePlayer(host.open, codec, budget, endpoint, config.env.endpoint.threads, host.usage)
     finally:
         await endpoint.close()
         await host.close()

@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from itertools import chain
 
 from penstock.dataflow.errors import TrajectoryError
@@ -21,7 +22,9 @@ from penstock.dataflow.trajectory import Episode, EpisodeEnd, Trajectory
 from penstock.envs.config import TrainedThreads
 from penstock.envs.endpoint.answer_parser import AnswerParser, HermesParser
 from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.endpoint.session import Answer, AnswerTurn, Exchange
 from penstock.envs.threads import take_turns
+from penstock.envs.workers.environment_pool import Seconds, Usage
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 from penstock.rollout.tokenization.tokenizers import TokenCodec
@@ -43,6 +46,7 @@ class EpisodePlayer:
         budget: Limits of each episode.
         endpoint: Endpoint for agent programs; None if there are none.
         threads: Which threads of an agent program are trained.
+        usage: What the environments did so far.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class EpisodePlayer:
         budget: EpisodeBudget,
         endpoint: Endpoint | None = None,
         threads: TrainedThreads = "agent",
+        usage: Callable[[], Usage] = Usage,
     ) -> None:
         self._open_episode = open_episode
         self.endpoint = endpoint
@@ -61,10 +66,19 @@ class EpisodePlayer:
         self._choose_parser: ChooseParser | None = None
         self._parser: AnswerParser | None = None
         self._choosing = asyncio.Lock()
+        self._usage = usage
+        self._waiting = Seconds()
+        self._newest = Usage()
 
     def read_calls_by(self, choose: ChooseParser) -> None:
         """Choose who reads the tool calls of the policy when the next agent program runs; at first it is Hermes."""
         self._choose_parser, self._parser = choose, None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the environments since the last call. An agent program that waits for the policy is not busy."""
+        usage, before = self._usage(), self._newest
+        self._newest = usage = replace(usage, busy_s=usage.busy_s - self._waiting.read())
+        return usage.metrics_since(before)
 
     async def play(
         self, task: Task, trajectory_id: TrajectoryId, sampling: SamplingParams, sample: SampleTurn
@@ -110,11 +124,27 @@ class EpisodePlayer:
         async with self.endpoint.open(task.task_id) as session:
             reply: EpisodeReply | None = None
             try:
-                reply = await session.serve(played.run(session.access), recording.answer)
+                reply = await session.serve(played.run(session.access), self._timed(recording.answer))
             except TrajectoryError as error:
                 if error.kind != "env" or recording.cut_off is None:
                     raise
         return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
+
+    def _timed(self, answer: AnswerTurn) -> AnswerTurn:
+        """Measure the time in which a program waits for at least one answer."""
+        num_requests = 0
+
+        async def timed(exchange: Exchange) -> Answer:
+            nonlocal num_requests
+            num_requests += 1
+            self._waiting.change(int(num_requests == 1))
+            try:
+                return await answer(exchange)
+            finally:
+                num_requests -= 1
+                self._waiting.change(-int(num_requests == 0))
+
+        return timed
 
 
 def _summed(over_turns: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -64,6 +64,8 @@ def test_a_users_environment_and_reward_train(train: Train, tmp_path: Path, rand
     assert all(1 < turns <= 3 for turns in read_metric(run_dir, "env/turns"))
     assert all(misses > 0 for misses in read_metric(run_dir, "env/count/misses"))
     assert all(share > 0.9 for share in read_metric(run_dir, "env/done_share"))
+    assert all(0 < share <= 1 for share in read_metric(run_dir, "env/utilisation"))
+    assert min(read_metric(run_dir, "env/opened")) >= 8
     # Behavior logprobs of every turn are those of the trainer at the same version: nothing was re-tokenised.
     assert max(fresh_mismatches(run_dir)) < 1e-4
     tables = sorted(run_dir.rglob("*.parquet"))

@@ -13,11 +13,12 @@ import pytest
 import ray
 
 from penstock.actors import episodes
-from penstock.actors.episodes import EpisodeActor, RemoteEpisodes, SpreadEpisodes
+from penstock.actors.episodes import EpisodeActor, RemoteEpisodes, SpreadEpisodes, share_of_node
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
-from penstock.envs.config import EnvConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, StreamConfig
+from penstock.envs.workers.environment_pool import Usage
 
 ENV = EnvConfig(factory="arithmetic")
 
@@ -51,6 +52,8 @@ class Host:
         self.where = where
         self.refusal = refusal
         self.num_open = 0
+        self.num_opened = 0
+        self.errors: list[BaseException] = []
         self.is_closed = False
         self.may_open = asyncio.Event()
         self.may_open.set()
@@ -61,8 +64,17 @@ class Host:
             raise self.refusal
         await self.may_open.wait()
         self.num_open += 1
-        yield Played(task, self.where)
-        self.num_open -= 1
+        self.num_opened += 1
+        try:
+            yield Played(task, self.where)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+        finally:
+            self.num_open -= 1
+
+    def usage(self) -> Usage:
+        return Usage(opened=self.num_opened, episodes=self.num_opened)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -76,13 +88,13 @@ class Actor:
         self.is_dead = False
 
     def __getattr__(self, method: str) -> Any:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: Any, **named: Any) -> Any:
             if self.is_dead:
                 raise ray.exceptions.RayActorError
-            return await getattr(self._actor, method)(*arguments)
+            return await getattr(self._actor, method)(*arguments, **named)
 
         # As in Ray, a caller that is cancelled does not cancel the call.
-        remote = staticmethod(lambda *arguments: asyncio.shield(asyncio.ensure_future(call(*arguments))))
+        remote = staticmethod(lambda *args, **named: asyncio.shield(asyncio.ensure_future(call(*args, **named))))
         return type("Method", (), {"remote": remote})
 
 
@@ -93,7 +105,7 @@ class Here:
 
     def __init__(self) -> None:
         self.host = Host("here")
-        self.open, self.close = self.host.open, self.host.close
+        self.open, self.close, self.usage = self.host.open, self.host.close, self.host.usage
 
 
 Nodes = Callable[..., tuple[SpreadEpisodes, Here, Host, Actor]]
@@ -226,3 +238,34 @@ async def test_a_node_that_cannot_play_costs_one_attempt_and_is_said_once(
     assert "environments on 10.0.0.2: open t" in warning
     assert ("process died" if is_lost else "no module 'my'") in warning
     assert "No more episodes are played there" in warning
+
+
+async def test_the_node_learns_whether_an_episode_ended_well_so_that_its_environment_may_play_again(
+    two_nodes: Nodes,
+) -> None:
+    source, here, there, _ = two_nodes()
+    await reset(source)
+    async with source.open(task()):  # one is open here, so that the others are opened there
+        assert await reset(source) == "there"
+        await asyncio.sleep(0.01)
+        assert (there.num_open, there.errors) == (0, [])
+        with pytest.raises(RuntimeError, match="the engine is lost"):
+            async with source.open(task()):
+                raise RuntimeError("the engine is lost")
+        await asyncio.sleep(0.01)
+    (error,) = there.errors
+    assert (there.num_open, type(error)) == (0, TrajectoryError)
+    assert source.usage() == Usage(opened=4, episodes=4) == here.usage() + there.usage()
+
+
+def test_the_nodes_share_processes_and_limits() -> None:
+    limits = EpisodeConfig(num_workers=7, warm=2, max_open=8)
+    env = EnvConfig(factory="arithmetic", episode=limits, streams={"a": StreamConfig(max_open=3), "b": StreamConfig()})
+    shares = [share_of_node(env, index, 3) for index in range(3)]
+    assert [one.episode.num_workers for one in shares] == [3, 2, 2]
+    assert [one.episode.warm for one in shares] == [1, 1, 0]
+    assert [one.episode.max_open for one in shares] == [3, 3, 2]
+    assert [one.streams["a"].max_open for one in shares] == [1, 1, 1]
+    assert all(one.streams["b"].max_open is None for one in shares)
+    unlimited = EnvConfig(factory="arithmetic", episode=EpisodeConfig(num_workers=2))
+    assert share_of_node(unlimited, 1, 2).episode.max_open is None

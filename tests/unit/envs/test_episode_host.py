@@ -170,6 +170,11 @@ async def test_a_reset_that_raises_is_an_env_failure(make_host: Callable[..., An
             await played.reset()
 
 
+async def reset(host: EpisodeHost, one: Task) -> None:
+    async with host.open(one) as played:
+        await played.reset()
+
+
 class Unreadable:
     """Can be pickled, but not read back."""
 
@@ -180,8 +185,8 @@ class Unreadable:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (task(row=Unreadable()), "ValueError: invalid literal for int"),
-        (task("elsewhere"), r"the task names the environment 'elsewhere'; there are \['', 'other'\]"),
+        (task(row=Unreadable()), "reset of t/0: .*ValueError: invalid literal for int"),
+        (task("elsewhere"), r"open of t/0: .*the task names the environment 'elsewhere'; there are \['', 'other'\]"),
     ],
 )
 async def test_a_task_that_the_process_cannot_read_costs_no_other_episode(
@@ -190,9 +195,8 @@ async def test_a_task_that_the_process_cannot_read_costs_no_other_episode(
     async with make_host() as host, host.open(task()) as bystander:
         await bystander.reset()
         before = host.pids
-        async with host.open(bad) as played:
-            with pytest.raises(TrajectoryError, match=rf"(?s)reset of t/0: .*{message}") as caught:
-                await played.reset()
+        with pytest.raises(TrajectoryError, match=rf"(?s){message}") as caught:
+            await reset(host, bad)
         assert caught.value.kind == "env"
         assert (await bystander.step(Action("still here")))["content"] == "0:still here"
         async with host.open(task()) as newcomer:
