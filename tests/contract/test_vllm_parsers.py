@@ -107,6 +107,23 @@ def test_streamed_content_is_that_of_the_whole_turn_wherever_both_are_cut(family
             assert "".join(streamed(parsed, text, signs, rng)) == parsed.content, text
 
 
+def test_a_turn_over_which_a_parser_raises_or_computes_for_too_long_is_text(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.rollout.engines.vllm import answer_parser
+
+    by_name = {family.name: family for family in FAMILIES}
+    internlm = by_name["internlm"]
+    two = internlm.write([OSLO, TOKYO])
+    assert read(internlm, two) == ParsedAnswer(two), "it raises a ValueError"
+    monkeypatch.setattr(answer_parser, "MAX_PARSE_S", 0.2)
+    for name in ("qwen3_coder", "glm45"):  # each computes for more than half a minute
+        call = by_name[name].write([OSLO])
+        repeated = call[: len(call) // 2] * 400
+        assert read(by_name[name], repeated) == ParsedAnswer(repeated)
+        assert read(by_name[name], call).calls == called([OSLO])
+
+
 def test_an_unknown_parser_and_one_without_its_tokens_are_refused_by_name() -> None:
     from penstock.rollout.engines.vllm.answer_parser import VllmAnswerParser
 

@@ -2,13 +2,18 @@
 
 Each turn gets a parser of its own, since they keep the state of one turn. The streaming form is not used
 (envs/endpoint/answer_parser.py says why). What a parser raises over the text of a policy concerns that text alone: it
-is then read as text without calls, and the log of the engine says so.
+is then read as text without calls, and the log of the engine says so. So is a text over which a parser computes for
+longer than `MAX_PARSE_S`: several take time with the square or the cube of the number of marks, and a policy that
+repeats an opening mark to the end of its turn would stop the engine for minutes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,6 +34,9 @@ from penstock.envs.endpoint.requests import MODEL
 from penstock.rollout.engines.parser_names import GPT_OSS, GPT_OSS_REASONING, signs_of
 
 logger = logging.getLogger(__name__)
+
+MAX_PARSE_S = 2.0
+"""Longest time for one turn, seconds of its thread's CPU time; a turn of 20,000 letters with one call takes tenths."""
 
 
 class VllmAnswerParser:
@@ -69,9 +77,10 @@ class VllmAnswerParser:
         request = ChatCompletionRequest(model=MODEL, messages=[{"role": "user", "content": "?"}], **given)
         parser = self._parser_type(self._tokenizer, tools or None)
         try:
-            reasoning, content, found = parser.parse(
-                turn.text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(turn.token_ids)
-            )
+            with cpu_limit(MAX_PARSE_S):
+                reasoning, content, found = parser.parse(
+                    turn.text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(turn.token_ids)
+                )
         except Exception:
             # Whatever a policy has sampled, it is no reason to stop the engine.
             logger.exception("%s cannot read a turn of %d characters; it is text", self._names, len(turn.text))
@@ -84,6 +93,25 @@ class VllmAnswerParser:
         if reasoning is None and not self._is_gpt_oss:
             return ParsedAnswer(turn.text)
         return ParsedAnswer(content or "", (), reasoning)
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError at the first call or return of a function in this thread after this much CPU time.
+
+    A thread cannot be killed. A single call of C, such as one match of a pattern, is not interrupted.
+    """
+    end = time.thread_time() + seconds
+
+    def check(*_: object) -> None:
+        if time.thread_time() > end:
+            raise TimeoutError(f"no answer within {seconds:g} s")  # which also removes this function
+
+    sys.setprofile(check)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def parsers_that_read(tokenizer: Any, turns: Sequence[tuple[SampledTurn, ParsedAnswer]]) -> list[str]:
