@@ -112,7 +112,7 @@ PROGRAMS = {
         last='STEP-3.\n<tool_call>\n{"name": "final_answer", "arguments": {"answer": "42"}}\n</tool_call>',
         ignore=("tool_choice",),
     ),
-    "qwen-agent": Program(("qwen-agent", "python-dateutil", "soundfile"), script("qwen_agent_chat.py")),
+    "qwen-agent": Program(("qwen-agent", "python-dateutil", "soundfile", "tqdm"), script("qwen_agent_chat.py")),
     "qwen-code": Program(
         ("@qwen-code/qwen-code",),
         ("{bin}/qwen", "--auth-type", "openai", "-m", "policy", "--yolo", "-p", "{task}"),
@@ -139,6 +139,7 @@ PROGRAMS = {
         ("{bin}/claude", "-p", "{task}", "--dangerously-skip-permissions"),
         npm=True,
         variables={"IS_SANDBOX": "1"},
+        ignore=("response_format",),  # of its title
     ),
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ class Slow(ReplyingEngine):
 
 async def test_an_agent_program_does_not_work_while_it_waits_for_the_policy() -> None:
     environment, endpoint = Metered(), Endpoint(EndpointConfig(), 10.0)
-    player = EpisodePlayer(environment.open, CODEC, EpisodeBudget(8, 2000), endpoint, environment.meter.read)
+    player = EpisodePlayer(environment.open, CODEC, EpisodeBudget(8, 2000), endpoint, usage=environment.meter.read)
     runner = TrajectoryRunner(EnginePool([Slow(lambda _: "yes")], 64), CODEC, 20.0, episodes=player)
     sampling = SamplingParams(16, stop_token_ids=CODEC.stop_token_ids)
     task = Task(TaskId("t/0"), "?", {}, "")
