@@ -208,6 +208,9 @@ class _RemoteEpisode:
     async def run(self, access: EndpointAccess) -> EpisodeReply:  # noqa: ARG002 - of `PlayedEpisode`
         raise AssertionError("programs run on the driver's machine")
 
+    async def cut_off(self) -> EpisodeReply:
+        raise AssertionError("programs run on the driver's machine")
+
     async def _call(self, method: str, *arguments: Any) -> EpisodeReply:
         call = self._actor.call.remote(self._key, method, arguments)
         reply: EpisodeReply = await self._node.answer(call, self._timeout_s, method)
@@ -264,7 +267,8 @@ class _FirstReply:
         self._played = played
         self._source = source
         self._is_here = is_here
-        self.step, self.step_all, self.run = played.step, played.step_all, played.run
+        self.step, self.step_all = played.step, played.step_all
+        self.run, self.cut_off = played.run, played.cut_off
 
     async def reset(self) -> EpisodeReply:
         reply = await self._played.reset()

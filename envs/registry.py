@@ -23,6 +23,7 @@ BUILT_IN = {
     "math": "penstock.envs.tasks.math_tasks:MathTasks",
     "python_code": "penstock.envs.tasks.python_tasks:PythonTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
+    "repository": "penstock.envs.tasks.repositories:RepositoryTasks",
     "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }
 """Name -> import path of the factory."""

@@ -77,7 +77,7 @@ async def play_program(config: EnvConfig, played: PlayedEpisode, name: str, say:
             return await session.serve(played.run(session.access), policy.answer)
     except TrajectoryError:
         if policy.is_over:
-            return {"reward": 0.0}
+            return {"reward": 0.0, **await played.cut_off()}
         raise
     finally:
         await endpoint.close()

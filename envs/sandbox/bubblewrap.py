@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from penstock.envs.sandbox.runner import IMAGE
+
 WORK_DIR = "/sandbox"
 """Working directory of programs: empty, and removed with the sandbox. Their /tmp links to it, unless this Python is
 below /tmp."""
@@ -32,6 +34,7 @@ ACCOUNTS = f"root:x:0:0::/:/bin/sh\nuser:x:{USER_ID}:{USER_ID}::{WORK_DIR}:/bin/
 _MIN_VERSION = (0, 8)  # the first bwrap with --disable-userns
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types")
+_NOT_OF_IMAGE = frozenset({"dev", "proc", "sys", "run", "tmp", WORK_DIR.strip("/")})
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NAMESPACES = (
     "--unshare-all",
@@ -42,8 +45,6 @@ _NAMESPACES = (
     "--die-with-parent",
     "--new-session",
 )
-# If root started the sandbox, its processes own the files of /proc even without capabilities, so it is read-only.
-_PROCESSES = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc")
 _USER_CODE_SYSTEM = ("/opt", "/sys", "/run/current-system", "/run/opengl-driver")
 _USER_CODE_ETC = (
     "passwd", "group", "nsswitch.conf", "hosts", "host.conf", "resolv.conf", "gai.conf", "services", "protocols",
@@ -115,7 +116,12 @@ def syscall_filter() -> bytes:
 
 
 def program_arguments(
-    read_only_paths: tuple[str, ...], max_disk_bytes: int, accounts_fd: int, filter_fd: int
+    read_only_paths: tuple[str, ...],
+    max_disk_bytes: int,
+    accounts_fd: int,
+    filter_fd: int,
+    *,
+    image: str | None = None,
 ) -> list[str]:
     """Arguments of `bwrap`, before the command, for the programs of one answer.
 
@@ -127,24 +133,42 @@ def program_arguments(
         max_disk_bytes: Size of the folder.
         accounts_fd: File descriptor from which `ACCOUNTS` can be read.
         filter_fd: File descriptor from which `syscall_filter` can be read.
+        image: Folder with a root filesystem, which is mounted at `IMAGE`, with all that the programs need. The runner
+            stays in the host's, and makes it the root of the programs (runner.py).
     """
-    devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    root = "" if image is None else IMAGE
+    devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"{root}/dev/{name}")]
     streams = [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
     links = [("/proc/self/fd", "/dev/fd"), *streams, (WORK_DIR, "/dev/shm")]  # noqa: S108
-    shown = _show((*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders(), *read_only_paths))
-    if not any(word.startswith(f"{TMP}/") for word in shown):
+    system = (*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders())
+    shown = _show((*system, *read_only_paths)) if image is None else [*_show(system), *_mount(image, read_only_paths)]
+    if not any(word.startswith(f"{root}{TMP}/") for word in shown):
         links.append((WORK_DIR, TMP))
     # fmt: off
     return [
-        find_bwrap(), *_NAMESPACES, "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
+        find_bwrap(), *_NAMESPACES, *(["--cap-add", "CAP_SYS_CHROOT"] if image else []),
+        "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
         *shown,
         "--file", str(accounts_fd), "/etc/passwd",
-        *devices, *(word for to, link in links for word in ("--symlink", to, link)),
-        *_PROCESSES,
-        "--perms", "0700", "--size", str(max_disk_bytes), "--tmpfs", WORK_DIR, "--chdir", WORK_DIR,
-        "--remount-ro", "/", "--seccomp", str(filter_fd),
+        *devices, *(word for to, link in links for word in ("--symlink", to, f"{root}{link}")),
+        *_processes(""), *(_processes(root) if image else []),
+        "--perms", "0700", "--size", str(max_disk_bytes), "--tmpfs", f"{root}{WORK_DIR}",
+        "--chdir", f"{root}{WORK_DIR}", "--remount-ro", "/", "--seccomp", str(filter_fd),
     ]
     # fmt: on
+
+
+def _mount(image: str, read_only_paths: tuple[str, ...]) -> list[str]:
+    """Mount a root filesystem at `IMAGE`, read-only, without the folders that a sandbox has of its own."""
+    arguments: list[str] = []
+    for path in sorted(Path(image).iterdir()):
+        if path.name in _NOT_OF_IMAGE:
+            continue
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), f"{IMAGE}/{path.name}"]
+        else:
+            arguments += ["--ro-bind", str(path), f"{IMAGE}/{path.name}"]
+    return [*arguments, *_show(read_only_paths, IMAGE)]
 
 
 def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: bool) -> list[str]:
@@ -169,7 +193,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
         "--dir", os.environ.get("HOME", "/"), "--dir", folder,
         "--dev", "/dev", *(word for path in gpus for word in ("--dev-bind", path, path)),
         "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108
-        *_PROCESSES, "--remount-ro", "/", "--chdir", folder,
+        *_processes(""), "--remount-ro", "/", "--chdir", folder,
     ]
     # fmt: on
 
@@ -225,17 +249,26 @@ def python_folders() -> list[str]:
     return sorted(named | {os.path.realpath(path) for path in named})
 
 
+def _processes(root: str) -> list[str]:
+    """The processes of the sandbox, at `/proc` below `root`.
+
+    If root started the sandbox, its processes own the files of /proc even without capabilities, so it is read-only.
+    """
+    proc = f"{root}/proc"
+    return ["--proc", proc, "--ro-bind", "/proc/sys", f"{proc}/sys", "--remount-ro", proc]
+
+
 @functools.cache
-def _show(paths: tuple[str, ...]) -> list[str]:
-    """Mount paths of the host read-only; a symbolic link directly below / stays a link."""
+def _show(paths: tuple[str, ...], root: str = "") -> list[str]:
+    """Mount paths of the host read-only, below `root`; a symbolic link directly below / stays a link."""
     arguments: list[str] = []
     shown: list[Path] = []
     for path in sorted({Path(os.path.abspath(path)) for path in paths}):  # noqa: PTH100  outer ones first
         if not path.exists() or any(path.is_relative_to(outer) for outer in shown):
             continue
         if path.is_symlink() and path.parent == Path("/"):
-            arguments += ["--symlink", str(path.readlink()), str(path)]
+            arguments += ["--symlink", str(path.readlink()), f"{root}{path}"]
         else:
-            arguments += ["--ro-bind-try", str(path), str(path)]
+            arguments += ["--ro-bind-try", str(path), f"{root}{path}"]
             shown.append(path)
     return arguments

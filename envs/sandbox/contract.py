@@ -44,6 +44,8 @@ class Limits(BaseModel):
     """Largest single file, MiB."""
     max_disk_mib: int = Field(default=64, ge=1)
     """Size of the working directory, where the sandbox is isolated, MiB; it is main memory."""
+    max_files: int = Field(default=4096, ge=1)
+    """Files and folders in the working directory, where the sandbox is isolated."""
     max_output_kib: int = Field(default=64, ge=1)
     """Standard output and standard error, KiB; the program is ended if it writes more."""
 

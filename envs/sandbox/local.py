@@ -38,9 +38,11 @@ from penstock.envs.sandbox.contract import (
     SandboxResult,
     SandboxUnavailableError,
 )
+from penstock.envs.sandbox.runner import CHROOT
 from penstock.envs.workers import process_tree
 from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
 
+_PATH_OF_IMAGES = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
 _MAX_ATTEMPTS = 2
@@ -80,7 +82,7 @@ class Isolation:
 class IsolatedRunner:
     """One started runner (runner.py), in a sandbox or, without isolation, in a folder of its own.
 
-    It is started ahead, serves the programs of one answer, and is used once. The thread that starts it must outlive it:
+    It is started ahead, serves the programs of one answer or of a workspace, and is used once. The thread that starts it must outlive it:
     the runner dies with that thread.
 
     Invariant: soon after `end`, none of its processes is alive and none of its files is left.
@@ -89,22 +91,39 @@ class IsolatedRunner:
         config: The section `sandbox`.
         max_disk_mib: Size of its working directory, MiB; not enforced without isolation.
         isolate: Whether to start it in a sandbox.
+        options: Options of runner.py.
+        image: Folder with the root filesystem of its programs; None is the host's.
+
+    Attributes:
+        directory: Working directory of programs, as they see it.
+        listener: The socket that it has handed out.
 
     Raises:
         OSError: If it cannot be started.
     """
 
-    def __init__(self, config: SandboxConfig, max_disk_mib: int, *, isolate: bool) -> None:
+    def __init__(
+        self,
+        config: SandboxConfig,
+        max_disk_mib: int,
+        *,
+        isolate: bool,
+        options: Sequence[str] = (),
+        image: str | None = None,
+    ) -> None:
         self.max_disk_mib = max_disk_mib
         self.is_isolated = isolate
-        self._directory = WORK_DIR if isolate else tempfile.mkdtemp(prefix="penstock-sandbox-")
+        self.directory = WORK_DIR if isolate else tempfile.mkdtemp(prefix="penstock-sandbox-")
+        self.listener: socket.socket | None = None
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         packages = os.pathsep.join(os.path.realpath(path) for path in site.getsitepackages())
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "HOME": self._directory,
-                       "TMPDIR": self._directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+        path = os.environ.get("PATH", os.defpath) if image is None else _PATH_OF_IMAGES
+        environment = {"PATH": path, "LANG": "C.UTF-8", "HOME": self.directory,
+                       "TMPDIR": self.directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
         self.connection, theirs = socket.socketpair()
         runner = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _BOOT,
-                  RUNNER, packages, str(int(isolate))]  # fmt: skip
+                  RUNNER, packages, str(int(isolate)), *options, *([CHROOT] if image else [])]  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             given: list[int] = []
@@ -113,13 +132,14 @@ class IsolatedRunner:
                     stack.enter_context(_readable(content)).fileno()
                     for content in (ACCOUNTS.encode(), syscall_filter())
                 ]
-                runner = [*program_arguments(config.read_only_paths, max_disk_mib << 20, *given), "--", *runner]
+                bwrap = program_arguments(config.read_only_paths, max_disk_mib << 20, *given, image=image)
+                runner = [*bwrap, "--", *runner]
             stack.enter_context(_ahead_of_programs())
             self._process = subprocess.Popen(
                 runner,
                 pass_fds=given,
                 env=environment,
-                cwd="/" if isolate else self._directory,
+                cwd="/" if isolate else self.directory,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -136,11 +156,13 @@ class IsolatedRunner:
         """
         self.connection.settimeout(_START_TIMEOUT_S)
         try:
-            is_ready = bool(self.connection.recv(1))
+            first, handed, _, _ = socket.recv_fds(self.connection, 1, 1)
         except OSError:  # a time-out is one
-            is_ready = False
-        if not is_ready:
+            first, handed = b"", []
+        if not first:
             raise OSError(self.why_it_ended())
+        if handed:
+            self.listener = socket.socket(fileno=handed[0])
 
     async def run(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
         """Run programs one after the other; skip the rest after a program that hits a limit.
@@ -148,18 +170,34 @@ class IsolatedRunner:
         Raises:
             OSError, EOFError, TimeoutError, ValueError: If the sandbox fails.
         """
-        reader, self._writer = await asyncio.open_unix_connection(sock=self.connection)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self.connection)
         results: list[SandboxResult] = []
         async with asyncio.timeout(_START_TIMEOUT_S):
-            if not await reader.read(1):
+            if not await self._reader.read(1):
                 raise OSError(self.why_it_ended())
         for program in programs:
-            async with asyncio.timeout(limits.wall_s + _GRACE_S):
-                self._writer.write(_to_frame(program, limits, is_isolated=self.is_isolated))
-                results.append(await _read_result(reader, limits))
+            results.append(await self.run_next(program, limits))
             if results[-1].hit_a_limit:
                 break
         return results
+
+    async def run_next(self, program: Program, limits: Limits) -> SandboxResult:
+        """Run one program, when it is ready and runs no other.
+
+        Raises:
+            OSError, EOFError, TimeoutError, ValueError: If the sandbox fails.
+        """
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=self.connection)
+        async with asyncio.timeout(limits.wall_s + _GRACE_S):
+            self._writer.write(_to_frame(program, limits, is_isolated=self.is_isolated))
+            return await _read_result(self._reader, limits)
+
+    def kill_program(self) -> None:
+        """Kill all that runs in it, except for the runner, which reports the end of its program."""
+        runners = process_tree.children(self._process.pid) if self.is_isolated else [self._process.pid]
+        for runner in runners:
+            process_tree.kill_descendants(runner)
 
     def why_it_ended(self) -> str:
         """The last line of its standard error; kills it if it has not ended."""
@@ -180,7 +218,7 @@ class IsolatedRunner:
             self._process.send_signal(signal.SIGSTOP)  # so that it starts no further processes
             process_tree.kill_descendants(self._process.pid)
             self._process.kill()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()

@@ -1,11 +1,15 @@
 """The first process of a sandbox: it runs the programs of one answer one after the other, and kills everything that
 they started.
 
-    python -I -S -B -c BOOT RUNNER FOLDERS MODE     its code comes over the socket (local.py)
+    python -I -S -B -c BOOT RUNNER FOLDERS MODE [OPTIONS]     its code comes over the socket (local.py)
 
 Consumes jobs from its socket, which is its standard input. Waits for: a program's exit, its output, or a limit.
 Unblocked by: the first of them, or the socket being closed, upon which it ends. It never learns the expected output of
 a program; the judge runs outside.
+
+In a workspace (workspace.py) files stay from one program to the next, and a program may reserve memory that it does not
+use. With the option `listen` the first byte comes with a socket that listens in the network of the sandbox, so that the
+other end can answer what its programs ask there. With `chroot` programs have another root than this process.
 
 The first byte that it writes means that it is ready. A job is a `marshal`ed dict. The answer is a line of text,
 `OUTCOME EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a sandbox it is
@@ -36,10 +40,17 @@ SOURCE = "program.py"
 """Name of a program in its own traceback."""
 MAX_OPEN_FILES = 256
 """Documented in docs/guides/sandbox.md. Pipes and sockets hold memory that no process accounts for."""
+PORT = 41000
+"""Port of the socket that is handed out, at 127.0.0.1 of the sandbox. The same in each, since it stands in prompts."""
+WORKSPACE, LISTEN, CHROOT = "workspace", "listen", "chroot"
+"""Options."""
+IMAGE = "/image"
+"""Where the root of the programs is mounted, with the option `chroot`."""
 _CONNECTION = 0
+_BACKLOG = 128
+_WORKSPACE_OPEN_FILES = 4096
 _CHECK_EVERY_S = 0.02
 _CHUNK = 65536
-_MAX_FILES = 4096
 _OWN_TASKS = 1
 _USUAL_MODULES = {"collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string", "typing"}
 _CANNOT_START = 127
@@ -47,13 +58,14 @@ _CANNOT_START = 127
 _FLUSHES = [lambda name=name: getattr(sys, name).flush() for name in ("stdout", "stderr", "__stdout__", "__stderr__")]
 
 
-def main(connection: BinaryIO, folders: str, mode: str) -> None:
+def main(connection: BinaryIO, folders: str, mode: str, *options: str) -> None:
     """Serve jobs until the socket closes.
 
     Args:
         connection: The socket, opened for reading.
         folders: Folders of installed packages, which programs may import; separated as in PATH.
         mode: `1` in a sandbox, `0` without isolation.
+        options: Of `WORKSPACE`, `LISTEN` and `CHROOT`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_isolated = mode == "1"
@@ -65,22 +77,36 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
         process_tree.set_dumpable(0)
     else:
         process_tree.adopt_orphans()
-    os.write(_CONNECTION, b".")
+    if LISTEN in options:
+        _hand_out_listener()
+    else:
+        os.write(_CONNECTION, b".")
     folder = os.getcwd()
     while (job := _receive(connection)) is not None:
         for name in _USUAL_MODULES & set((job["code"] or "").replace(",", " ").split()):
             __import__(name)  # imported before the fork, once for all programs of the answer, which often share code
         # Objects that exist before a program are not searched for garbage when it ends: saves 1 of 20 ms of a check.
         gc.freeze()
-        reply = _Run(job, folder, is_isolated=is_isolated).run()
+        reply = _Run(job, folder, is_isolated=is_isolated, options=options).run()
         if reply is None:  # the client has disconnected
             break
         with open(_CONNECTION, "wb", closefd=False) as writer:
             writer.write(reply)
-        _empty(folder)
+        if WORKSPACE not in options:
+            _empty(folder)
     if not is_isolated:
         _empty(folder)
         os.rmdir(folder)
+
+
+def _hand_out_listener() -> None:
+    """Write the first byte, with a listening socket of this network namespace."""
+    import socket
+
+    with socket.socket() as listener, socket.socket(fileno=os.dup(_CONNECTION)) as connection:
+        listener.bind(("127.0.0.1", PORT))
+        listener.listen(_BACKLOG)
+        socket.send_fds(connection, [b"."], [listener.fileno()])
 
 
 def _receive(connection: BinaryIO) -> dict[str, Any] | None:
@@ -105,12 +131,13 @@ def _empty(folder: str) -> None:
 class _Run:
     """Runs and watches one program. Invariant: however `run` ends, no other process of the sandbox is alive then."""
 
-    def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool) -> None:
+    def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool, options: tuple[str, ...]) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
         self._max_output = self._limits["max_output_kib"] << 10
         self._folder = folder
         self._is_isolated = is_isolated
+        self._options = options
         self._output: dict[int, bytearray] = {}
         self._open: set[int] = set()
         self._poll = select.poll()
@@ -199,8 +226,8 @@ class _Run:
             return "cpu_time", f"more than {limits['cpu_s']:g} s of processor time"
         if self._is_isolated:  # each file costs the kernel 1 KiB, which neither processes nor the folder account for
             files = os.statvfs(self._folder)
-            if files.f_files - files.f_ffree > _MAX_FILES:
-                return "memory", f"more than {_MAX_FILES} files"
+            if files.f_files - files.f_ffree > limits["max_files"]:
+                return "memory", f"more than {limits['max_files']} files"
         return None
 
     def _read(self, fd: int) -> None:
@@ -250,7 +277,9 @@ class _Run:
             for number, fd in enumerate(standard):
                 os.dup2(fd, number)
             os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-            _limit_resources(self._limits, is_isolated=self._is_isolated)
+            _limit_resources(self._limits, is_isolated=self._is_isolated, is_workspace=WORKSPACE in self._options)
+            if CHROOT in self._options:
+                _change_root(self._folder)
             if self._is_isolated:
                 process_tree.set_dumpable(1)
             else:
@@ -267,24 +296,38 @@ def _whole(seconds: float) -> int:
     return int(-(-seconds // 1))
 
 
-def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
+def _limit_resources(limits: dict[str, Any], *, is_isolated: bool, is_workspace: bool) -> None:
     """Set the limits that the kernel enforces per process. The limits of all processes together are polled."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     cpu_s = _whole(limits["cpu_s"])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["max_file_mib"] << 20,) * 2)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
-    with open("/proc/self/statm", "rb") as file:
-        reserved = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, ((limits["memory_mib"] << 20) + reserved,) * 2)
+    if is_workspace:  # programs of Node.js reserve far more memory than they use
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (min(_WORKSPACE_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2
+        )
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
+        with open("/proc/self/statm", "rb") as file:
+            reserved = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, ((limits["memory_mib"] << 20) + reserved,) * 2)
     # The kernel counts this per sandbox, and does not enforce it for root. Without a sandbox it would count all
     # processes of this user.
     if is_isolated:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["max_processes"] + _OWN_TASKS,) * 2)
 
 
+def _change_root(folder: str) -> None:
+    """Make the image the root of the program, and drop the capability that this needs."""
+    import ctypes  # noqa: F401  while its files are visible
+
+    os.chroot(IMAGE)
+    os.chdir(folder.removeprefix(IMAGE))
+    _drop_permissions(None)
+
+
 def _drop_permissions(bpf: bytes | None) -> None:
-    """Without isolation: drop all capabilities for good, and install the system call filter if there is one."""
+    """Drop all capabilities for good, and install the system call filter if there is one."""
     import ctypes
 
     signal_when_parent_dies, no_new_privileges, seccomp, filter_mode, version_3 = 1, 38, 22, 2, 0x20080522

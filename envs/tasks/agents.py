@@ -106,6 +106,10 @@ class AgentProgram(Playable):
     async def run(self, access: EndpointAccess) -> Done:
         """Play the episode to its end."""
 
+    async def cut_off(self) -> Done:
+        """Called after `run` was cancelled at a budget of the episode: judge what the program has done, if that can be."""
+        return Done(None)
+
 
 class AgentEpisode(AgentProgram):
     """One run of a command or a function."""
@@ -163,16 +167,8 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
     Raises:
         RuntimeError: If it cannot be started, or its exit code is not 0; with the tail of its output.
     """
-    variables = {
-        **without_proxy(),
-        "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "OPENAI_MODEL": access.model,
-        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": access.api_key,
-        "ANTHROPIC_MODEL": access.model,
-    }
-    words = [word.replace("{prompt}", _text_of(task)).replace("{task_id}", task.task_id) for word in command]
+    variables = {**without_proxy(), **variables_for(access)}
+    words = words_for(command, task)
     with tempfile.TemporaryFile() as given:
         fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
         given.write(json.dumps(fields, default=str).encode() + b"\n")
@@ -210,9 +206,22 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
     return parse_reward(bytes(out).decode(errors="replace"))
 
 
-def _text_of(task: Task) -> str:
-    """The prompt of a task as the text that a person would type."""
-    return task.prompt if isinstance(task.prompt, str) else "\n\n".join(one["content"] for one in task.prompt)
+def variables_for(access: EndpointAccess) -> dict[str, str]:
+    """Variables in which clients of OpenAI and of Anthropic look for address and key."""
+    return {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "OPENAI_MODEL": access.model,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.api_key,
+        "ANTHROPIC_MODEL": access.model,
+    }
+
+
+def words_for(command: Sequence[str], task: Task) -> list[str]:
+    """The words of a command, with the task's prompt, as a person would type it, and its id."""
+    prompt = task.prompt if isinstance(task.prompt, str) else "\n\n".join(one["content"] for one in task.prompt)
+    return [word.replace("{prompt}", prompt).replace("{task_id}", task.task_id) for word in command]
 
 
 def parse_reward(output: str) -> RewardResult | None:

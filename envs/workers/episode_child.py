@@ -38,6 +38,10 @@ from penstock.envs.workers.permission_hints import permission_hint
 from penstock.envs.workers.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 
 
+_INTERRUPTING = ("close", "cut_off")
+"""Methods without an argument, which end a running call."""
+
+
 class ObservationReply(TypedDict, total=False):
     """An observation as a JSON object. Without `thread` it is for `main`."""
 
@@ -68,7 +72,7 @@ def to_episode_reply(returned: object, method: str) -> EpisodeReply:
     """Turn the return value of an environment into a reply, or into an error that states what was expected."""
     if isinstance(returned, RunsItself) and method == "reset":
         return {"runs_itself": True}
-    if isinstance(returned, Done) and method == "run" and returned.reward is None:
+    if isinstance(returned, Done) and method in ("run", "cut_off") and returned.reward is None:
         return {"done": True}
     if isinstance(returned, list | tuple) and returned and all(isinstance(one, Observation) for one in returned):
         return _from_several(returned, method)
@@ -194,7 +198,7 @@ def _is_observation_reply(reply: object) -> bool:
 
 async def call_environment(environment: Playable, method: str, argument: Any) -> Any:
     """Call a plain or asynchronous method."""
-    returned = getattr(environment, method)(*([] if method in ("open", "close") else [argument]))
+    returned = getattr(environment, method)(*([] if method in ("open", *_INTERRUPTING) else [argument]))
     return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -211,15 +215,12 @@ class EnvironmentThread:
         self._thread.start()
 
     def call(self, call_id: int, method: str, argument: bytes) -> None:
-        """Queue a call with a pickled argument. `close` also cancels the running call of an async environment."""
+        """Queue a call with a pickled argument. `close` and `cut_off` also cancel the running call, if it is async."""
+        running = self._running
         self._calls.put((call_id, method, argument))
-        if method == "close" and self._loop is not None:
+        if method in _INTERRUPTING and running is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
-                self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+                self._loop.call_soon_threadsafe(running.cancel)
 
     def _play(self) -> None:
         environment: Playable | None = None

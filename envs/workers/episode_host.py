@@ -56,6 +56,10 @@ class PlayedEpisode(Protocol):
         """Run an agent program to its end, without a time-out."""
         ...
 
+    async def cut_off(self) -> EpisodeReply:
+        """End an agent program at a budget of the episode; returns what its environment makes of it so far."""
+        ...
+
 
 class _Worker:
     """One process and its environments.
@@ -321,7 +325,13 @@ class EpisodeHost:
 
 
 _TURNS = ("content", "several", "done")
-_ANSWERS = {"reset": ("content", "several", "runs_itself"), "step": _TURNS, "step_all": _TURNS, "run": ("done",)}
+_ANSWERS = {
+    "reset": ("content", "several", "runs_itself"),
+    "step": _TURNS,
+    "step_all": _TURNS,
+    "run": ("done",),
+    "cut_off": ("done",),
+}
 """Method -> keys of which a well-formed reply has at least one."""
 
 
@@ -342,6 +352,9 @@ class _Episode:
 
     async def run(self, access: EndpointAccess) -> EpisodeReply:
         return await self._call("run", access, None)
+
+    async def cut_off(self) -> EpisodeReply:
+        return await self._call("cut_off", None, self._host.timeout_s)
 
     async def _call(self, method: str, argument: Any, timeout_s: float | None) -> EpisodeReply:
         self._environment.is_settled = False

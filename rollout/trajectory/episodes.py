@@ -25,7 +25,6 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, AnswerTurn, Exchange
 from penstock.envs.threads import take_turns
 from penstock.envs.workers.environment_pool import Seconds, Usage
-from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import PlayedEpisode
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, build_trajectory
@@ -122,13 +121,15 @@ class EpisodePlayer:
         """
         assert self.endpoint is not None, "agent programs need an endpoint"
         async with self.endpoint.open(task.task_id) as session:
-            reply: EpisodeReply | None = None
+            is_cut = False
             try:
                 reply = await session.serve(played.run(session.access), self._timed(recording.answer))
             except TrajectoryError as error:
                 if error.kind != "env" or recording.cut_off is None:
                     raise
-        return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
+                reply, is_cut = await played.cut_off(), True
+        counts = {**reply.get("counts", {}), **session.counts_as_floats()}
+        return recording.trajectory(task, trajectory_id, reply, counts, is_cut=is_cut)
 
     def _timed(self, answer: AnswerTurn) -> AnswerTurn:
         """Measure the time in which a program waits for at least one answer."""

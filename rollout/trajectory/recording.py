@@ -178,9 +178,22 @@ class Recording:
         )
 
     def trajectory(
-        self, task: Task, trajectory_id: TrajectoryId, reply: EpisodeReply | None, counts: dict[str, float]
+        self,
+        task: Task,
+        trajectory_id: TrajectoryId,
+        reply: EpisodeReply,
+        counts: dict[str, float],
+        *,
+        is_cut: bool = False,
     ) -> Trajectory:
-        """Build the trajectory of the session for the trainer; `reply` is None if a limit of ours stopped the program.
+        """Build the trajectory of the session for the trainer.
+
+        Args:
+            task: The task.
+            trajectory_id: Its id.
+            reply: Of the program.
+            counts: Of the session and the environment.
+            is_cut: A limit of ours has stopped the program, which failed by that.
 
         Raises:
             TrajectoryError: kind `env`, if nothing was sampled.
@@ -204,8 +217,7 @@ class Recording:
             (turns if is_trained else side).append(replace(one.turns[index], thread=name))
         if side:
             counts = counts | {"untrained_tokens": float(sum(turn.num_tokens for turn in side))}
-        end = self._exhausted.get(form) if reply is not None else cut_off
-        reply = reply or {}
+        end = cut_off if is_cut else self._exhausted.get(form)
         reward = reply.get("reward", None if end is None else 0.0)
         parts, answer = dict(reply.get("parts", {})), reply.get("answer")
         episode = Episode(tuple(turns), end or "done", reward, parts, counts, answer, tuple(side))

@@ -63,6 +63,9 @@ class Together:
         async def run(self, access: EndpointAccess) -> EpisodeReply:
             raise AssertionError("it does not run itself")
 
+        async def cut_off(self) -> EpisodeReply:
+            raise AssertionError("it does not run itself")
+
 
 @pytest.mark.usefixtures("idle")
 class MultiTurnContract:

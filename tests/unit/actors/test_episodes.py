@@ -44,6 +44,9 @@ class Played:
     async def run(self, access: Any) -> dict[str, Any]:
         return {"done": True}
 
+    async def cut_off(self) -> dict[str, Any]:
+        return {"done": True}
+
 
 class Host:
     """In place of `EpisodeHost`."""

@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (tmp_path / name).write_text(code)
             monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's, of that name
             written += 1
-    assert written == 16
+    assert written == 17
     character_tokenizer().save_pretrained(write_model(tmp_path / "judge"))
     monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: Answer([]))
     rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
@@ -108,7 +108,7 @@ HERE = {
 }
 
 
-STARTS_PROGRAMS = ("env check agent", "env check my_mcp", "verifiers", "python_code", "penstock sweep")
+STARTS_PROGRAMS = ("env check agent", "env check repository", "env play repository", "env check my_mcp", "verifiers", "python_code", "penstock sweep")
 """Ten to thirty seconds each."""
 
 

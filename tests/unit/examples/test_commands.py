@@ -42,9 +42,10 @@ CHECKS = {
     "own_task": "own_task:MyTasks --reward own_task:my_fn",
     "own_environment": "own_environment:HotOrCold",
     "own_agent": "agent tasks=own_agent:Codes agent=[python,own_agent.py]",
+    "repairs": "repository tasks=repairs:Repairs 'agent=[python,small_agent.py,\"{prompt}\"]' read=[small_agent.py]",
 }
 """Name of an example -> arguments of `penstock env check`; the slow examples are sums, which have their own tests."""
-LONG = ("own_agent", "slow_environment", "slow_tool")
+LONG = ("own_agent", "repairs", "slow_environment", "slow_tool")
 """They start programs or wait."""
 
 

@@ -1,0 +1,35 @@
+"""Repositories with a mistake, which a command-line agent repairs; docs/guides/agents.md goes through it.
+
+In this folder:
+
+    penstock train experiment=text env=repository env.args.tasks=repairs:Repairs \\
+        'env.args.agent=[python, small_agent.py, "{prompt}"]' 'env.args.read=[small_agent.py]' reward=episode name=repairs
+"""
+
+from penstock.envs.adapters.rows import RowTasks
+
+MISTAKES = [
+    ("sums.py", "def add(a, b):\n    return a - b\n", "add(2, 3) == 5", "s/a - b/a + b/"),
+    ("words.py", "def first(text):\n    return text.split()[1]\n", "first('one two') == 'one'", "s/1/0/"),
+    ("ranges.py", "def upto(n):\n    return list(range(n))\n", "upto(3) == [1, 2, 3]", "s/range(n)/range(1, n + 1)/"),
+]
+
+
+def rows():
+    for name, code, is_right, fix in MISTAKES:
+        module = name.removesuffix(".py")
+        yield {
+            "prompt": f"Repair {name}: {is_right}.",
+            "files": {name: code},
+            "hidden": {"hidden_test.py": f"from {module} import *\nassert {is_right}\n"},
+            "tests": "python hidden_test.py",
+            "fix": f"sed -i '{fix}' {name}",  # for gold_actions; the agent sees only the prompt and the files
+        }
+
+
+class Repairs(RowTasks):
+    def __init__(self, seed):
+        super().__init__(seed, rows="repairs:rows", held_out="train")
+
+    def gold_actions(self, task):  # only for `penstock env check`
+        return [f"```sh\n{task.fields['fix']}\n```", "Done."]
