@@ -19,7 +19,7 @@ def main(prompt):
         commands = re.findall(r"```(?:sh|bash)?\n(.*?)```", said, re.DOTALL)
         if not commands:
             break
-        done = subprocess.run(["timeout", "60", "sh", "-c", commands[-1]], capture_output=True, text=True)
+        done = subprocess.run(["timeout", "60", "sh", "-c", commands[-1]], capture_output=True, text=True, check=False)
         output = f"{(done.stdout + done.stderr)[-2000:]}\nexit code {done.returncode}"
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": output}]
 

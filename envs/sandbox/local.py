@@ -82,8 +82,8 @@ class Isolation:
 class IsolatedRunner:
     """One started runner (runner.py), in a sandbox or, without isolation, in a folder of its own.
 
-    It is started ahead, serves the programs of one answer or of a workspace, and is used once. The thread that starts it must outlive it:
-    the runner dies with that thread.
+    It is started ahead, serves the programs of one answer, or of a workspace, and is used once. The thread that starts
+    it must outlive it: the runner dies with that thread.
 
     Invariant: soon after `end`, none of its processes is alive and none of its files is left.
 

@@ -319,7 +319,8 @@ def _limit_resources(limits: dict[str, Any], *, is_isolated: bool, is_workspace:
 
 def _change_root(folder: str) -> None:
     """Make the image the root of the program, and drop the capability that this needs."""
-    import ctypes  # noqa: F401  while its files are visible
+    import ctypes  # noqa: F401  while their files are visible
+    import warnings  # noqa: F401  of `os.execvp`
 
     os.chroot(IMAGE)
     os.chdir(folder.removeprefix(IMAGE))

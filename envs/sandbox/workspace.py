@@ -2,8 +2,8 @@
 
     a program ─▶ 127.0.0.1:41000 in the sandbox ─▶ Relay, outside ─▶ the address
 
-The sandbox has a network of its own. Its first process makes the listening socket there and hands it out (runner.py), so
-nothing in the sandbox passes the bytes on, and no program can stand in for it.
+The sandbox has a network of its own. Its first process makes the listening socket there and hands it out (runner.py),
+so nothing in the sandbox passes the bytes on, and no program can stand in for it.
 
 Consumes: programs, one at a time. Waits for: the result. Unblocked by: the program's exit, its first limit, `stop`, or
 `close`. Invariant: when `run` has returned, no program runs; after `close` none of its files and connections is left.

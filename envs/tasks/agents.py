@@ -107,7 +107,7 @@ class AgentProgram(Playable):
         """Play the episode to its end."""
 
     async def cut_off(self) -> Done:
-        """Called after `run` was cancelled at a budget of the episode: judge what the program has done, if that can be."""
+        """Called after `run` was cancelled at a budget of the episode: judge what there is, if that can be."""
         return Done(None)
 
 

@@ -6,9 +6,9 @@ A task is a folder of files, a prompt, and a command that tests what the agent h
                           │ the only address that it reaches
                           └─▶ relay ─▶ recording endpoint
 
-The agent sees its files, the system, this Python and what `read` lists: neither the hidden files, nor other fields of the
-task, nor other processes. When it ends, or a limit ends it, everything that it has started is killed; the tests run in
-all cases. What the agent does is never a failure of the attempt, and a failure of the sandboxes is never a reward.
+The agent sees its files, the system, this Python and what `read` lists: neither the hidden files, nor other fields of
+the task, nor other processes. When it ends, or a limit ends it, everything that it has started is killed; the tests run
+in all cases. What the agent does is never a failure of the attempt, and a failure of the sandboxes is never a reward.
 
 Consumes: a task and an address of the endpoint. Waits for: the agent, then the tests. Unblocked by: their ends, their
 limits (`agent_limits`, `test_limits`), or a budget of the episode (`cut_off`).
@@ -112,8 +112,8 @@ class RepositoryTasks:
     """Task source whose tasks are repositories.
 
     Fields of a task: `files`, a folder or a mapping of paths to texts; `tests`, a command line, whose exit code 0 is
-    reward 1 and any other reward 0; and, if needed, `hidden`, further files, which are written over the others when the
-    agent has ended; `setup`, a command line that runs before the agent; `image`, a folder with a root filesystem.
+    reward 1 and any other reward 0; and, if needed, `hidden`, further files, which are written over the others when
+    the agent has ended; `setup`, a command line that runs before the agent; `image`, a folder with a root filesystem.
 
     Args:
         seed: Seed of the task source.
@@ -170,10 +170,11 @@ class RepositoryTasks:
         isolation = try_isolation(sandbox)
         if not isolation.is_isolated and not allow_unisolated:
             is_nested = ISOLATION_VARIABLE in os.environ
-            why = "env.episode.isolation is strict, and sandboxes cannot be nested" if is_nested else isolation.problem
+            nested = "env.episode.isolation is strict, and sandboxes cannot be nested"
+            why = nested if is_nested else isolation.problem
             raise ConfigError(
-                f"env.args.allow_unisolated=false, but this host allows no isolation: {why}. The agent could read, change "
-                "and send what you can. Allow user namespaces (docs/guides/sandbox.md), or set "
+                f"env.args.allow_unisolated=false, but this host allows no isolation: {why}. The agent could read, "
+                "change and send what you can. Allow user namespaces (docs/guides/sandbox.md), or set "
                 "env.args.allow_unisolated=true if you trust what the policy may do."
             )
         self._setting = Setting(
@@ -207,24 +208,26 @@ class RepositoryTasks:
         return RepositoryEpisode(self._setting)
 
     def _checked(self, task: Task) -> Task:
-        fields = task.fields
         try:
-            for name in ("tests", "setup", "image"):
-                value = fields.get(name)
-                if not isinstance(value, str) and (value is not None or name == "tests"):
-                    raise ValueError(f"{name}={value!r:.80} is no text")
-            for name in ("files", "hidden"):
-                _check_files(fields.get(name), name)
-            if fields.get("files") is None:
-                raise ValueError(f"it has no files, only {sorted(fields)}")
-            if (image := fields.get("image")) is not None:
-                self._check_image(image)
-            hidden, shown = fields.get("hidden"), [at for at in (*self._read, fields["files"]) if isinstance(at, str)]
-            if isinstance(hidden, str) and (seen := next((at for at in shown if _overlap(at, hidden)), None)):
-                raise ValueError(f"hidden={hidden!r} is in what the agent may read, {seen!r}")
+            self._check(task.fields)
         except ValueError as error:
             raise ConfigError(f"env: task {task.task_id} is no repository: {error} (docs/guides/agents.md).") from error
         return task
+
+    def _check(self, fields: Mapping[str, Any]) -> None:
+        for name in ("tests", "setup", "image"):
+            value = fields.get(name)
+            if not isinstance(value, str) and (value is not None or name == "tests"):
+                raise ValueError(f"{name}={value!r:.80} is no text")
+        for name in ("files", "hidden"):
+            _check_files(fields.get(name), name)
+        if fields.get("files") is None:
+            raise ValueError(f"it has no files, only {sorted(fields)}")
+        if (image := fields.get("image")) is not None:
+            self._check_image(image)
+        hidden, shown = fields.get("hidden"), [at for at in (*self._read, fields["files"]) if isinstance(at, str)]
+        if isinstance(hidden, str) and (seen := next((at for at in shown if _overlap(at, hidden)), None)):
+            raise ValueError(f"hidden={hidden!r} is in what the agent may read, {seen!r}")
 
     def _check_image(self, image: str) -> None:
         if not Path(image).expanduser().is_dir():
@@ -389,12 +392,12 @@ def _check_files(given: object, what: str) -> None:
         if not Path(given).expanduser().is_dir():
             raise ValueError(f"{what}={given!r}: there is no such folder")
     elif isinstance(given, Mapping):
-        for path, text in given.items():
+        for path in given:
             parts = PurePosixPath(str(path)).parts
             if not parts or str(path).startswith("/") or ".." in parts or "\0" in str(path):
                 raise ValueError(f"{what} has the path {path!r}, which is not below the folder")
-            if not isinstance(text, str | None):
-                raise ValueError(f"{what} has {text!r:.80} at {path!r}, which is no text")
+        if wrong := {path: text for path, text in given.items() if not isinstance(text, str | None)}:
+            raise ValueError(f"{what} has {wrong!r:.80}, which is no text")
     elif given is not None:
         raise ValueError(f"{what}={given!r:.80} is neither a folder nor a mapping of paths to texts")
 

@@ -37,7 +37,6 @@ from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_re
 from penstock.envs.workers.permission_hints import permission_hint
 from penstock.envs.workers.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 
-
 _INTERRUPTING = ("close", "cut_off")
 """Methods without an argument, which end a running call."""
 
