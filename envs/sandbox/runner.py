@@ -131,7 +131,7 @@ def _empty(folder: str) -> None:
 class _Run:
     """Runs and watches one program. Invariant: however `run` ends, no other process of the sandbox is alive then."""
 
-    def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool, options: tuple[str, ...]) -> None:
+    def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool, options: tuple[str, ...] = ()) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
         self._max_output = self._limits["max_output_kib"] << 10

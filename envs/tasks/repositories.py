@@ -7,8 +7,8 @@ A task is a folder of files, a prompt, and a command that tests what the agent h
                           └─▶ relay ─▶ recording endpoint
 
 The agent sees its files, the system, this Python and what `read` lists: neither the hidden files, nor other fields of
-the task, nor other processes. When it ends, or a limit ends it, everything that it has started is killed; the tests run
-in all cases. What the agent does is never a failure of the attempt, and a failure of the sandboxes is never a reward.
+the task, nor other processes. When it ends, or a limit ends it, everything that it has started is killed. The tests run
+in all cases. What an agent does is no failure of the attempt, and a failure of the sandboxes is never a reward.
 
 Consumes: a task and an address of the endpoint. Waits for: the agent, then the tests. Unblocked by: their ends, their
 limits (`agent_limits`, `test_limits`), or a budget of the episode (`cut_off`).

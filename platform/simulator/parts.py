@@ -107,6 +107,9 @@ class SimulatedEpisode:
     async def run(self, _access: EndpointAccess) -> NoReturn:
         raise AssertionError(f"{self._task.task_id} is run, but it never said that it runs itself")
 
+    async def cut_off(self) -> NoReturn:
+        raise AssertionError(f"{self._task.task_id} is cut off, but it never said that it runs itself")
+
 
 class SimulatedEnvironments:
     """Opens episodes. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""

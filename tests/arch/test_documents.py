@@ -186,10 +186,11 @@ def test_every_page_that_code_names_exists() -> None:
 
 OF_LIBRARIES = {
     "EarlyStoppingCallback", "KillMode", "KillWait", "LoRARequest", "PreemptParameters", "TimeoutStopSec",
-    "apparmor_restrict_unprivileged_userns", "ds_to_universal", "include_stop_str_in_output", "memfd_secret",
-    "min_new_tokens", "return_sampling_mask", "root_package", "send_user_signal", "trainer_state",
+    "apparmor_restrict_unprivileged_userns", "ds_to_universal", "env_key", "include_stop_str_in_output", "memfd_secret",
+    "min_new_tokens", "model_providers", "return_sampling_mask", "root_package", "send_user_signal", "trainer_state",
+    "wire_api",
 }  # fmt: skip
-"""Names of vLLM, TRL, DeepSpeed, import-linter, SLURM, systemd and the kernel that documents explain."""
+"""Names of vLLM, TRL, DeepSpeed, codex, import-linter, SLURM, systemd and the kernel that documents explain."""
 ABOUT_PEERS = {"coming-from.md", "peers.md"}
 """Pages whose names are mostly those of other systems; keys of ours in them are checked above and below."""
 
@@ -238,11 +239,12 @@ def test_planted_identifiers_that_do_not_exist_are_found() -> None:
 
 FOREIGN_OPTIONS = {
     "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus",
+    "--auth-type", "--dangerously-bypass-approvals-and-sandbox", "--dangerously-skip-permissions", "--exit-immediately",
     "--head", "--host", "--import-mode", "--model", "--monitors", "--node-ip-address", "--push_to_hub", "--qos",
     "--requeue", "--resume", "--reward_funcs", "--run", "--security-opt", "--served-model-name", "--shm-size",
-    "--signal", "--trainer", "--use_peft", "--vllm",
+    "--signal", "--skip-git-repo-check", "--trainer", "--use_peft", "--vllm", "--yolo",
 }  # fmt: skip
-"""Of docker, git, kubectl, mlflow, pytest, ray, sbatch, vllm and other trainers."""
+"""Of agents, docker, git, kubectl, mlflow, pytest, ray, sbatch, vllm and other trainers."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 

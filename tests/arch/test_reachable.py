@@ -47,6 +47,7 @@ ALLOWED = {
     "envs/endpoint/chat_api.py:include_obfuscation": "clients of the OpenAI API send it; it changes nothing here",
     "envs/endpoint/chat_api.py:tool_call_id": "clients of the OpenAI API send it; messages are read in their order",
     "envs/endpoint/server.py:content_type": "an attribute of aiohttp's response",
+    "envs/tasks/repositories.py:mtime": "an attribute of an entry of tarfile",
     "envs/rewards/judge.py:__signature__": "inspect.signature reads it",
     "envs/rewards/peer_styles.py:__signature__": "the same",
     "kernels/torch_companions.py": "src/penstock/__init__.py imports it",
