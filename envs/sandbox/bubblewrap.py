@@ -122,6 +122,7 @@ def program_arguments(
     filter_fd: int,
     *,
     image: str | None = None,
+    has_terminals: bool = False,
 ) -> list[str]:
     """Arguments of `bwrap`, before the command, for the programs of one answer.
 
@@ -135,11 +136,14 @@ def program_arguments(
         filter_fd: File descriptor from which `syscall_filter` can be read.
         image: Folder with a root filesystem, which is mounted at `IMAGE`, with all that the programs need. The runner
             stays in the host's, and makes it the root of the programs (runner.py).
+        has_terminals: Whether programs may open terminals, as the shells of agents do.
     """
     root = "" if image is None else IMAGE
     devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"{root}/dev/{name}")]
     streams = [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
     links = [("/proc/self/fd", "/dev/fd"), *streams, (WORK_DIR, "/dev/shm")]  # noqa: S108
+    if has_terminals:
+        devices, links = _devices(root), []
     system = (*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders())
     shown = _show((*system, *read_only_paths)) if image is None else [*_show(system), *_mount(image, read_only_paths)]
     if not any(word.startswith(f"{root}{TMP}/") for word in shown):
@@ -191,8 +195,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
         "--bind", temporary, TMP,
         *_show((*_SYSTEM, *_USER_CODE_SYSTEM, *etc, *python_folders(), *_import_path(folder), *read)),
         "--dir", os.environ.get("HOME", "/"), "--dir", folder,
-        "--dev", "/dev", *(word for path in gpus for word in ("--dev-bind", path, path)),
-        "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108
+        *_devices("", gpus),
         *_processes(""), "--remount-ro", "/", "--chdir", folder,
     ]
     # fmt: on
@@ -247,6 +250,13 @@ def python_folders() -> list[str]:
     """Folders of this Python and its packages, with symbolic links resolved."""
     named = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     return sorted(named | {os.path.realpath(path) for path in named})
+
+
+def _devices(root: str, more: Iterable[str] = ()) -> list[str]:
+    """Devices below `root`, with terminals and shared memory of the sandbox, and `more` of the host."""
+    bound = [word for path in more for word in ("--dev-bind", path, path)]
+    shared = ["--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", f"{root}/dev/shm"]  # noqa: S108
+    return ["--dev", f"{root}/dev", *bound, *shared, "--remount-ro", f"{root}/dev"]
 
 
 def _processes(root: str) -> list[str]:

@@ -38,7 +38,7 @@ from penstock.envs.sandbox.contract import (
     SandboxResult,
     SandboxUnavailableError,
 )
-from penstock.envs.sandbox.runner import CHROOT
+from penstock.envs.sandbox.runner import CHROOT, WORKSPACE
 from penstock.envs.workers import process_tree
 from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
 
@@ -132,7 +132,9 @@ class IsolatedRunner:
                     stack.enter_context(_readable(content)).fileno()
                     for content in (ACCOUNTS.encode(), syscall_filter())
                 ]
-                bwrap = program_arguments(config.read_only_paths, max_disk_mib << 20, *given, image=image)
+                bwrap = program_arguments(
+                    config.read_only_paths, max_disk_mib << 20, *given, image=image, has_terminals=WORKSPACE in options
+                )
                 runner = [*bwrap, "--", *runner]
             stack.enter_context(_ahead_of_programs())
             self._process = subprocess.Popen(

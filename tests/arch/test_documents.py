@@ -187,8 +187,8 @@ def test_every_page_that_code_names_exists() -> None:
 OF_LIBRARIES = {
     "EarlyStoppingCallback", "KillMode", "KillWait", "LoRARequest", "PreemptParameters", "TimeoutStopSec",
     "apparmor_restrict_unprivileged_userns", "ds_to_universal", "env_key", "include_stop_str_in_output", "memfd_secret",
-    "min_new_tokens", "model_providers", "return_sampling_mask", "root_package", "send_user_signal", "trainer_state",
-    "wire_api",
+    "min_new_tokens", "model_provider", "model_providers", "return_sampling_mask", "root_package", "send_user_signal",
+    "trainer_state", "wire_api",
 }  # fmt: skip
 """Names of vLLM, TRL, DeepSpeed, codex, import-linter, SLURM, systemd and the kernel that documents explain."""
 ABOUT_PEERS = {"coming-from.md", "peers.md"}

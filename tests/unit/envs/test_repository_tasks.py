@@ -165,6 +165,8 @@ found["executable"] = os.access("run.sh", os.X_OK)
 found["link"] = os.readlink("link") if os.path.islink("link") else None
 found["history"] = Path(".git/old").exists()
 found["stdin"] = sys.stdin.read()
+found["terminal"] = outcome(os.openpty)
+Path("/dev/shm/x").write_text("x")
 fix(); report(**found)
 """,
 }
@@ -387,7 +389,7 @@ async def test_an_agent_finds_a_repository_with_one_commit_and_a_home_of_its_own
     )
     assert reported(reply) == {
         "home": "{}", "log": "agent start", "status": "", "mine": "yes", "made": True, "executable": True,
-        "link": "sums.py", "history": False, "stdin": "",
+        "link": "sums.py", "history": False, "stdin": "", "terminal": "it worked",
     }  # fmt: skip
     assert (reply["reward"], reply["counts"]["files_changed"]) == (1.0, 2), "setup has changed nothing"
     assert sorted(path.name for path in repository.iterdir()) == [".git", "link", "run.sh", "sums.py"]
