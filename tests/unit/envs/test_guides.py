@@ -108,7 +108,14 @@ HERE = {
 }
 
 
-STARTS_PROGRAMS = ("env check agent", "env check repository", "env check my_mcp", "verifiers", "python_code", "penstock sweep")
+STARTS_PROGRAMS = (
+    "env check agent",
+    "env check repository",
+    "env check my_mcp",
+    "verifiers",
+    "python_code",
+    "penstock sweep",
+)
 """Ten to thirty seconds each."""
 
 

@@ -23,9 +23,11 @@ from aiohttp.test_utils import TestServer
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
+from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
 from penstock.envs.config import EndpointConfig, EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.loading import load_task_source
 from penstock.envs.sandbox import bubblewrap, workspace
@@ -36,6 +38,12 @@ from penstock.envs.sandbox.service import make_service
 from penstock.envs.tasks.repositories import TEST_LIMITS, File, RepositoryEpisode, overlaid, pack, read_files, unpack
 from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply
 from penstock.envs.workers.episode_host import EpisodeHost
+from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.rollout_context import RolloutContext
+from penstock.rollout.trajectory.runner import TrajectoryRunner
+from tests.agents import CODEC, ReplyingEngine
 
 isolated = pytest.mark.skipif(bool(why_no_namespaces()), reason="this host allows no user namespaces")
 MARK = "86399.5"
@@ -253,7 +261,7 @@ def configured(folder: Path, agent: list[str], port: int, *, timeout_s: float = 
 
 
 async def play_one(
-    config: EnvConfig, host: EpisodeHost, row: dict[str, Any], answers: Sequence[str] = ANSWERS
+    config: EnvConfig, host: EpisodeHost, row: dict[str, Any], answers: Sequence[str] = ANSWERS, name: str = "t/0"
 ) -> EpisodeReply:
     left = iter(answers)
     fields = {name: value for name, value in row.items() if name != "prompt"}
@@ -261,9 +269,9 @@ async def play_one(
     async def say(part: object) -> str | None:
         return next(left, None)
 
-    async with host.open(Task(TaskId("t/0"), row["prompt"], fields, "")) as opened:
+    async with host.open(Task(TaskId(name), row["prompt"], fields, "")) as opened:
         assert (await opened.reset()) == {"runs_itself": True}
-        return await play_program(config, opened, "t/0", say)
+        return await play_program(config, opened, name, say)
 
 
 def reported(reply: EpisodeReply) -> dict[str, Any]:
@@ -481,6 +489,54 @@ async def test_the_relay_passes_on_what_it_gets_and_bounds_connections_and_bytes
         with pytest.raises(ConnectionError):
             await asyncio.open_connection(*address)
         assert relay.num_connections == 2
+
+
+@isolated
+async def test_a_budget_of_the_run_ends_the_agent_and_its_work_is_judged_and_trained(
+    play: Any, tmp_path: Path, port: int
+) -> None:
+    agent = [sys.executable, "-S", "-E", str(tmp_path / "bin" / "agent.py"), "fixes and asks on", "{prompt}"]
+    host, endpoint = EpisodeHost(configured(tmp_path, agent, port), 0), Endpoint(EndpointConfig(), 60.0)
+    player = EpisodePlayer(host.open, CODEC, EpisodeBudget(max_turns=1, max_tokens=2000), endpoint)
+    pool = EnginePool([ReplyingEngine(lambda _: "yes")], 8)
+    runner = TrajectoryRunner(pool, CODEC, 20.0, episodes=player)
+    task = Task(TaskId("t/0"), ROW["prompt"], {**ROW}, "")
+    sampling = SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
+    try:
+        trajectory = await runner.run(RolloutContext(task, "t/0"), 0, sampling)
+    finally:
+        await endpoint.close()
+        await host.close()
+    await nothing_sleeps()
+    episode = trajectory.episode
+    assert episode is not None
+    assert (episode.end, episode.reward, len(episode.turns)) == ("max_turns", 1.0, 1)
+    assert episode.answer is not None
+    assert "+    return a + b" in episode.answer
+    assert episode.counts["files_changed"] == 1
+
+
+@isolated
+@pytest.mark.full
+async def test_of_many_agents_at_once_each_gets_its_own_reward_and_nothing_is_left(
+    play: Any, tmp_path: Path, port: int
+) -> None:
+    agent = [sys.executable, "-S", "-E", str(tmp_path / "bin" / "agent.py"), "{task_id}", "{prompt}"]
+    config = configured(tmp_path, agent, 0, agent_limits={"wall_s": 40.0}, timeout_s=200.0)
+    kinds = ["fixes", "does nothing", "leaves daemons", "fixes and crashes"] * 5
+    kinds += ["fixes and hangs", "floods", "asks nothing", "fixes and asks on"]
+    host = EpisodeHost(config, 0)
+    try:
+        playing = [play_one(config, host, ROW, name=kind) for kind in kinds]
+        replies = await asyncio.gather(*playing, return_exceptions=True)
+        assert len(host.pids) == 1
+    finally:
+        await host.close()
+    await nothing_sleeps()
+    failed = [kind for kind, reply in zip(kinds, replies, strict=True) if isinstance(reply, TrajectoryError)]
+    assert failed == ["asks nothing"]
+    rewards = {(kind, reply["reward"]) for kind, reply in zip(kinds, replies, strict=True) if isinstance(reply, dict)}
+    assert rewards == {(kind, float(kind != "does nothing")) for kind in kinds if kind != "asks nothing"}
 
 
 SDK_AGENT = """
