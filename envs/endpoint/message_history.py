@@ -65,6 +65,7 @@ class _Thread:
     Attributes:
         messages: Messages of a chat, answers included.
         text: Text of plain completions, answers included.
+        starts: Number of characters before each answer, of plain completions.
         ends: Number of messages, or of characters, after each answer.
         is_taken: A request that continues it is being answered.
     """
@@ -72,13 +73,14 @@ class _Thread:
     form: Form
     messages: tuple[ChatMessage, ...] = ()
     text: str = ""
+    starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     is_taken: bool = False
 
     def num_repeated(self, request: ChatRequest) -> int:
         """How many of its answers a request repeats, with everything before them."""
         if request.messages is None:
-            return next((n for n in range(len(self.ends), 0, -1) if request.prompt.startswith(self.upto(n))), 0)
+            return next((n for n in range(len(self.ends), 0, -1) if self._is_repeated(n, request.prompt)), 0)
         equal = next(
             (
                 at
@@ -89,8 +91,10 @@ class _Thread:
         )
         return bisect_right(self.ends, min(equal, len(request.messages) - 1))  # at least one message is new
 
-    def upto(self, num_turns: int) -> str:
-        return self.text[: self.ends[num_turns - 1]]
+    def _is_repeated(self, num_turns: int, prompt: str) -> bool:
+        """Whether a prompt of plain completions has an answer; one without text cannot be told from none."""
+        start, end = self.starts[num_turns - 1], self.ends[num_turns - 1]
+        return prompt.startswith(self.text[:end]) and len(prompt) > start
 
 
 class Histories:
@@ -157,6 +161,7 @@ class Histories:
         thread = self._threads[place.thread]
         if request.messages is None:
             thread.text = request.prompt + sampled
+            thread.starts.append(len(request.prompt))
             thread.ends.append(len(thread.text))
             return
         known = thread.messages

@@ -159,8 +159,8 @@ class Endpoint:
         try:
             writer = api.parse(await _read_json(request), caller)
             exchange = session.submit(writer.request)
-        except (ApiError, web.HTTPException):
-            session.refused()
+        except (ApiError, web.HTTPException) as error:
+            session.refused((request.path, str(error)), error)
             raise
         with exchange.reading():
             return await self._deliver(request, exchange, writer)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.envs.endpoint.message_history import Form, form_of
 from penstock.envs.endpoint.requests import MODEL, ApiError, BudgetError, Call, ChatRequest
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -165,6 +166,7 @@ class Session:
     Attributes:
         access: Address and key for the program.
         counts: Requests, refused ones, and those with a parameter that had no effect.
+        is_over_budget: The program was ended because it asked on after a budget.
     """
 
     def __init__(self, name: str, serial: int, base_url: str, timeout_s: float) -> None:
@@ -177,6 +179,8 @@ class Session:
         self._undelivered: list[Exchange] = []
         self._refusals = _Refusals()
         self._is_closed = False
+        self.is_over_budget = False
+        self._had_enough: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def has_secret(self, secret: str) -> bool:
         """Compare in constant time."""
@@ -188,7 +192,9 @@ class Session:
         Raises:
             ApiError: If too many requests are being answered.
         """
-        self._undelivered = [one for one in self._undelivered if not one.was_delivered]
+        kept = [one for one in self._undelivered if not one.was_delivered]
+        gone = [one for one in kept if one.is_over and not one.num_readers]  # their clients may repeat them
+        self._undelivered = [one for one in kept if one not in gone[:-MAX_CONCURRENT]]
         for one in self._undelivered:
             if not one.num_readers and one.request == request:
                 return one
@@ -209,10 +215,16 @@ class Session:
         """For `Episode.counts`."""
         return {name: float(count) for name, count in self.counts.items()}
 
-    def refused(self) -> None:
-        """Count a request that was not submitted."""
-        self.counts["requests"] += 1
+    def refused(self, request: object, error: Exception) -> None:
+        """Count a refused request, also one that was not submitted; equal ones are equal `request`s."""
+        self.counts["requests"] += not isinstance(request, ChatRequest)
         self.counts["refused"] += 1
+        if any(not one.is_over for one in self._undelivered):
+            return  # the program waits for an answer, so it does not insist on this one
+        why = self._refusals.add(request, error, asyncio.get_running_loop().time())
+        if why and not self._had_enough.done():
+            self.is_over_budget = isinstance(error, BudgetError)
+            self._had_enough.set_exception(TrajectoryError("env", f"{self.name}: {why}"))
 
     async def serve(self, program: Coroutine[Any, Any, EpisodeReply], answer: AnswerTurn) -> EpisodeReply:
         """Run a program to its end, and answer its requests.
@@ -236,15 +248,16 @@ class Session:
                     # This loop stood still, and the requests of that time are still unread.
                     deadline = loop.time() + (left_s := self._timeout_s)
                 limit_s = None if answering else max(left_s, 0)
-                await asyncio.wait(
-                    {running, incoming, *answering}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                waits = {running, incoming, self._had_enough, *answering}
+                await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     return running.result()
+                if self._had_enough.done():
+                    self._had_enough.result()
                 ended = {task for task in answering if task.done()}
-                answering -= ended
                 # A refused request does not count: a program that repeats it after its last turn would never end.
                 were_answered = [task.result() for task in ended]
+                answering -= ended
                 if any(were_answered) or answering:
                     deadline = loop.time() + self._timeout_s
                 if incoming.done():
@@ -255,7 +268,7 @@ class Session:
                     raise TrajectoryError("env", f"{message} within {self._timeout_s:g} s (env.episode.timeout_s)")
         finally:
             self.close()
-            started = [running, incoming, *answering]
+            started = [running, incoming, self._had_enough, *answering]
             for task in started:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
@@ -268,18 +281,12 @@ class Session:
                 one.refuse(_session_ended())
 
     async def _answer(self, exchange: Exchange, answer: AnswerTurn) -> bool:
-        """Answer or refuse a request. Returns whether it was answered.
-
-        Raises:
-            TrajectoryError: kind `env`, if the program has had its refusals.
-        """
+        """Answer or refuse a request. Returns whether it was answered."""
         try:
             answered = await answer(exchange)
         except ApiError as error:
-            self.counts["refused"] += 1
             exchange.refuse(error)
-            if why := self._refusals.add(exchange.request, error, asyncio.get_running_loop().time()):
-                raise TrajectoryError("env", f"{self.name}: {why}") from error
+            self.refused(exchange.request, error)
             return False
         self._refusals = _Refusals()
         exchange.finish(answered)
@@ -290,20 +297,22 @@ class _Refusals:
     """The refusals since the last answer."""
 
     def __init__(self) -> None:
-        self._last: ChatRequest | None = None
+        self._last: object = None
         self._num_repeats = 0
-        self._exhausted_at: float | None = None
+        self._over_budget: dict[Form | None, list[float]] = {}
 
-    def add(self, request: ChatRequest, error: ApiError, now: float) -> str:
+    def add(self, request: object, error: Exception, now: float) -> str:
         """Add one; `now` in seconds. Returns why the program is to be ended; empty if it is not."""
         self._num_repeats = self._num_repeats + 1 if request == self._last else 1
         self._last = request
         if self._num_repeats >= MAX_REPEATS:
             return f"it has sent a request {MAX_REPEATS} times that is refused: {error}"
         if isinstance(error, BudgetError):
-            self._exhausted_at = now if self._exhausted_at is None else self._exhausted_at
-            if now - self._exhausted_at > GRACE_S:
-                return f"it asks on, {now - self._exhausted_at:.0f} s after its budget was exhausted: {error}"
+            # A budget is that of one set of tools; several threads of it may ask once each.
+            since = self._over_budget.setdefault(form_of(request) if isinstance(request, ChatRequest) else None, [])
+            since.append(now)
+            if len(since) >= MAX_REPEATS and now - since[0] > GRACE_S:
+                return f"it asks on, {now - since[0]:.0f} s after its budget was exhausted: {error}"
         return ""
 
 
@@ -346,7 +355,7 @@ class Questions:
         task.add_done_callback(self._answering.discard)
         return exchange
 
-    def refused(self) -> None:
+    def refused(self, request: object, error: Exception) -> None:
         """Questions are not counted."""
 
     async def close(self) -> None:

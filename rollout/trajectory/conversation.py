@@ -228,6 +228,7 @@ class Conversation:
         self.is_chat = is_chat
         self.sampling = sampling
         self.fork_of = fork_of
+        self._num_own_prompt = len(prompt_ids)
         self.num_forked_turns = 0 if fork_of is None else len(fork_of.turns) if num_turns is None else num_turns
         before: tuple[int, ...] = ()
         self._min_version = -1
@@ -349,7 +350,9 @@ class Conversation:
         whole.alternatives = [*above.alternatives[:num_turns], *self.alternatives]
         whole.routes = self.routes
         whole.ends = [*above.ends[:num_turns], *self.ends]
-        whole.turns = [replace(one, thread=self.name) for one in (*above.turns[:num_turns], *self.turns)]
+        *before, last = above.turns[:num_turns]
+        last = replace(last, observation=self.opening, num_observation_tokens=self._num_own_prompt)
+        whole.turns = [replace(one, thread=self.name) for one in (*before, last, *self.turns)]
         return whole
 
     def thread(self) -> Thread:

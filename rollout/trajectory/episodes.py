@@ -125,7 +125,7 @@ class EpisodePlayer:
             try:
                 reply = await session.serve(played.run(session.access), self._timed(recording.answer))
             except TrajectoryError as error:
-                if error.kind != "env" or recording.cut_off is None:
+                if error.kind != "env" or (recording.cut_off is None and not session.is_over_budget):
                     raise
                 reply, is_cut = await played.cut_off(), True
         counts = {**reply.get("counts", {}), **session.counts_as_floats()}

@@ -25,7 +25,7 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
-from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Trajectory, Turn
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Trajectory
 from penstock.envs.config import TrainedThreads
 from penstock.envs.endpoint.answer_parser import AnswerParser, ContentReader, HermesParser, SampledTurn
 from penstock.envs.endpoint.answers import answer_message
@@ -85,7 +85,7 @@ class Recording:
 
     @property
     def cut_off(self) -> EpisodeEnd | None:
-        """The limit of ours that has stopped the agent: it refused its last request, or cut its last answer."""
+        """The limit of ours that the agent has met: it refused its last request, or cut its last answer."""
         form = self._agent_form()
         if form is None:
             return None
@@ -120,6 +120,7 @@ class Recording:
             )
         with self._histories.answering(place, request):
             self._num_turns[form] += 1
+            self._exhausted.pop(form, None)
             text = self._codec.decode_prompt(token_ids)
             if conversation is None:
                 conversation = self._conversations[place.thread] = Conversation(
@@ -151,7 +152,6 @@ class Recording:
         self._order.append((conversation, len(conversation.turns) - 1))
         is_complete = partial.finish_reason == "stop"
         form, is_own_limit = form_of(request), partial.num_tokens == request.max_tokens
-        self._exhausted.pop(form, None)
         self._is_cut[form] = not is_complete and not is_own_limit
         sampled = turn_text.reasoning + turn_text.answer
         text = self._codec.decode_turn(partial.token_ids) if keeps_special else sampled
@@ -210,15 +210,14 @@ class Recording:
             trained = list(dict.fromkeys(of_agent))
             with_loss = {(one, index) for one, index in self._order if one in trained}
         self._call_main(trained[0])
-        turns, side = list[Turn](), list[Turn]()
-        for one, index in self._order:
-            is_trained = (one, index) in with_loss
-            name = trained[0].name if is_trained and self._threads == "last" else one.name
-            (turns if is_trained else side).append(replace(one.turns[index], thread=name))
+        said = [((one, index) in with_loss, replace(one.turns[index], thread=one.name)) for one, index in self._order]
+        turns, side = ([turn for is_trained, turn in said if is_trained is wanted] for wanted in (True, False))
+        if self._threads == "last":
+            turns = [replace(turn, thread=MAIN_THREAD) for turn in trained[0].turns]
         if side:
             counts = counts | {"untrained_tokens": float(sum(turn.num_tokens for turn in side))}
-        end = cut_off if is_cut else self._exhausted.get(form)
-        reward = reply.get("reward", None if end is None else 0.0)
+        end = (cut_off or "max_turns") if is_cut else self._exhausted.get(form)
+        reward = reply.get("reward", None if end is None and cut_off is None else 0.0)
         parts, answer = dict(reply.get("parts", {})), reply.get("answer")
         episode = Episode(tuple(turns), end or "done", reward, parts, counts, answer, tuple(side))
         return build_trajectory(trained, task, trajectory_id, episode)

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
+from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.workers.episode_child import EpisodeReply
 from tests.agents import ReplyingEngine, chat, run_agent, user
@@ -140,6 +141,45 @@ async def test_what_led_to_the_end_is_one_sequence_without_the_turns_that_were_g
     assert with_loss(trajectory, engine) == ["oneagainthree"]
     assert side(trajectory) == ["title", "two", "memory"]
     assert trajectory.response == "oneagainthree"
+    assert trajectory.episode is not None
+    lengths = [turn.num_tokens + turn.num_observation_tokens for turn in trajectory.episode.turns]
+    first = trajectory.loss_mask.tolist().index(True)
+    assert first + sum(lengths) == len(trajectory.token_ids), "each observation is the one that followed on this path"
+
+
+async def test_a_refusal_is_not_forgotten_when_an_older_turn_ends() -> None:
+    is_asked = asyncio.Event()
+
+    def reply(context: str) -> str:
+        is_asked.set()
+        return "ok"
+
+    engine = ReplyingEngine(reply, may_go_on=asyncio.Event())
+
+    async def program(client: AsyncOpenAI) -> None:
+        last = asyncio.create_task(chat(client, [user("go")]))
+        await is_asked.wait()
+        with pytest.raises(BadRequestError, match=r"has had its 1 answers"):
+            await chat(client, [user("something else")])
+        assert engine.may_go_on is not None
+        engine.may_go_on.set()
+        await last
+        raise TrajectoryError("env", "the agent ended with exit code 1")
+
+    trajectory = await run_agent(program, engine, max_turns=1)
+    assert trajectory.episode is not None
+    assert (trajectory.episode.end, trajectory.episode.reward) == ("max_turns", 0.0)
+
+
+async def test_many_requests_at_once_end_no_program() -> None:
+    async def program(client: AsyncOpenAI) -> EpisodeReply:
+        asked = [chat(client.with_options(max_retries=0), [user(f"go {number}")]) for number in range(80)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(not isinstance(one, Exception) for one in answers) >= 64
+        return {"done": True, "reward": 1.0}
+
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"), max_turns=100)
+    assert len(trajectory.threads) >= 64
 
 
 async def test_calls_that_a_program_spells_in_its_own_way_are_the_same_calls() -> None:

@@ -97,6 +97,18 @@ async def test_a_program_that_repeats_a_refused_request_is_ended(is_over: bool) 
     assert num_refused in (2, 3)
 
 
+async def test_a_program_that_insists_on_what_is_not_supported_is_ended_with_the_reason() -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        for _ in range(100):
+            with contextlib.suppress(openai.BadRequestError):
+                await chat(client, [user("go")], response_format={"type": "json_object"})
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(TrajectoryError, match=r"3 times that is refused: .*response_format"):
+            await run_agent(program, ReplyingEngine(lambda context: "ok"), timeout_s=60.0)
+
+
 async def test_a_program_that_asks_on_after_its_budget_is_ended_when_its_grace_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,25 +126,28 @@ async def test_a_program_that_asks_on_after_its_budget_is_ended_when_its_grace_i
     assert (len(trajectory.episode.turns), trajectory.episode.end) == (2, "max_turns")
 
 
+@pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("limit", ["turn", "episode", "its own"])
-async def test_a_program_that_cannot_go_on_after_a_cut_answer_has_not_failed(limit: str) -> None:
+async def test_a_program_that_cannot_go_on_after_a_cut_answer_has_not_failed(limit: str, dies: bool) -> None:
     """A limit of ours cut its answer in the middle of a call. A limit that it set itself does not excuse it."""
 
     async def program(client: AsyncOpenAI) -> None:
         own = {"max_tokens": 3} if limit == "its own" else {}
         answer = await chat(client, [user("go")], **own)
         assert answer.choices[0].finish_reason == "length"
-        raise TrajectoryError("env", "the agent ended with exit code 1")
+        if dies:
+            raise TrajectoryError("env", "the agent ended with exit code 1")
 
     limits = {"max_new_tokens": 5} if limit == "turn" else {"max_tokens": 70} if limit == "episode" else {}
     run = run_agent(program, ReplyingEngine(lambda context: "a long answer" * 9), **limits)
-    if limit == "its own":
+    if limit == "its own" and dies:
         with pytest.raises(TrajectoryError, match="exit code 1"):
             await run
         return
     trajectory = await run
     assert trajectory.episode is not None
-    assert (trajectory.finish_reason, trajectory.episode.reward) == ("length", 0.0)
+    assert trajectory.finish_reason == "length"
+    assert trajectory.episode.reward == (None if limit == "its own" else 0.0)
 
 
 async def test_a_loop_that_stood_still_takes_no_program_for_silent() -> None:
