@@ -248,7 +248,7 @@ class Session:
                     # This loop stood still, and the requests of that time are still unread.
                     deadline = loop.time() + (left_s := self._timeout_s)
                 limit_s = None if answering else max(left_s, 0)
-                waits = {running, incoming, self._had_enough, *answering}
+                waits: set[asyncio.Future[Any]] = {running, incoming, self._had_enough, *answering}
                 await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     return running.result()
@@ -268,7 +268,7 @@ class Session:
                     raise TrajectoryError("env", f"{message} within {self._timeout_s:g} s (env.episode.timeout_s)")
         finally:
             self.close()
-            started = [running, incoming, self._had_enough, *answering]
+            started: list[asyncio.Future[Any]] = [running, incoming, self._had_enough, *answering]
             for task in started:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
