@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (tmp_path / name).write_text(code)
             monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's, of that name
             written += 1
-    assert written == 17
+    assert written == 18
     character_tokenizer().save_pretrained(write_model(tmp_path / "judge"))
     monkeypatch.setattr("penstock.platform.checks.model_files.ask", lambda _question: Answer([]))
     rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
