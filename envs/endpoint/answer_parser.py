@@ -4,8 +4,8 @@ Model families write calls in some thirty forms. A parser reads a turn once, as 
 (`AnswerParser.parse`). `HermesParser` reads one form in this process. vLLM's parsers read all others; they are asked
 where vLLM is, in an engine's process (actors/engine/answer_parser.py, rollout/engines/vllm/answer_parser.py).
 
-While a turn is sampled, nobody is asked: `ContentReader` gives the text up to the first sign of a call, and holds back
-everything from there on:
+While a turn is sampled, no parser is asked: `ContentReader` gives the text up to the first sign of a call, and holds
+back everything from there on:
 
     The sum is next.\\n\\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
     └── streamed ───┘└──────────── held back until `parse` has said what it is ────────────┘

@@ -140,7 +140,7 @@ class Endpoint:
         """Whose key the request has.
 
         Raises:
-            ApiError: 401, if it is nobody's.
+            ApiError: 401, if no session has this key.
         """
         scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")

@@ -4,8 +4,9 @@ The task comes from any task source. The program is a command, in a process of i
 `agent(task, client)`, in a process that is already running. It gets an address and a key (envs/endpoint). When it ends,
 the episode ends.
 
-A command finds the task in the file that PENSTOCK_TASK names, which only processes with that descriptor can open. Its
-standard input is empty: many agents append theirs to the prompt, and the fields of a task often hold the answer.
+A command finds the task in the file that PENSTOCK_TASK names, a descriptor of its process. Its standard input is empty:
+many agents append theirs to the prompt, and the fields of a task often hold the answer. This keeps the answer out of
+prompts; it is no protection against a policy that searches the processes of its user (repositories.py has a sandbox).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -221,7 +223,9 @@ def variables_for(access: EndpointAccess) -> dict[str, str]:
 def words_for(command: Sequence[str], task: Task) -> list[str]:
     """The words of a command, with the task's prompt, as a person would type it, and its id."""
     prompt = task.prompt if isinstance(task.prompt, str) else "\n\n".join(one["content"] for one in task.prompt)
-    return [word.replace("{prompt}", prompt).replace("{task_id}", task.task_id) for word in command]
+    values = {"{prompt}": prompt, "{task_id}": task.task_id}
+    # In one pass: a prompt may spell `{task_id}` itself.
+    return [re.sub(r"\{prompt\}|\{task_id\}", lambda found: values[found.group()], word) for word in command]
 
 
 def parse_reward(output: str) -> RewardResult | None:

@@ -17,7 +17,7 @@ from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.loading import load_task_source
-from penstock.envs.tasks.agents import parse_reward
+from penstock.envs.tasks.agents import parse_reward, words_for
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.envs.workers.episode_host import EpisodeHost
 
@@ -219,3 +219,8 @@ def test_the_last_line_is_a_reward_only_if_it_is_a_number_or_an_object_of_number
     assert [parse_reward(text) for text in ("", "0.5\ndone", '{"a": "x"}', "{}", "true", "[1]", "[" * 9000)] == [
         None
     ] * 7
+
+
+def test_a_prompt_that_spells_a_place_of_the_command_stays_as_it_is() -> None:
+    task = Task(TaskId("t/1"), "What is {task_id}, and {prompt}? $HOME \\1", {}, "")
+    assert words_for(["agent", "-p", "{prompt}", "--id={task_id}"], task) == ["agent", "-p", task.prompt, "--id=t/1"]
