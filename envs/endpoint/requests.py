@@ -22,6 +22,8 @@ from penstock.envs.config import Ignorable
 Json = dict[str, Any]
 MODEL = "policy"
 """Name of the only model."""
+MAX_SAFE_INTEGER = 2**53
+"""JavaScript writes whole numbers below this without a point."""
 MAX_STORED = 64
 """Responses of one session that may be continued by `previous_response_id`."""
 
@@ -105,7 +107,8 @@ def _plain_numbers(value: Any) -> Any:
         return {name: _plain_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_plain_numbers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < MAX_SAFE_INTEGER
+    return int(value) if is_whole else value
 
 
 class ChatMessage(NamedTuple):

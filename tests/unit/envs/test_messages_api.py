@@ -17,7 +17,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.envs.config import EndpointConfig, EnvConfig, Ignorable, ReasoningConfig
 from penstock.envs.endpoint.messages_api import SIGNATURE, parse_messages
-from penstock.envs.endpoint.requests import Caller
+from penstock.envs.endpoint.requests import Call, Caller
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_host import EpisodeHost
@@ -372,3 +372,9 @@ async def test_a_program_finds_the_address_in_the_variables_that_the_client_read
 def test_an_unknown_name_in_the_list_is_a_configuration_error() -> None:
     with pytest.raises(ValueError, match="'response_format', 'tool_choice' or 'parallel_tool_calls'"):
         EndpointConfig.model_validate({"ignore": ["temperature"]})
+
+
+def test_numbers_of_a_call_are_compared_as_javascript_sends_them_back() -> None:
+    sampled = Call.of("f", '{"a": 1.0, "b": [2.0, 2.5], "c": 1e300, "d": "1.0"}')
+    assert sampled == Call.of("f", {"a": 1, "b": [2, 2.5], "c": 1e300, "d": "1.0"})
+    assert sampled.arguments == '{"a": 1, "b": [2, 2.5], "c": 1e+300, "d": "1.0"}'
