@@ -1,9 +1,9 @@
 """How an answer is written: the seam between a session, which has text, and a protocol, which has bodies and events.
 
-    pieces of an answer -> AnswerReader -> reasoning, text, calls -> AnswerWriter of a protocol -> bodies, events
+    pieces of an answer, then the answer -> AnswerWriter of a protocol -> bodies, events
 
-Invariant: what the events of a stream add up to is what the body that is not streamed says. `AnswerReader` gives both
-the same text and calls.
+Invariant: what the events of a stream add up to is what the body that is not streamed says. A piece is content whatever
+follows it (answer_parser.py), and `AnswerReader` gives the rest of the answer at the end.
 """
 
 from __future__ import annotations
