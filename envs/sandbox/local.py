@@ -118,7 +118,7 @@ class IsolatedRunner:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         packages = os.pathsep.join(os.path.realpath(path) for path in site.getsitepackages())
-        path = os.environ.get("PATH", os.defpath) if image is None else _PATH_OF_IMAGES
+        path = _path() if image is None else _PATH_OF_IMAGES
         environment = {"PATH": path, "LANG": "C.UTF-8", "HOME": self.directory,
                        "TMPDIR": self.directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
         self.connection, theirs = socket.socketpair()
@@ -224,6 +224,13 @@ class IsolatedRunner:
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
+
+
+def _path() -> str:
+    """PATH of programs on the host's files: `python` is this Python, also where PATH names none, or one that is not
+    shown to them.
+    """
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])  # noqa: PTH120
 
 
 @contextlib.contextmanager

@@ -331,6 +331,7 @@ class RepositoryEpisode(AgentProgram):
             "files_changed": float(len(changed)),
             "tests_s": tested.wall_s,
             "tests_limit": float(tested.hit_a_limit),
+            "tests_not_found": float(tested.exit_code in _NOT_FOUND),
         }
         return Done(self._reward(tested, patch), counts)
 

@@ -211,6 +211,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> Callable
     """`play(kind, row, **args)` to the replies of one episode, or of several at once."""
     monkeypatch.setenv("A_SECRET", "s3cret-of-the-host")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("PATH", os.defpath)  # `python` may not be there
     system = ["/proc", "/sys", "/dev", "/usr", *bubblewrap.python_folders(), *map(str, Path("/").glob("lib*"))]
     given = {
         "MARK": MARK,
@@ -316,6 +317,12 @@ async def test_what_an_agent_leaves_is_judged_however_it_ends(
     reply = await play(kind)
     assert reply["reward"] == reward
     assert counts.items() <= reply["counts"].items()
+
+
+@isolated
+async def test_tests_whose_command_is_not_there_are_counted(play: Any) -> None:
+    reply = await play("fixes", {"tests": "no-such-program"})
+    assert (reply["reward"], reply["counts"]["tests_not_found"]) == (0.0, 1)
 
 
 @isolated
