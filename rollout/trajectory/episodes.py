@@ -117,7 +117,7 @@ class EpisodePlayer:
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
     ) -> Trajectory:
         """Run an agent program. Where a limit of ours has cut it off, its error does not fail the trajectory: long
-        attempts would be repeated until a short one came.
+        attempts would be repeated until a short one came. If it fails after a turn that was not sampled, that is why.
         """
         assert self.endpoint is not None, "agent programs need an endpoint"
         async with self.endpoint.open(task.task_id) as session:
@@ -125,7 +125,11 @@ class EpisodePlayer:
             try:
                 reply = await session.serve(played.run(session.access), self._timed(recording.answer))
             except TrajectoryError as error:
-                if error.kind != "env" or (recording.cut_off is None and not session.is_over_budget):
+                if error.kind != "env":
+                    raise
+                if recording.cut_off is None and not session.is_over_budget:
+                    if recording.failure is not None:
+                        raise recording.failure from error
                     raise
                 reply, is_cut = await played.cut_off(), True
         counts = {**reply.get("counts", {}), **session.counts_as_floats()}

@@ -9,6 +9,9 @@ Unblocked by: the trajectory runner.
 
 Budgets are counted for threads of equal form (tools, chat or text), so titles and other side requests do not use up the
 turns of the agent. They are checked before the history.
+
+A turn that the engines fail to sample leaves no trace in its thread: the program is told, and may ask again, go on with
+its other threads, or fail.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from penstock.envs.config import TrainedThreads
 from penstock.envs.endpoint.answer_parser import AnswerParser, ContentReader, HermesParser, SampledTurn
 from penstock.envs.endpoint.answers import answer_message
 from penstock.envs.endpoint.message_history import Form, Histories, Place, form_of
-from penstock.envs.endpoint.requests import BudgetError, Call, ChatMessage, ChatRequest, bad_request, too_many_turns
+from penstock.envs.endpoint.requests import (
+    ApiError,
+    BudgetError,
+    Call,
+    ChatMessage,
+    ChatRequest,
+    bad_request,
+    too_many_turns,
+)
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -58,6 +69,9 @@ class Recording:
         sample: Samples a turn.
         threads: `env.endpoint.threads`.
         parser: Reads tool calls, and reasoning if it is not split by marks.
+
+    Attributes:
+        failure: Why the engines failed to sample the last turn that they failed to sample; None: they failed none.
     """
 
     def __init__(
@@ -82,6 +96,8 @@ class Recording:
         self._order: list[tuple[Conversation, int]] = []
         self._exhausted: dict[Form, EpisodeEnd] = {}
         self._is_cut: dict[Form, bool] = {}
+        self.failure: TrajectoryError | None = None
+        self._num_failed = 0
 
     @property
     def cut_off(self) -> EpisodeEnd | None:
@@ -95,8 +111,8 @@ class Recording:
         """Sample the next turn of a thread.
 
         Raises:
-            ApiError: If a budget is exhausted, or the text cannot be encoded.
-            TrajectoryError, PenstockError: From the engines.
+            ApiError: If a budget is exhausted, the text cannot be encoded, or the engines fail to sample the turn.
+            EngineLostError: If no engine is left.
         """
         request = exchange.request
         form = form_of(request)
@@ -129,9 +145,22 @@ class Recording:
                 self._forms[conversation] = form
             else:
                 conversation.add_observation(token_ids, text)
-            answer = await self._next_turn(conversation, exchange, num_prompt)
+            try:
+                answer = await self._next_turn(conversation, exchange, num_prompt)
+            except TrajectoryError as error:
+                raise self._failed(place, form, error) from error
             self._histories.record(place, request, answer_message(answer), answer.sampled_text)
         return answer
+
+    def _failed(self, place: Place, form: Form, error: TrajectoryError) -> ApiError:
+        """Forget a turn that was not sampled to its end; returns the answer to the program."""
+        self.failure, self._num_failed = error, self._num_failed + 1
+        self._num_turns[form] -= 1
+        conversation = self._conversations[place.thread]
+        conversation.end()
+        if not conversation.turns:
+            del self._conversations[place.thread], self._forms[conversation]
+        return ApiError(503, f"The turn was not sampled: {error.summary}", kind="server_error", code="turn_failed")
 
     async def _next_turn(self, conversation: Conversation, exchange: Exchange, num_prompt: int) -> Answer:
         request = exchange.request
@@ -196,11 +225,12 @@ class Recording:
             is_cut: A limit of ours has stopped the program, which failed by that.
 
         Raises:
-            TrajectoryError: kind `env`, if nothing was sampled.
+            TrajectoryError: kind `env`, or that of the engines' failure, if nothing was sampled.
         """
         form, cut_off = self._agent_form(), self.cut_off
         if form is None:
-            raise TrajectoryError("env", f"{task.task_id}: the agent ended without a request that could be answered")
+            nothing = f"{task.task_id}: the agent ended without a request that could be answered"
+            raise self.failure or TrajectoryError("env", nothing)
         for one in self._conversations.values():
             one.end()
         of_agent = [one for one, _ in self._order if self._threads == "all" or self._forms[one] == form]
@@ -216,6 +246,8 @@ class Recording:
             turns = [replace(turn, thread=MAIN_THREAD) for turn in trained[0].turns]
         if side:
             counts = counts | {"untrained_tokens": float(sum(turn.num_tokens for turn in side))}
+        if self._num_failed:
+            counts = counts | {"failed_turns": float(self._num_failed)}
         end = (cut_off or "max_turns") if is_cut else self._exhausted.get(form)
         reward = reply.get("reward", None if end is None and cut_off is None else 0.0)
         parts, answer = dict(reply.get("parts", {})), reply.get("answer")

@@ -250,7 +250,7 @@ async def test_an_engine_that_is_lost_for_good_fails_the_attempt_as_engine_and_t
             await chat(client.with_options(max_retries=0), [user("?")])
         except openai.InternalServerError as error:
             heard.append(error)
-            raise
+            raise TrajectoryError("env", "exit code 1") from error
 
     class Broken(FakeEngine):
         async def generate(self, request: Any) -> Any:
@@ -259,3 +259,57 @@ async def test_an_engine_that_is_lost_for_good_fails_the_attempt_as_engine_and_t
 
     with pytest.raises(TrajectoryError, match="engine: planted"):
         await run_agent(program, Broken())
+
+
+class FailingOnce(ReplyingEngine):
+    """Rejects the first request whose context ends in "bad", after some tokens."""
+
+    has_failed = False
+
+    async def generate(self, request: Any) -> Any:
+        fails = not self.has_failed and "bad" in self.codec.tokenizer.decode(request.prompt_token_ids)
+        async for delta in super().generate(request):
+            if fails and len(self.served[-1][2]) == 2:
+                self.has_failed = True
+                self.served.pop()
+                raise TrajectoryError("engine", "planted", is_final=True)
+            yield delta
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("begins_bad", [False, True])
+async def test_a_turn_that_no_engine_samples_leaves_no_trace_and_the_program_may_ask_again(
+    is_stream: bool, begins_bad: bool
+) -> None:
+    async def ask(client: AsyncOpenAI, messages: Any) -> str:
+        if not is_stream:
+            return str((await chat(client, messages)).choices[0].message.content)
+        stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    async def program(client: AsyncOpenAI) -> None:
+        plain = client.with_options(max_retries=0)
+        messages = [user("bad" if begins_bad else "hello")]
+        if not begins_bad:
+            messages += [{"role": "assistant", "content": await ask(plain, messages)}, user("bad")]
+        with pytest.raises(openai.APIError, match="The turn was not sampled: engine: planted"):
+            await ask(plain, messages)
+        assert await ask(plain, messages) == "okay"
+
+    engine = FailingOnce(lambda context: "okay")
+    trajectory = await run_agent(program, engine, max_turns=1 if begins_bad else 2)
+    assert trajectory.episode is not None
+    assert (trajectory.episode.end, trajectory.episode.counts["failed_turns"]) == ("done", 1)
+    check_tokens(engine, trajectory)
+
+
+async def test_a_program_that_fails_after_a_turn_that_no_engine_sampled_fails_for_that_reason() -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        await chat(client, [user("hello")])
+        with contextlib.suppress(openai.APIError):
+            await chat(client.with_options(max_retries=0), [user("bad")])
+        raise TrajectoryError("env", "exit code 1")
+
+    with pytest.raises(TrajectoryError, match="engine: planted") as failed:
+        await run_agent(program, FailingOnce(lambda context: "okay"))
+    assert failed.value.is_final
