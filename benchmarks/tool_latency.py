@@ -7,7 +7,7 @@ policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at 
 same is an agent program that calls the policy itself; with `--tool-in reward` the tool sleeps in the reward
 (examples/slow_tool.py). The runs differ in `dataflow.max_staleness` only. They
 alternate; measured are groups per second from the end of one step to the end of a later one, without the first
-`--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation.
+`--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation. The utilisation of the environments is that of the asynchronous run.
 
 The upper limit of the gain: with enough concurrency asynchronous training is limited by the trainer alone, and a
 synchronous step lasts at least as long as the slowest of its B·G tool calls, so
@@ -96,10 +96,12 @@ def main() -> None:
     console.print(*provenance(), f"the tool sleeps in the {arguments.tool_in}", sep="\n")
     rates: dict[str, list[float]] = {"asynchronous": [], "synchronous": []}
     trainer_s: list[float] = []
+    busy: list[float] = []
     for round_ in range(arguments.rounds):
         steps = run(f"latency-async-{round_}", arguments.policy, arguments.eta, arguments.steps, arguments.tool_in)
         rates["asynchronous"].append(groups_per_s(steps, arguments.warmup, arguments.eta))
         trainer_s += [step["trainer/step_s"] for step in steps[arguments.warmup :]]
+        busy += [step["env/utilisation"] for step in steps[arguments.warmup :] if "env/utilisation" in step]
         steps = run(f"latency-sync-{round_}", arguments.policy, 0, arguments.sync_steps, arguments.tool_in)
         rates["synchronous"].append(groups_per_s(steps, arguments.warmup, 0))
     ratios = [a / s for a, s in zip(rates["asynchronous"], rates["synchronous"], strict=True)]
@@ -113,6 +115,8 @@ def main() -> None:
         f"limit {(step_s + slowest_s) / step_s:.1f}: trainer's step {step_s:.2f} s (median of {len(trainer_s)}), "
         f"slowest of {BATCH * GROUP} tool calls {slowest_s:.2f} s on average"
     )
+    if busy:
+        console.print(f"environments busy {median(busy):.2f} of the time that they were open (median of {len(busy)})")
 
 
 if __name__ == "__main__":
