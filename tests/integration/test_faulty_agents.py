@@ -34,10 +34,10 @@ def ask(messages, is_stream=False):
 
 messages = [{{"role": "user", "content": sys.argv[1]}}]
 fault = random.choice(["hangs", "crashes", "floods", "vanishes"]) if random.random() < {NUM_FAULTY_IN_TEN} / 10 else ""
-messages += [ask(messages, fault == "vanishes"), {{"role": "user", "content": "And again?"}}]
 if fault:
-    open("faults.txt", "a").write(fault + "\\n")
+    with open("faults.txt", "a") as file: file.write(fault + "\\n")
     subprocess.Popen(["sleep", "{MARK}"], start_new_session=True)
+messages += [ask(messages, fault == "vanishes"), {{"role": "user", "content": "And again?"}}]
 if fault == "hangs": time.sleep({MARK})
 if fault == "crashes": raise SystemExit(3)
 while fault == "floods": sys.stdout.write("x" * 65536)
@@ -73,9 +73,8 @@ def test_a_run_of_64_agents_with_faults_ends_balanced_and_leaves_nothing_running
     train_by_command(tmp_path, small_run_overrides(tmp_path, "faulty", chat_tokenizer("chatml"), *overrides))
     run_dir = tmp_path / "runs" / "faulty"
     ledger = read_summary(run_dir)["ledger"]
-    print(ledger, (tmp_path / "faults.txt").read_text().split())
-    assert ledger["trained"] == 4 * 8
-    assert ledger["live"] == 0
+    assert {**ledger, "admitted": 0} == {**dict.fromkeys(ledger, 0), "trained": 4 * 8}, "failed attempts are repeated"
+    assert len((tmp_path / "faults.txt").read_text().split()) > 4
     assert read_metric(run_dir, "reward/mean") == [0.5] * 4
     until = time.monotonic() + 20
     while sleeping() and time.monotonic() < until:

@@ -65,19 +65,20 @@ async def solve(task, client):
 @pytest.mark.integration
 @pytest.mark.full
 def test_turns_of_an_agent_are_read_by_a_parser_in_the_engines(tmp_path: Path) -> None:
-    """llama3_json is a parser of vLLM only: an engine has to read every turn."""
+    """pythonic is a parser of vLLM only: an engine has to read every turn."""
     (tmp_path / "tool_agent.py").write_text(TOOLS_AGENT)
     overrides = [
         "env=agent",
         "reward=episode",
         "env.args.tasks=arithmetic",
         "env.args.agent=tool_agent:solve",
-        "env.tool_calls=llama3_json",
+        "env.tool_calls=pythonic",
         "rollout/engine=vllm",
         "rollout.num_engines=2",
         "total_steps=2",
     ]
-    train_by_command(tmp_path, small_run_overrides(tmp_path, "tools", chat_tokenizer("chatml"), *overrides))
+    given = small_run_overrides(tmp_path, "tools", chat_tokenizer("chatml"), *overrides, head_dim=32)
+    train_by_command(tmp_path, given)
     run_dir = tmp_path / "runs" / "tools"
     summary = read_summary(run_dir)
     assert (summary["ledger"]["trained"], summary["ledger"]["failed"]) == (2, 0)
