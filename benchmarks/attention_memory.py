@@ -2,11 +2,15 @@
 
     python benchmarks/attention_memory.py            (5 minutes; writes benchmarks/results/attention_memory.md)
     python benchmarks/attention_memory.py tree       (a minute; prints the table of the tree of threads)
+    python benchmarks/attention_memory.py context    (a minute; prints that of ranks that split a sequence)
 
 Memory: 16 sequences, the longest four times the shortest, lengths in geometric progression, through a random Qwen3
 policy in float32. Each figure is of a fresh process: its largest resident memory during one step less that before it,
 after a step on short sequences. Weights are in neither. And that of a tree of threads, planned as the trainer does: a
 thread, four forks of it, and two forks of each of these, with and without sharing what they begin with.
+
+Context: one sequence over 1, 2 and 4 ranks, as many tokens a rank: what the rank with the most needs for a step, and
+what of it are the keys and values of the whole row, which are there for one layer at a time.
 
 Time: 256 sequences as long as the demo's worked sums, in one micro-batch, through a policy of the demo's shape, in
 seconds of one core, so that other processes do not count. The ways take turns in one process.
@@ -29,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from provenance import provenance
 
-from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.collate import collate, sequence_share
 from penstock.trainer.batches.packing import (
     BatchPlan,
     MicroBatchPlan,
@@ -40,11 +44,14 @@ from penstock.trainer.batches.packing import (
 )
 from penstock.trainer.models.policy_model import PolicyModel
 from penstock.trainer.models.varlen_attention import register_varlen
+from penstock.trainer.spec import free_port
 
 NUM_SEQUENCES, SPREAD = 16, 4.0
 SHORTEST = (32, 64, 128)
 NUM_PROCESSES, NUM_TURNS = 3, 7
 TREE_UNIT, TREE_BUDGET = 32, 8192
+CONTEXT_UNIT = 1024
+"""Tokens a rank."""
 ATTENTION_SHARE = 1.1e-3
 """Of the policy whose memory is measured (`trainer.flops.attention_share`)."""
 VARIANTS = {
@@ -161,6 +168,41 @@ def measure_tree(attention: str, form: str) -> tuple[int, int]:
     return sum(one.num_padded_tokens for one in plan.ranks[0]), resident_bytes("VmHWM") - before
 
 
+def measure_context(rank: int, world: int, port: int) -> int:
+    """Bytes, in this process, which is one of several ranks."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    group = torch.distributed.group.WORLD
+    model = policy("varlen", hidden=256, layers=4, heads=8, kv_heads=2, vocabulary=2048)
+    for unit in (8, CONTEXT_UNIT):
+        sequences = sequences_of([unit * world], 2048)
+        plan = MicroBatchPlan(((0,),), unit * world)
+        whole = collate(plan, sequences, device=torch.device("cpu"), needs_mask=False)
+        share = whole if world == 1 else sequence_share(whole, rank, world, group)
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        torch.autograd.backward(share.inputs.call(model, 1.0)[0].sum())
+    torch.distributed.barrier()
+    return resident_bytes("VmHWM") - before
+
+
+def context_lines() -> list[str]:
+    lines = [
+        "| ranks | tokens | MiB of a rank's step | keys and values of the row, one layer |",
+        "| --- | --- | --- | --- |",
+    ]
+    for world in (1, 2, 4):
+        found = []
+        for _ in range(NUM_PROCESSES):
+            port = free_port()
+            words = [[sys.executable, __file__, "context", *map(str, (rank, world, port))] for rank in range(world)]
+            ranks = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in words]
+            found.append(max(json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks))
+        gathered = world * CONTEXT_UNIT * 2 * 2 * 64 * 4
+        lines.append(f"| {world} | {world * CONTEXT_UNIT:,} | {median(found) / 2**20:.0f} | {gathered / 2**20:.1f} |")
+    return lines
+
+
 def demo_plans(lengths: Sequence[int]) -> dict[str, BatchPlan]:
     """Ways to lay out a micro-batch of the demo."""
     rows = tuple(tuple(range(start, start + 16)) for start in range(0, len(lengths), 16))
@@ -208,6 +250,10 @@ def main() -> None:
     match sys.argv[1:]:
         case ["time"]:
             print(json.dumps(measure_time()))
+        case ["context"]:
+            print("\n".join([*context_lines(), *(f"- {note}" for note in provenance())]))
+        case ["context", rank, world, port]:
+            print(json.dumps(measure_context(int(rank), int(world), int(port))))
         case ["tree"]:
             print("\n".join([*tree_lines(), *(f"- {note}" for note in provenance())]))
         case ["tree", attention, form]:
