@@ -16,7 +16,7 @@ divided by t.
       all-reduce         R > 1: P·b at Z = 0 (at most 5e8 parameters), 4·P at Z = 1 in bfloat16
       step of AdamW      4·p on a GPU, of p parameters that are updated at once: P / R, at most 1e9 at Z = 3; and 4·p of
                          gradients, where they are not float32 and flat already
-                         with moments_dtype=bfloat16 24 bytes of 4e6 elements in place of 4·p; of Muon 12 bytes of
+                         with moments_dtype=bfloat16 20 bytes of 4e6 elements in place of 4·p; of Muon 12 bytes of
                          the largest matrix, or 4·p of what is none
     activations          T·b·(L·layer + 5H) and the head; with checkpointing L·H, or T·b·(L·H + layer + 2H + 2I);
                          a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less
@@ -244,15 +244,17 @@ def _state_bytes(config: RunConfig, optimizer: OptimizerConfig, trained: float) 
 
 def _step_bytes(config: RunConfig, optimizer: OptimizerConfig, updated: float, *, on_gpu: bool) -> float:
     """What the optimizer takes for a moment while it updates so many parameters."""
-    others = _by_adamw(config, optimizer, updated)
-    if optimizer.moments_dtype == "bfloat16":
-        of_adamw = 24 * min(others, MOMENTS_PIECE_ELEMENTS)
-    else:  # roots of second moments: of all tensors on a GPU (foreach), of one after the other on a CPU; ZeRO has one
-        of_adamw = 4 * others if on_gpu else 8 * others * bool(config.trainer.zero_stage)
-    if optimizer.muon is None:
+    others, shape = _by_adamw(config, optimizer, updated), config.model.shape
+    # Roots of second moments: of all tensors on a GPU (foreach), of one after the other on a CPU, where ZeRO has one.
+    of_adamw = 4 * others if on_gpu else 8 * others * bool(config.trainer.zero_stage)
+    if optimizer.moments_dtype == "float32" and optimizer.muon is None:
         return of_adamw
-    matrices = {**config.model.shape.linear_layers, **config.model.shape.expert_weights, "lm_head": (0, 0)}
-    return max(of_adamw, 12 * max(rows * columns for rows, columns in matrices.values()))
+    matrices = {**shape.linear_layers, **shape.expert_weights, "lm_head": (0, 0)}
+    largest = max(rows * columns for rows, columns in matrices.values())
+    if optimizer.moments_dtype == "bfloat16":  # in pieces of a tensor, which of ZeRO is all parameters
+        tensor = others if config.trainer.zero_stage else min(others, max(largest, shape.vocab_size * shape.hidden_size))
+        of_adamw = 20 * min(tensor, MOMENTS_PIECE_ELEMENTS)
+    return of_adamw if optimizer.muon is None else max(of_adamw, 12 * largest)
 
 
 def _replicas(config: RunConfig) -> int:

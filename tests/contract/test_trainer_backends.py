@@ -204,10 +204,15 @@ def test_gradients_are_those_of_plain_torch(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: case.optimizer == "muon" and is_exact(case)))
-def test_steps_of_muon_are_those_of_one_process_to_1e_6(case: Case, deepspeed_results: dict, references: dict) -> None:
-    mine, theirs = deepspeed_results[dataclasses.astuple(case)]["weights"], references[plain(case)]["weights"]
-    assert mine.keys() == theirs.keys()
-    assert max(float(np.abs(mine[name] - theirs[name]).max()) for name in theirs) < 1e-6
+def test_steps_of_muon_are_those_of_one_process(
+    case: Case, deepspeed_results: dict, references: dict, folder: Path
+) -> None:
+    """On which it is torch's, bit for bit (tests/unit/trainer/test_optimizers.py)."""
+    mine, theirs = deepspeed_results[dataclasses.astuple(case)], references[plain(case)]
+    start = weights_of(build(dataclasses.replace(REFERENCE, is_tied=case.is_tied), str(folder / case.policy)))
+    changes = change(mine, start), change(theirs, start)
+    assert relative_error(*changes) < 1e-2
+    assert max(float(np.abs(changes[0][name] - changes[1][name]).max()) for name in start) < 1e-6
 
 
 @pytest.mark.integration

@@ -106,8 +106,8 @@ ALGORITHMS = {
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    # It computes in bfloat16, so the last bits of a gradient can move a weight by the last bit of its step.
-    "muon": {"muon": MuonConfig(), "lr": 1e-4},
+    # It computes in bfloat16: the last bits of a gradient can change an element of a step by 1 to 2 % of the rate.
+    "muon": {"muon": MuonConfig(), "lr": 2e-5},
     "bfloat16 moments": {"moments_dtype": "bfloat16"},
 }
 REFERENCE = Case(backend="torch")
