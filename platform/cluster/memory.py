@@ -252,8 +252,8 @@ def _step_bytes(config: RunConfig, optimizer: OptimizerConfig, updated: float, *
     matrices = {**shape.linear_layers, **shape.expert_weights, "lm_head": (0, 0)}
     largest = max(rows * columns for rows, columns in matrices.values())
     if optimizer.moments_dtype == "bfloat16":  # in pieces of a tensor, which of ZeRO is all parameters
-        tensor = others if config.trainer.zero_stage else min(others, max(largest, shape.vocab_size * shape.hidden_size))
-        of_adamw = 20 * min(tensor, MOMENTS_PIECE_ELEMENTS)
+        tensor = others if config.trainer.zero_stage else max(largest, shape.vocab_size * shape.hidden_size)
+        of_adamw = 20 * min(others, tensor, MOMENTS_PIECE_ELEMENTS)
     return of_adamw if optimizer.muon is None else max(of_adamw, 12 * largest)
 
 
