@@ -7,7 +7,8 @@ policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at 
 same is an agent program that calls the policy itself; with `--tool-in reward` the tool sleeps in the reward
 (examples/slow_tool.py). The runs differ in `dataflow.max_staleness` only. They
 alternate; measured are groups per second from the end of one step to the end of a later one, without the first
-`--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation. The utilisation of the environments is that of the asynchronous run.
+`--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation. The
+utilisation of the environments is that of the asynchronous run.
 
 The upper limit of the gain: with enough concurrency asynchronous training is limited by the trainer alone, and a
 synchronous step lasts at least as long as the slowest of its B·G tool calls, so

@@ -20,10 +20,15 @@ from tests.tiny_policy import tiny_shape
 MAX_CONTEXT_TOKENS = 1024
 
 
-def small_run_overrides(folder: Path, name: str, tokenizer: Any, *overrides: str, num_experts: int = 0) -> list[str]:
-    """Of a run with one group of two attempts a step; its policy, which knows nothing, is written in `folder`."""
+def small_run_overrides(
+    folder: Path, name: str, tokenizer: Any, *overrides: str, num_experts: int = 0, head_dim: int = 16
+) -> list[str]:
+    """Of a run with one group of two attempts a step; its policy, which knows nothing, is written in `folder`.
+
+    vLLM's CPU build needs `head_dim` 32.
+    """
     experts = {"num_experts": num_experts, "expert_size": 16, "intermediate_size": 32} if num_experts else {}
-    shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=32, head_dim=16).model_copy(update=experts)
+    shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=32, head_dim=head_dim).model_copy(update=experts)
     model = ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS, shape=shape)
     create_policy(model, tokenizer, str(folder / "policy"), seed=0)
     return [

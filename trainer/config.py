@@ -155,7 +155,10 @@ class TrainerConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences."""
     sequence_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that split every sequence (DeepSpeed Ulysses)."""
+    """Ranks that split every sequence."""
+    sequence_parallel: Literal["ulysses", "context"] | None = None
+    """How they do: `ulysses` exchanges stretches for heads, `context` gathers keys and values, for any number of heads.
+    None: ulysses where it can run."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about 30 % more time."""
     offload_optimizer: bool = False

@@ -58,7 +58,8 @@ class MicroBatchPasses:
             if backend.sequence_parallel_size == 1:
                 yield micro_batch
             else:
-                yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
+                rank, size = backend.sequence_parallel_rank, backend.sequence_parallel_size
+                yield sequence_share(micro_batch, rank, size, backend.context_group)
 
     def per_sampled_token(
         self, payloads: Sequence[GroupPayload], flops: FlopCounter | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from penstock.dataflow.errors import ConfigError
+from penstock.trainer.backends.sequence_parallel import ulysses_violations
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -88,14 +89,14 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
     sharing = trainer.sequence_parallel_size
     if sharing > 1 and model.attention != "varlen":
         yield (
-            f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: Ulysses drops attention "
-            "masks, so the sequences of a row would see each other. Use model.attention=varlen."
+            f"model.attention={model.attention} with trainer.sequence_parallel_size={sharing}: a stretch of a row has "
+            "no attention mask, so the sequences of a row would see each other. Use model.attention=varlen."
         )
     if sharing > 1 and model.rows == "padded":
         yield (
-            f"model.rows=padded with trainer.sequence_parallel_size={sharing}: Ulysses exchanges stretches of one row "
-            "of several sequences for heads, and layers with a state along the sequence would lose it between "
-            "stretches. Use trainer.sequence_parallel_size=1."
+            f"model.rows=padded with trainer.sequence_parallel_size={sharing}: ranks have stretches of one row of "
+            "several sequences, and layers with a state along the sequence would lose it between stretches. Use "
+            "trainer.sequence_parallel_size=1."
         )
     if trainer.tensor_parallel_size > 1 and model.head == "model" and not model.shape.tie_word_embeddings:
         yield (
@@ -156,7 +157,8 @@ def _of_parallelism(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]
     if tp > 1 and sp > 1:
         yield (
             f"{tp_key}={tp} with sequence_parallel_size={sp}: DeepSpeed supports the groups of AutoTP or those of "
-            "Ulysses in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to 1."
+            "sequences in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to "
+            "1."
         )
     elif trainer.num_ranks % (tp * sp):
         key, size = (tp_key, tp) if tp > 1 else (sp_key, sp)
@@ -171,19 +173,11 @@ def _of_parallelism(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]
             f"{tp_key}={tp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: a key/value head is never "
             "split, so ranks would get unequal attention, some none. Use a divisor of it."
         )
-    if shape.num_kv_heads % sp:
-        yield (
-            f"{sp_key}={sp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: Ulysses exchanges stretches "
-            "of a sequence for whole heads. Use a divisor of it."
-        )
+    if trainer.sequence_parallel == "ulysses" and sp > 1:
+        yield from ulysses_violations(model, trainer)
     if model.dtype == "bfloat16" and tp > 1 and trainer.zero_stage == 0:
         yield (
             f"{tp_key}={tp} with trainer.zero_stage=0 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
             "uses the norm of one rank's parts as that of the gradient, and would clip too little. Use "
             "trainer.zero_stage=1, 2 or 3."
-        )
-    if model.dtype == "bfloat16" and sp > 1 and trainer.zero_stage == 1:
-        yield (
-            f"{sp_key}={sp} with trainer.zero_stage=1 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
-            "treats sequence ranks as tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3."
         )

@@ -8,7 +8,7 @@ a answer tokens on average, c = p + a/2 the mean context.
     a token in training     F = passes · (2·Pa + 2·(p + a)·A·L)      3 passes, 4 with checkpointing, more by algorithm
     computation             N·(p + a)·F / (R · FLOP/s · 0.35)        0.35: MODEL_FLOPS
     ZeRO traffic            P·b · (3·M if Z = 3, M + 1 if Z = 2, else 2); Z = 3 gathers during computation
-    Ulysses                 8 exchanges of H·b per layer and token
+    sequence parallel       8 exchanges of H·b per layer and token, or 3·(S − 1) of keys and values
     optimizer               read and write 16 bytes of each trained parameter
     a decode step           max((P·b + n·c·KV) / t / (bytes/s · 0.6), 2·Pa·n / t / (FLOP/s · 0.35)) + TP exchange + 2 ms
     an answer               a / n steps, and its share p / G of prefilling the group's prompt
@@ -29,6 +29,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.cluster.memory import GIB, adapter_parameters, kv_cache_gib
 from penstock.platform.cluster.weight_routes import GROUP_ROUTES, num_engine_layouts, weight_route
 from penstock.platform.config.schema import RunConfig
+from penstock.trainer.backends.sequence_parallel import sequence_parallelism
 from penstock.trainer.flops import BF16_FLOPS
 from penstock.weights.model_config import DTYPE_BYTES
 
@@ -208,7 +209,11 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     reduce_s = reduced * trained * exchanged
     # An all-to-all before and after attention for each of four tensors, forward and backward.
     of_token = 8 * shape.num_layers * shape.hidden_size * width
-    sequence_s = num_tokens / trainer.num_ranks * of_token * (sp - 1) / sp / per_s
+    of_sequence = of_token * (sp - 1) / sp
+    if sequence_parallelism(config.model, trainer) == "context":
+        keys_and_values = 2 * shape.num_kv_heads * shape.head_dim * width
+        of_sequence = 3 * shape.num_layers * keys_and_values * (sp - 1)
+    sequence_s = num_tokens / trainer.num_ranks * of_sequence / per_s
     tensor_s = num_tokens / (trainer.num_ranks / tp) * of_token * (tp - 1) / tp / per_s
 
     owned = trained / width / (num_replicas if trainer.zero_stage else 1)

@@ -50,7 +50,7 @@ class Plan:
     @property
     def trainer_words(self) -> str:
         """The trainer's part, for tables and messages."""
-        split = f", Ulysses over {self.sequence_parallel_size}" if self.sequence_parallel_size > 1 else ""
+        split = f", sequences over {self.sequence_parallel_size}" if self.sequence_parallel_size > 1 else ""
         return f"{self.num_ranks} ranks, ZeRO-{self.zero_stage}{split}, {self.max_tokens_per_micro_batch} tokens"
 
     @property

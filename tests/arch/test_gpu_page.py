@@ -19,7 +19,7 @@ PATHS = (
     "NCCL",
     "ZeRO",
     "offload",
-    "Ulysses",
+    "Ulysses, context parallel",
     "clusters",
     "launchers",
 )

@@ -1,6 +1,6 @@
 """Pairs of trainers, one that is saved and one that continues from it, and the program of one rank of either.
 
-    python -m tests.contract.checkpoint_cases PHASE FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL
+    python -m tests.contract.checkpoint_cases PHASE FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCES CONTEXT
 
 `PHASE` is `save` or `restore`, `FORM` is `short`, or `long` for `LONG_PAIRS` too. Checkpoints are compared as files:
 

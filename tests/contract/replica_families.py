@@ -17,9 +17,9 @@ from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.model_config import Attention
+from tests.contract.sequence_parallel_families import with_attention
 from tests.contract.test_model_families import CONTEXT, PLAIN
 from tests.contract.trainer_backend_cases import make_batch, weights_of
-from tests.contract.ulysses_families import with_attention
 
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, gradient_clip_norm=1e9).model_copy(update={"lr": 1e3})
 """ε above the gradient makes the update nearly proportional to it. The rate, which no configuration may have, makes it

@@ -1,5 +1,5 @@
-"""Attention without a mask on one rank, on two data-parallel ranks, and split over two by Ulysses: every family gives
-what it gives with a mask on one."""
+"""Attention without a mask on one rank, on two data-parallel ones, and split over ranks by Ulysses or by context: every
+family gives what it gives with a mask on one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.spec import free_port
 from tests.contract.replica_families import OPTIMIZER, STAGES, train
+from tests.contract.sequence_parallel_families import LENGTHS, load, packed_row, scores_and_gradient
 from tests.contract.test_model_families import CONTEXT, PLAIN, make_model
-from tests.contract.ulysses_families import LENGTHS, load, packed_row, scores_and_gradient
 from tests.rank_processes import run_ranks
 
 
@@ -45,10 +45,12 @@ def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folde
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # its ranks have 900 s
-def test_two_ranks_that_split_a_row_give_the_same(folder: Path) -> None:
+@pytest.mark.parametrize(("way", "world"), [("ulysses", 2), ("context", 2), ("context", 4)])
+def test_ranks_that_split_a_row_give_the_same(folder: Path, way: str, world: int) -> None:
     port = free_port()
-    run_ranks("tests.contract.ulysses_families", [(rank, port, folder, 2) for rank in range(2)], timeout_s=900)
-    results = pickle.loads((folder / "ulysses").read_bytes())
+    arguments = [(rank, port, folder, world, way) for rank in range(world)]
+    run_ranks("tests.contract.sequence_parallel_families", arguments, timeout_s=900)
+    results = pickle.loads((folder / f"{way}{world}").read_bytes())
     row = packed_row("sdpa")
     assert list(results) == list(PLAIN)
     for family, (logprobs, gradients) in results.items():

@@ -1,6 +1,6 @@
 """Trainer configurations that must give the same numbers, and the program of one rank that computes them.
 
-    python -m tests.contract.trainer_backend_cases FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL
+    python -m tests.contract.trainer_backend_cases FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL CONTEXT
 
 `FORM` is `short`, or `long` for `LONG_CASES` too.
 
@@ -66,6 +66,7 @@ class Case:
     streamed: bool = False
     tensor_parallel: int = 1
     sequence_parallel: int = 1
+    is_context: bool = False
     is_tied: bool = True
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -91,9 +92,9 @@ class Case:
         return "policy" if self.is_tied else "untied"
 
     @property
-    def ranks(self) -> tuple[int, int, int]:
+    def ranks(self) -> tuple[int, int, int, int]:
         """What processes are started for: DeepSpeed's groups stay as they are for the life of a process."""
-        return self.world_size, self.tensor_parallel, self.sequence_parallel
+        return self.world_size, self.tensor_parallel, self.sequence_parallel, int(self.is_context)
 
 
 SEVERAL = algorithm_config(proximal="recompute", mini_batches=2, epochs=2)
@@ -127,6 +128,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=3, offload_parameters=True, adam_epsilon=1.0),
+    Case(world_size=2, sequence_parallel=2, is_context=True, zero_stage=2, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case(
         world_size=2,
@@ -203,6 +205,22 @@ LONG_CASES = [
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=3, dtype="bfloat16"),
     *(Case(sequence_parallel=2, world_size=4, zero_stage=n, is_tied=False, adam_epsilon=1.0) for n in (0, 1)),
+    *(
+        Case(sequence_parallel=4, is_context=True, world_size=4, zero_stage=n, is_tied=False, adam_epsilon=1.0)
+        for n in (0, 1, 2)
+    ),
+    Case(sequence_parallel=4, is_context=True, world_size=4, zero_stage=1, dtype="bfloat16"),
+    Case(sequence_parallel=2, is_context=True, world_size=4, zero_stage=1, has_adapters=True, adam_epsilon=1.0),
+    Case(sequence_parallel=2, is_context=True, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
+    Case(
+        sequence_parallel=2,
+        is_context=True,
+        world_size=4,
+        zero_stage=3,
+        adam_epsilon=1.0,
+        gradient_checkpointing=True,
+        streamed=True,
+    ),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", has_early_logprobs=True),
@@ -285,6 +303,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         zero_stage=case.zero_stage,
         tensor_parallel_size=case.tensor_parallel,
         sequence_parallel_size=case.sequence_parallel,
+        sequence_parallel="context" if case.is_context else None,
         gradient_checkpointing=case.gradient_checkpointing,
         compile=case.is_compiled,
         offload_optimizer=case.offload_optimizer,

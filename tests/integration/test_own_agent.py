@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.chat_tokenizers import chat_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import TWO_ROUTES, Train, small_run
+from tests.small_run import TWO_ROUTES, Train, small_run, small_run_overrides, train_by_command
 
 AGENT = Path(__file__).parents[2] / "examples" / "own_agent.py"
 
@@ -42,3 +43,44 @@ def test_a_users_agent_program_trains(train: Train, tmp_path: Path) -> None:
     assert len(mismatches := fresh_mismatches(run_dir)) == 3
     assert max(mismatches) < 1e-4
     assert any(pq.read_table(table).num_rows for table in sorted(run_dir.rglob("*.parquet")))
+
+
+TOOLS_AGENT = """
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "string"}}, "required": ["sum"]}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+
+async def solve(task, client):
+    messages = [{"role": "user", "content": task.prompt}]
+    for stream in (False, True):
+        asked = dict(model="policy", messages=messages, tools=[TOOL], max_tokens=8, stream=stream)
+        answer = await client.chat.completions.create(**asked)
+        if stream:
+            text = "".join([part.choices[0].delta.content or "" async for part in answer if part.choices])
+        else:
+            messages += [answer.choices[0].message, {"role": "user", "content": "Again."}]
+    return float(len(text) > 0)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_turns_of_an_agent_are_read_by_a_parser_in_the_engines(tmp_path: Path) -> None:
+    """pythonic is a parser of vLLM only: an engine has to read every turn."""
+    (tmp_path / "tool_agent.py").write_text(TOOLS_AGENT)
+    overrides = [
+        "env=agent",
+        "reward=episode",
+        "env.args.tasks=arithmetic",
+        "env.args.agent=tool_agent:solve",
+        "env.tool_calls=pythonic",
+        "rollout/engine=vllm",
+        "rollout.num_engines=2",
+        "total_steps=2",
+    ]
+    given = small_run_overrides(tmp_path, "tools", chat_tokenizer("chatml"), *overrides, head_dim=32)
+    train_by_command(tmp_path, given)
+    run_dir = tmp_path / "runs" / "tools"
+    summary = read_summary(run_dir)
+    assert (summary["ledger"]["trained"], summary["ledger"]["failed"]) == (2, 0)
+    assert read_metric(run_dir, "env/turns") == [2.0] * 2
+    assert max(read_metric(run_dir, "reward/mean")) > 0, "streamed text that is no call is delivered"

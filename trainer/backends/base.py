@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from penstock.kernels.expert_choice import ExpertChoice
 from penstock.trainer.batches.collate import ModelInputs
@@ -44,6 +45,7 @@ class Backend(Protocol):
         data_parallel_rank: Whose sequences this rank computes on, 0 ≤ rank < data_parallel_size. Tensor- and
             sequence-parallel ranks share theirs.
         sequence_parallel_rank: Which stretch of each of them, 0 ≤ rank < sequence_parallel_size.
+        context_group: Ranks with the other stretches, whose keys and values attention gathers; None: it needs none.
         adapters: What is trained, if it is not the weights themselves; empty otherwise.
         experts: Chooses those of the model; None of a dense one.
     """
@@ -53,6 +55,7 @@ class Backend(Protocol):
     data_parallel_size: int
     sequence_parallel_rank: int
     sequence_parallel_size: int
+    context_group: ProcessGroup | None
     device: torch.device
     adapters: Adapters
     experts: ExpertChoice | None

@@ -3,13 +3,14 @@
 What is done here and why:
 - Accumulation is 1 and boundaries are set by hand, so that any number of micro-batches makes a step.
 - DeepSpeed averages gradients over ranks; our loss carries the global normaliser, so it is multiplied by their number.
-  Under Ulysses, ZeRO-0 to 2 average over data-parallel ranks only, ZeRO-3 (reduce_scatter) over all.
+  Under Ulysses, ZeRO-0 to 2 average over data-parallel ranks only, ZeRO-3 (reduce_scatter) over all. It knows nothing
+  of context parallelism, and averages over all.
 - The client optimizer is ours (trainer/optimizers/factory.py), because DeepSpeed's own are compiled at first use.
 - Gradient clipping is always written: DeepSpeed clips at 1.0 when it is not. At stage 0 in float32 it reports no norm,
   so norm and clip are computed here and DeepSpeed's clip is off (0.0).
 - Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; at stage 0 this file does the same.
-- Tensor parallelism is AutoTP with our plan (`tensor_parallel.py`), sequence parallelism is Ulysses. Ranks are numbered
-  as (data, tensor) or (data, sequence), the last index fastest.
+- Tensor parallelism is AutoTP with our plan (`tensor_parallel.py`), sequence parallelism is Ulysses or gathers keys and
+  values (`sequence_parallel.py`). Ranks are numbered as (data, tensor) or (data, sequence), the last index fastest.
 - ZeRO-3 under AutoTP: the model is loaded whole. Loading in partitions would partition the tensors that AutoTP
   leaves whole over all ranks, and those that it splits over the data-parallel ranks only.
 """
@@ -29,11 +30,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from penstock.dataflow.errors import CheckpointError, WeightSyncError
 from penstock.kernels.linear_logprob import VocabularyShard
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.backends.deepspeed_settings import clips_here, deepspeed_settings
+from penstock.trainer.backends.sequence_parallel import context_group, sequence_parallelism
 from penstock.trainer.backends.tensor_parallel import TensorSplit, check_splittable, splits_of
 from penstock.trainer.backends.torch import (
     Loader,
@@ -91,6 +94,7 @@ class DeepSpeedBackend:
         shapes: dict[str, Shape],
         split: TensorSplit | None,
         *,
+        context_group: ProcessGroup | None,
         clips_here: bool,
     ) -> None:
         """Take over an engine.
@@ -101,6 +105,7 @@ class DeepSpeedBackend:
             trainer: The settings of the engine.
             shapes: HF name -> full shape of every tensor, tied ones once.
             split: Which part of each tensor this rank has; None: all of it.
+            context_group: See `Backend`.
             clips_here: Whether this class clips the gradient instead of DeepSpeed.
         """
         self.rank = torch.distributed.get_rank()
@@ -108,6 +113,7 @@ class DeepSpeedBackend:
         self.sequence_parallel_size = trainer.sequence_parallel_size
         self.data_parallel_rank = self.rank // (trainer.tensor_parallel_size * trainer.sequence_parallel_size)
         self.sequence_parallel_rank = self.rank % trainer.sequence_parallel_size
+        self.context_group = context_group
         self.device = torch.device(engine.device)
         self._num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
         self.adapters = Adapters(engine.module)
@@ -118,7 +124,8 @@ class DeepSpeedBackend:
         self._hf_config = hf_config
         self._zero_stage = trainer.zero_stage
         self._is_partitioned = trainer.zero_stage == 3
-        self._num_averaged = self._num_replicas if self._is_partitioned else trainer.data_parallel_size
+        is_by_all = self._is_partitioned or context_group is not None
+        self._num_averaged = self._num_replicas if is_by_all else trainer.data_parallel_size
         self._clip_norm = trainer.optimizer.gradient_clip_norm
         self._shapes = shapes
         self._split = split
@@ -364,7 +371,9 @@ def build_deepspeed_backend(
     shapes = {name: full_shape(parameter) for name, parameter in hf_parameters(policy)}
     if is_split:
         check_splittable(shapes, trainer.tensor_parallel_size)
-    mpu = register_ulysses(policy, model, trainer) if trainer.sequence_parallel_size > 1 else None
+    sharing = sequence_parallelism(model, trainer)
+    mpu = register_ulysses(policy, model, trainer) if sharing == "ulysses" else None
+    group = context_group(trainer) if sharing == "context" else None
     engine, *_ = deepspeed.initialize(
         model=policy, optimizer=build_optimizer(policy, trainer.optimizer), config=settings, mpu=mpu
     )
@@ -377,7 +386,8 @@ def build_deepspeed_backend(
         held = {name: parameter.ds_tensor.numel() for name, parameter in hf_parameters(policy)}
         sizes = {name: prod(shape) if split is None else volume(split.box(name)) for name, shape in shapes.items()}
         check_partitions(held, sizes, trainer.num_ranks // trainer.tensor_parallel_size, torch.distributed.get_rank())
-    return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, clips_here=clips_here(model, trainer))
+    clips = clips_here(model, trainer)
+    return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, context_group=group, clips_here=clips)
 
 
 def _buckets(parameters: Sequence[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
@@ -37,6 +38,7 @@ class TorchBackend:
 
     rank = data_parallel_rank = sequence_parallel_rank = 0
     data_parallel_size = sequence_parallel_size = 1
+    context_group: ProcessGroup | None = None
 
     def __init__(self, model: WrappedModel, optimizer: Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from penstock.dataflow.trajectory import signed_routes
@@ -266,27 +267,31 @@ def empty_micro_batch(device: torch.device, *, needs_mask: bool) -> MicroBatch:
     )
 
 
-def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
+def sequence_share(micro_batch: MicroBatch, rank: int, size: int, group: ProcessGroup | None = None) -> MicroBatch:
     """Sequence parallelism: the slice of rank 0 ≤ `rank` < `size`, with the loss tokens that it predicts.
 
-    A row of L tokens is padded to a multiple of the group's size n and split into n slices of L/n. Attention uses the
-    whole row (DeepSpeed Ulysses exchanges slices for heads); all other layers and the loss use the slice. A slice
-    without loss tokens has a dummy token of weight 0, so that its rank takes part in all collectives.
+    A row of L tokens is padded to a multiple of the group's size n and split into n slices of L/n. Attention sees the
+    whole row: Ulysses exchanges slices for heads, context parallelism gathers keys and values. All other layers and the
+    loss use the slice. A slice without loss tokens has a dummy token of weight 0, so that its rank takes part in all
+    collectives.
 
     Args:
         micro_batch: One row, without an attention mask: boundaries say where sequences begin, for the whole row.
         rank: Index of the slice.
         size: Number of slices.
+        group: Whose keys and values attention gathers; None: it gets the whole row otherwise.
     """
     inputs = micro_batch.inputs
-    assert inputs.boundaries is not None, "Ulysses drops masks"
+    assert inputs.boundaries is not None, "there is no mask of a slice"
     assert micro_batch.returns is None, "a critic is refused with sequence parallelism"
-    assert inputs.input_ids.shape[0] == 1, "Ulysses is registered for one row"
+    assert inputs.input_ids.shape[0] == 1, "a slice is one of a row"
     length = -(-inputs.input_ids.shape[1] // size)
     stretch = slice(rank * length, (rank + 1) * length)
     missing = length * size - inputs.input_ids.shape[1]
     input_ids = F.pad(inputs.input_ids, (0, missing))[:, stretch].contiguous()
     boundaries = inputs.boundaries.padded(missing)
+    if group is not None:
+        boundaries = boundaries.stretch(stretch.start, stretch.stop, group)
     # Positions continue, because padding is not a new sequence.
     further = inputs.position_ids[:, -1:] + torch.arange(1, missing + 1, device=inputs.position_ids.device)
     position_ids = torch.cat([inputs.position_ids, further], dim=1)[:, stretch].contiguous()

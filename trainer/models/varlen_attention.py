@@ -5,6 +5,9 @@
 Sequences may begin with tokens of the one before, which are there once. Then keys and values are first gathered, once
 per layer, so that each sequence has those that it shares before its own, however many branches lead there.
 
+Where ranks have a stretch of the row each (context parallelism), a rank computes its queries and gathers the keys and
+values of all, one layer at a time: they are gathered again for the backward pass instead of being kept.
+
 On a GPU in a 16-bit dtype this is one call of `torch.nn.attention.varlen.varlen_attn`, whose kernel (Flash Attention)
 shares key/value heads without copies and computes no pair of two sequences. Anywhere else, it is one call of sdpa per
 sequence, which computes the same and needs the memory of one sequence at a time.
@@ -16,7 +19,7 @@ H heads (of queries; keys may have fewer), D width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -26,8 +29,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.dataflow.errors import ConfigError
 
@@ -45,48 +50,69 @@ class SequenceBoundaries:
             which belongs to the sequence before it, T in all.
         shared: Of each sequence the number of first tokens that it shares with the one before it, which may share some
             of these with the one before that; empty if none does.
+        key_lengths: Keys of each sequence: its own tokens behind those that it shares. Of a stretch, those up to the
+            last of its queries.
         cumulative: `[S + 1] int32`, first token of each sequence and T, on the device.
         keys: `[U] int64`, the tokens that sequences attend to, one sequence after the other; None: their own.
         cumulative_keys: `[S + 1] int32`, the first of each sequence among the keys, and U.
+        group: Ranks that have a stretch of the row each; `keys` are places in the whole row, and all others those of
+            the stretch. None: this rank has the whole row.
     """
 
     lengths: tuple[int, ...]
     shared: tuple[int, ...]
     # What is on the device follows from these two; DeepSpeed compares inputs of tensor ranks.
+    key_lengths: tuple[int, ...] = field(compare=False)
     cumulative: Tensor = field(compare=False)
     keys: Tensor | None = field(compare=False)
     cumulative_keys: Tensor = field(compare=False)
+    group: ProcessGroup | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] = ()) -> SequenceBoundaries:
         """The boundaries of sequences of these lengths, some of which may begin with tokens of the one before."""
-
-        def starts(of_lengths: Iterable[int]) -> Tensor:
-            return torch.tensor([0, *accumulate(of_lengths)], dtype=torch.int32, device=device)
-
-        own = starts(lengths)
+        own = _starts(lengths, device)
         if not any(shared):
-            return cls(tuple(lengths), (), own, None, own)
-        paths: list[NDArray[np.int64]] = []
-        path, stop = np.zeros(0, np.int64), 0
-        for length, common in zip(lengths, shared, strict=True):
-            path = np.concatenate([path[:common], np.arange(stop, stop + length)])
-            paths.append(path)
-            stop += length
+            return cls(tuple(lengths), (), tuple(lengths), own, None, own)
+        paths = list(_paths(lengths, shared))
+        key_lengths = tuple(map(len, paths))
         keys = torch.from_numpy(np.concatenate(paths)).to(device)
-        return cls(tuple(lengths), tuple(shared), own, keys, starts(map(len, paths)))
-
-    @property
-    def key_lengths(self) -> tuple[int, ...]:
-        """Keys of each sequence: its own tokens behind those that it shares."""
-        if not self.shared:
-            return self.lengths
-        return tuple(length + common for length, common in zip(self.lengths, self.shared, strict=True))
+        return cls(tuple(lengths), tuple(shared), key_lengths, own, keys, _starts(key_lengths, device))
 
     def padded(self, num_tokens: int) -> SequenceBoundaries:
         """The same with so many tokens of padding at the end."""
         lengths = (*self.lengths[:-1], self.lengths[-1] + num_tokens)
         return SequenceBoundaries.of(lengths, self.cumulative.device, self.shared)
+
+    def stretch(self, start: int, stop: int, group: ProcessGroup | None) -> SequenceBoundaries:
+        """Those of the tokens `start` to `stop` of the row, whose keys are gathered from the ranks of a group."""
+        device, begins = self.cumulative.device, 0
+        lengths: list[int] = []
+        keys: list[NDArray[np.int64]] = []
+        for length, path in zip(self.lengths, _paths(self.lengths, self.shared), strict=True):
+            ends = begins + length
+            num_queries = min(ends, stop) - max(begins, start)
+            if num_queries > 0:
+                lengths.append(num_queries)
+                keys.append(path[: len(path) - max(ends - stop, 0)])
+            begins = ends
+        key_lengths = tuple(map(len, keys))
+        places = torch.from_numpy(np.concatenate(keys)).to(device)
+        own, of_keys = _starts(lengths, device), _starts(key_lengths, device)
+        return SequenceBoundaries(tuple(lengths), self.shared, key_lengths, own, places, of_keys, group)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _paths(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+    """Of each sequence the places of all its tokens in the row, those that it shares first."""
+    path, stop = np.zeros(0, np.int64), 0
+    for length, common in zip(lengths, shared or (0,) * len(lengths), strict=True):
+        path = np.concatenate([path[:common], np.arange(stop, stop + length)])
+        yield path
+        stop += length
 
 
 def register_varlen() -> None:
@@ -153,15 +179,45 @@ def varlen_attention(
     num_rows, _, length, _ = query.shape
     # [T, H, D]: contiguous as the projections have left it, so nothing is copied.
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    window = layer_window(module.config, module.layer_idx)
+    if boundaries.group is None:
+        out = _attend(query, key, value, boundaries, scaling, window)
+    else:
+        given = (query, key, value, boundaries, scaling, window)
+        out = checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
+    return out.unflatten(0, (num_rows, length)), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
+) -> Tensor:
+    """`[T, H, D]` of this rank's queries."""
+    if boundaries.group is not None:
+        key, value = (_Gathered.apply(one, boundaries.group) for one in (key, value))
     if boundaries.keys is not None:
         key, value = (one.index_select(0, boundaries.keys) for one in (key, value))
-    window = layer_window(module.config, module.layer_idx)
     has_kernel = query.is_cuda and query.dtype in _KERNEL_DTYPES
     if has_kernel and boundaries.keys is not None:
         has_kernel = _shows_all_keys_to_the_last_query(query.device, query.dtype)
     compute = _by_kernel if has_kernel else _by_sequence
-    out = compute(query, key, value, boundaries, scaling, window)
-    return out.unflatten(0, (num_rows, length)), None
+    return compute(query, key, value, boundaries, scale, window)
+
+
+class _Gathered(torch.autograd.Function):
+    """The stretches of all ranks, one after the other; its gradient is summed over them. Both are collective."""
+
+    @staticmethod
+    def forward(ctx: Any, stretch: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = stretch.new_empty(len(stretch) * group.size(), *stretch.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, stretch.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.new_empty(len(gradient) // ctx.group.size(), *gradient.shape[1:])
+        torch.distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
+        return own, None
 
 
 def layer_window(hf_config: Any, layer: int) -> int | None:

@@ -124,8 +124,8 @@ def empty_folder(tmp_path, monkeypatch):
         ([*ULYSSES, "trainer.num_ranks=3"], ["num_ranks=3", "1 would be left over"]),
         (["trainer.tensor_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "never split", "a divisor"]),
         (
-            [*ULYSSES, "trainer.sequence_parallel_size=4", "trainer.num_ranks=4"],
-            ["num_kv_heads=2", "whole heads"],
+            [*ULYSSES, "trainer.sequence_parallel_size=4", "trainer.num_ranks=4", "trainer.sequence_parallel=ulysses"],
+            ["num_kv_heads=2", "whole heads", "trainer.sequence_parallel=context"],
         ),
         (
             ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"],
@@ -157,7 +157,10 @@ def empty_folder(tmp_path, monkeypatch):
             ["tensor_parallel_size=2", "zero_stage=0", "clip too little", "Use trainer.zero_stage=1"],
         ),
         (
-            ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=1", "model.dtype=bfloat16"],
+            [
+                *("trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=1"),
+                *("model.dtype=bfloat16", "trainer.sequence_parallel=ulysses"),
+            ],
             ["sequence_parallel_size=2", "zero_stage=1", "first step", "Use trainer.zero_stage=2"],
         ),
         (

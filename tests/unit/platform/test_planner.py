@@ -312,7 +312,7 @@ def test_the_table_says_why_the_others_lose_and_that_costs_are_assumed(capsys: p
     told = capsys.readouterr().out
     assert "Costs are assumed from data sheets" in told
     assert "given" in told
-    assert re.search(r"slower plans in which engines wait for the trainer: from \d+ s \(.*% idle\)", told)
+    assert re.search(r"slower plans in which engines wait for the trainer: from [\d.]+ s \(.*% idle\)", told)
     assert re.search(r"settings over memory: the nearest, .*, by \d+\.\d GiB", told)
 
 

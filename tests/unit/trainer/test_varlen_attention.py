@@ -86,6 +86,29 @@ def test_one_call_per_sequence_is_what_a_mask_gives(shared: str, index: int, num
     check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared])
 
 
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
+@pytest.mark.parametrize("shared", SHARED)
+def test_stretches_that_see_the_keys_of_the_row_are_together_the_row(shared: str, index: int, size: int) -> None:
+    tensors, num_tokens = inputs(), sum(LENGTHS)
+    row = SequenceBoundaries.of(LENGTHS, CPU, SHARED[shared])
+    expected, _ = varlen_attention.varlen_attention(layer(index), *tensors, None, boundaries=row, scaling=0.3)
+    query, key, value = tensors
+    length = -(-num_tokens // size)
+    parts = []
+    for start in range(0, num_tokens, length):
+        stop = min(start + length, num_tokens)
+        stretch = row.stretch(start, stop, None)
+        given = (query[:, :, start:stop], key, value)
+        parts.append(varlen_attention.varlen_attention(layer(index), *given, None, boundaries=stretch, scaling=0.3)[0])
+    found = torch.cat(parts, dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    gradients = (torch.autograd.grad(out, tensors, upstream) for out in (found, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 @contextmanager
 def arithmetic_kernel() -> Iterator[list[tuple[int, int]]]:
     """Flash Attention's contract by plain arithmetic; yields the longest query and key of every call.

@@ -1,6 +1,6 @@
 """One rank of sequence parallelism that scores a packed row with a model of every family.
 
-    python -m tests.contract.ulysses_families RANK PORT FOLDER WORLD
+    python -m tests.contract.sequence_parallel_families RANK PORT FOLDER WORLD ulysses|context
 
 Rank 0 writes logprobs and gradients by family: those of its stretches and of all others.
 """
@@ -64,6 +64,7 @@ def scores_and_gradient(policy: PolicyModel, batch: MicroBatch) -> tuple[torch.T
 
 def main() -> None:
     rank, port, folder, world = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    way = sys.argv[5]
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()}
     import deepspeed
@@ -80,8 +81,10 @@ def main() -> None:
     results = {}
     for family in PLAIN:
         policy = load(folder / family, "varlen")
-        register_ulysses(policy, with_attention(folder / family, "varlen"), trainer)
-        share = sequence_share(packed_row("varlen"), rank, world)
+        if way == "ulysses":
+            register_ulysses(policy, with_attention(folder / family, "varlen"), trainer)
+        group = torch.distributed.group.WORLD if way == "context" else None
+        share = sequence_share(packed_row("varlen"), rank, world, group)
         logprobs, gradients = scores_and_gradient(policy, share)
         found = torch.zeros(len(LENGTHS), max(LENGTHS))
         found[share.sequence_index, share.token_index] = logprobs[: share.num_tokens]
@@ -89,7 +92,7 @@ def main() -> None:
             torch.distributed.all_reduce(one)
         results[family] = found, gradients
     if rank == 0:
-        (folder / "ulysses").write_bytes(pickle.dumps(results))
+        (folder / f"{way}{world}").write_bytes(pickle.dumps(results))
     torch.distributed.barrier()  # a thread of gloo that still runs at the exit aborts the process
     torch.distributed.destroy_process_group()
 
