@@ -47,6 +47,7 @@ def measured() -> list[Measured]:
 def row(case: Case, found: Measured) -> str:
     number, planned = SHAPE.num_parameters, estimated_bytes(case)
     kind = [f"LoRA {case.lora}"] * bool(case.lora) + ["critic"] * case.has_critic
+    kind += [case.optimizer] * (case.optimizer != "adamw")
     kind += ["checkpointing"] * case.gradient_checkpointing + ["offloaded"] * case.offload_optimizer
     kind += ["weights offloaded"] * case.offload_parameters
     cells = (

@@ -24,7 +24,7 @@ from penstock.trainer.models.policy_model import load_policy
 from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.validation import trainer_violations
+from penstock.trainer.validation import muon_violations, trainer_violations
 from penstock.weights.model_config import ModelConfig
 
 
@@ -53,6 +53,8 @@ def build_trainer(
         )
     if trainer.lora is not None and spec.kind == "reward":
         violations.append("trainer.lora with a reward model: its head starts at zero and has no adapter. Use null.")
+    if spec.critic is not None and algorithm.needs_critic:
+        violations += muon_violations("critic.optimizer", spec.critic.optimizer, trainer, is_adapted=False)
     if violations:
         raise ConfigError(violations)
     if spec.device == "cpu":

@@ -3,13 +3,14 @@
     fragments of live state → `TrainerSnapshot` (copied to host memory beside the next forwards and backwards)
     → `write_snapshot` (one file per rank, during training) → `CheckpointReader` → any backend's `restore`
 
-Of each trained parameter the checkpoint has the float32 value and AdamW's moments exp_avg and exp_avg_sq. A rank writes
-them as stretches of the parameter in row-major order, and each element is written by exactly one rank. So nothing is
-gathered when a checkpoint is saved, and a reader puts whole parameters together, whichever ranks wrote the parts.
+Of each trained parameter the checkpoint has the float32 value and the states of its optimizer, which have its shape: of
+AdamW exp_avg and exp_avg_sq, of Muon momentum_buffer. A rank writes them as stretches of the parameter in row-major
+order, and each element is written by exactly one rank. So nothing is gathered when a checkpoint is saved, and a reader
+puts whole parameters together, whichever ranks wrote the parts.
 
-Files: `trainer_<rank>.safetensors` with the tensors `<prefix>/<parameter>/<start>/<kind>`, flat float32, and the random
-state of the rank. The prefix is `model` or `critic`. The metadata has the shapes, the counters and the format version.
-No Ray and no DeepSpeed here.
+Files: `trainer_<rank>.safetensors` with the tensors `<prefix>/<parameter>/<start>/<kind>`, flat, in the dtype in which
+the trainer keeps them (float32, moments also bfloat16), and the random state of the rank. The prefix is `model` or
+`critic`. The metadata has the shapes, the counters and the format version. No Ray and no DeepSpeed here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +34,11 @@ from penstock.dataflow.errors import CheckpointError, boundary
 from penstock.dataflow.ports import WrittenFile
 from penstock.weights.layout.algebra import Box, Shape, extents, intersect, volume, whole
 
-Kind = Literal["value", "exp_avg", "exp_avg_sq"]
-KINDS: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq")
-FORMAT = 1
-"""Version of the file format. A reader refuses newer ones."""
+VALUE = "value"
+"""Kind of the tensor with the values; the other kinds are the names of states of the optimizer."""
+FORMAT = 2
+"""Version of the file format. A reader refuses newer ones. In 1 all tensors are float32 and of AdamW."""
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _PATTERN = "trainer_*.safetensors"
 _METADATA_KEY = "penstock"
 _RANDOM_STATE = "random_state"
@@ -52,15 +54,15 @@ class Fragment(NamedTuple):
         shape: Shape of the full parameter.
         box: The tensor-parallel part of it, as (start, stop) per dimension; all of it without tensor parallelism.
         start: First element, row-major within the box.
-        values: `[n] float32` by kind; aliases of the live tensors, or of their copies in a snapshot.
-        num_updates: AdamW's step counter, which its bias correction needs.
+        values: `[n]` by kind, the value float32; aliases of the live tensors, or of their copies in a snapshot.
+        num_updates: AdamW's step counter, which its bias correction needs; 0 of an optimizer without one.
     """
 
     name: str
     shape: Shape
     box: Box
     start: int
-    values: Mapping[Kind, Tensor]
+    values: Mapping[str, Tensor]
     num_updates: int
 
     @classmethod
@@ -80,15 +82,13 @@ class Fragment(NamedTuple):
             name: As the attribute.
             shape: As the attribute.
             value: `[n] float32`.
-            state: Of AdamW, for exactly these elements: `step`, `exp_avg` and `exp_avg_sq`; empty before its first
-                update, when the moments are zeros.
+            state: Of the optimizer, for exactly these elements, by name; AdamW has a `step`, too.
             box: As the attribute; None: all of the parameter.
             start: As the attribute.
         """
-        value = value.detach()
-        moments = {kind: state[kind].detach() if state else torch.zeros_like(value) for kind in KINDS[1:]}
-        num_updates = int(state["step"]) if state else 0
-        return cls(name, shape, whole(shape) if box is None else box, start, {"value": value, **moments}, num_updates)
+        values = {VALUE: value.detach()} | {kind: one.detach() for kind, one in state.items() if kind != "step"}
+        num_updates = int(state["step"]) if "step" in state else 0
+        return cls(name, shape, whole(shape) if box is None else box, start, values, num_updates)
 
     def narrow(self, start: int, stop: int) -> Fragment:
         """The elements [start, stop) of this fragment, as aliases."""
@@ -97,7 +97,7 @@ class Fragment(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        return self.values["value"].numel()
+        return self.values[VALUE].numel()
 
 
 def deal(fragments: Sequence[Fragment], replica: int, num_replicas: int) -> list[Fragment]:
@@ -149,7 +149,7 @@ class TrainerSnapshot:
         """
         self.counters = counters
         self.random_state = torch.get_rng_state()
-        device = next((one.values["value"].device for of_prefix in live.values() for one in of_prefix), None)
+        device = next((one.values[VALUE].device for of_prefix in live.values() for one in of_prefix), None)
         stream = None
         if device is not None and device.type == "cuda":
             # Not on the stream of the next forward, which would wait for the copy. After the step before, though.
@@ -192,7 +192,7 @@ def _host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     by_storage = defaultdict(list)
     for index, tensor in enumerate(tensors):
-        assert tensor.dtype == torch.float32, tensor.dtype
+        assert tensor.dtype in _DTYPES, tensor.dtype
         assert tensor.is_contiguous(), tensor.shape
         by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(index)
     copies: dict[int, Tensor] = {}
@@ -227,7 +227,9 @@ def write_snapshot(snapshot: TrainerSnapshot, folder: str | Path, rank: int) -> 
             key = f"{prefix}/{one.name}/{one.start}"
             parameters[key] = {"shape": one.shape, "box": one.box, "num_updates": one.num_updates}
             tensors |= {f"{key}/{kind}": tensor for kind, tensor in one.values.items()}
-    tensors[_RANDOM_STATE] = snapshot.random_state  # last: the offsets of float32 tensors have to be multiples of 4
+    tensors[_RANDOM_STATE] = snapshot.random_state
+    # The offset of a tensor has to be a multiple of the size of its elements.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     metadata = {"format": FORMAT, "rank": rank, **snapshot.counters._asdict(), "parameters": parameters}
     header = _header_bytes(tensors, metadata)
     num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
@@ -235,7 +237,7 @@ def write_snapshot(snapshot: TrainerSnapshot, folder: str | Path, rank: int) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            for view in (memoryview(header), *(one.numpy().data.cast("B") for one in tensors.values())):
+            for view in (memoryview(header), *(one.view(torch.uint8).numpy().data for one in tensors.values())):
                 for start in range(0, len(view), _PIECE_BYTES):
                     piece = view[start : start + _PIECE_BYTES]
                     checksum = zlib.crc32(piece, checksum)
@@ -259,8 +261,8 @@ def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) ->
     header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, separators=(",", ":"))}}
     offset = 0
     for key, tensor in tensors.items():
-        dtype = "U8" if tensor.dtype == torch.uint8 else "F32"
-        header[key] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        place = [offset, offset + tensor.nbytes]
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -359,6 +361,7 @@ class CheckpointReader:
         self._files = [_open(path) for path in paths]
         self._shapes: dict[str, Shape] = {}
         self._num_updates: dict[str, int] = {}
+        self._kinds: dict[str, set[str]] = defaultdict(set)
         self._stretches: dict[str, list[_Stretch]] = defaultdict(list)
         for rank, one in enumerate(metadata):
             self._add(rank, one["parameters"])
@@ -378,6 +381,10 @@ class CheckpointReader:
             box = tuple((start, stop) for start, stop in described["box"])
             self._stretches[name].append(_Stretch(box, int(start), length, rank, key))
             self._num_updates[name] = max(self._num_updates.get(name, 0), described["num_updates"])
+        for key in self._files[rank].keys():  # noqa: SIM118 - a file of safetensors is no mapping
+            of_stretch, _, kind = key.rpartition("/")
+            if of_stretch in parameters:
+                self._kinds[of_stretch.rpartition("/")[0]].add(kind)
 
     def _check_covered(self, name: str) -> None:
         by_box: dict[Box, list[_Stretch]] = defaultdict(list)
@@ -399,12 +406,13 @@ class CheckpointReader:
                 f"{prod(self._shapes[name])}, and some {wrong}. The parameter cannot be put together. {_EARLIER}"
             )
 
-    def check_model(self, prefix: str, shapes: Mapping[str, Shape]) -> None:
-        """Compare the parameters under a prefix with those that a trainer trains.
+    def check_model(self, prefix: str, shapes: Mapping[str, Shape], states: Mapping[str, Sequence[str]]) -> None:
+        """Compare the parameters under a prefix, and the states of their optimizer, with those of a trainer.
 
         Args:
             prefix: `model` or `critic`.
             shapes: Name -> full shape of each trained parameter; empty if the trainer has no such model.
+            states: Name -> names of the states that its optimizer keeps of it.
 
         Raises:
             CheckpointError: With the first difference.
@@ -412,6 +420,7 @@ class CheckpointReader:
         keys = [key for key in self._shapes if key.startswith(f"{prefix}/")]
         mine = {key.removeprefix(f"{prefix}/"): self._shapes[key] for key in keys}
         if mine == shapes:
+            self._check_optimizer(prefix, states)
             return
         different = next(name for name in [*shapes, *mine] if mine.get(name) != shapes.get(name))
         saved, trained = (
@@ -424,12 +433,27 @@ class CheckpointReader:
             "of the run that was saved."
         )
 
-    def full(self, name: str, kind: Kind) -> Tensor:
+    def _check_optimizer(self, prefix: str, states: Mapping[str, Sequence[str]]) -> None:
+        for name, expected in states.items():
+            if (saved := self.kinds(f"{prefix}/{name}") - {VALUE}) != set(expected):
+                key = "trainer.optimizer" if prefix == "model" else "critic.optimizer"
+                raise CheckpointError(
+                    f"checkpoint {self._folder}: it has {', '.join(sorted(saved))} of {name}, and the optimizer of "
+                    f"this trainer keeps {', '.join(sorted(expected))}: another one has saved it, whose states mean "
+                    f"nothing to this one. Resume with {key}.muon as it was ({{}} or null), or begin with the weights "
+                    "alone: penstock resume RUN --as NEW --restore weights."
+                )
+
+    def kinds(self, name: str) -> set[str]:
+        """What the checkpoint has of a parameter `<prefix>/<parameter>`: its value, and the states of its optimizer."""
+        return self._kinds[name]
+
+    def full(self, name: str, kind: str) -> Tensor:
         """`[shape] float32`: one whole parameter.
 
         Args:
             name: `<prefix>/<parameter>`.
-            kind: The value, or a moment.
+            kind: `VALUE`, or the name of a state.
         """
         stretches = self._stretches[name]
         by_box: dict[Box, Tensor] = {}
@@ -442,7 +466,7 @@ class CheckpointReader:
         return full
 
     def fill(self, prefix: str, fragments: Sequence[Fragment]) -> None:
-        """Copy the saved values and moments into live fragments."""
+        """Copy the saved values and states into live fragments; a bfloat16 one rounds what was saved in float32."""
         for fragment in fragments:
             index = tuple(slice(*range_) for range_ in fragment.box)
             for kind, target in fragment.values.items():
@@ -450,7 +474,7 @@ class CheckpointReader:
                 target.copy_(part[fragment.start : fragment.start + target.numel()])
 
     def num_updates(self, prefix: str, names: Sequence[str]) -> int:
-        """AdamW's step counter of parameters that share one; of all of them, if none is named.
+        """AdamW's step counter of parameters that share one; of all of them, if none is named; 0 of those of Muon.
 
         Parameters without any gradient are not updated, so counters can differ. The largest is of those with most
         history.

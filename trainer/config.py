@@ -14,6 +14,7 @@ from penstock.trainer.algorithms.controllers import EntropyConfig
 from penstock.trainer.algorithms.corrections import CorrectionConfig, DecoupledConfig
 from penstock.trainer.algorithms.kl import KlConfig
 from penstock.trainer.algorithms.losses.clipped import ClippedConfig
+from penstock.weights.model_config import DType
 
 if TYPE_CHECKING:
     LossConfig: TypeAlias = Named | Custom
@@ -23,6 +24,9 @@ else:
 
 ZERO_BUCKET_ELEMENTS = 50_000_000
 """Gradients that ZeRO 1 to 3 reduce at once, and updated weights that it gathers at once."""
+MOMENTS_PIECE_ELEMENTS = 1 << 22
+"""Elements of a tensor that AdamW updates at once where its moments are kept in bfloat16: float32 ones of a whole
+tensor, which ZeRO makes of all parameters of a rank, would take more memory than that saves."""
 
 
 def _as_list(value: Any) -> Any:
@@ -32,37 +36,84 @@ def _as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+class MuonConfig(BaseModel):
+    """Muon for hidden matrices (`trainer/optimizers/muon.py`), with learning rate and weight decay of AdamW, which has
+    the rest. It takes whole matrices: zero_stage=0, tensor_parallel_size=1 and no adapters.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of gradients that is orthogonalised; the step looks ahead (Nesterov)."""
+
+
 class OptimizerConfig(BaseModel):
-    """AdamW (torch), with linear warm-up to a learning rate that is constant or decays."""
+    """AdamW, or Muon with AdamW for what is no hidden matrix; the learning rate warms up, stays, and decays."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     lr: float = Field(gt=0, le=1)
-    """Learning rate. AdamW changes a weight by about this much per step."""
+    """Learning rate. AdamW changes a weight by about this much per step; Muon by a fifth, in the quadratic mean."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and the second moment; each in [0, 1)."""
+    """Decay of AdamW's first and second moment; each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled weight decay; a step multiplies weights by 1 - lr x weight_decay."""
+    moments_dtype: DType = "float32"
+    """How AdamW's moments are kept between steps. bfloat16: half the memory, rounded stochastically; steps compute in
+    float32."""
+    muon: MuonConfig | None = None
+    """Muon for hidden matrices; None is AdamW for all parameters."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
+    stable_steps: int = Field(default=0, ge=0)
+    """Optimizer steps, those of the warm-up included, before the rate begins to decay; 0: it decays after the warm-up.
+    """
     decay_steps: int = Field(default=0, ge=0)
-    """Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
-    `final_lr_ratio` of it, where it stays; 0 is constant."""
+    """Optimizer steps, all those before included, after which the rate has decayed to `final_lr_ratio` of it, where it
+    stays; 0 is constant."""
+    decay: Literal["cosine", "linear", "exponential", "sqrt"] = "cosine"
+    """Curve of the decay: half a `cosine`, `linear`, `exponential` (MiniCPM's WSD), or `sqrt`, 1 minus the root."""
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Share of the learning rate that is left after the decay."""
     gradient_clip_norm: float = Field(default=1.0, gt=0)
     """The global gradient norm is clipped to this."""
 
     @model_validator(mode="after")
-    def _check_decay(self) -> Self:
-        if 0 < self.decay_steps <= self.warmup_steps:
+    def _check_schedule(self) -> Self:
+        if 0 < self.stable_steps <= self.warmup_steps:
             raise ValueError(
-                f"optimizer.decay_steps={self.decay_steps} counts the steps of the warm-up too, and warmup_steps="
-                f"{self.warmup_steps}: the rate would fall before it has risen. Set more, or 0 for a constant one."
+                f"optimizer.stable_steps={self.stable_steps} counts the steps of the warm-up too, and warmup_steps="
+                f"{self.warmup_steps}: the rate would decay before it has risen. Set more, or 0 for no stable phase."
+            )
+        if self.stable_steps and not self.decay_steps:
+            raise ValueError(
+                f"optimizer.stable_steps={self.stable_steps} without decay_steps has no effect: the rate never decays. "
+                "Set decay_steps, or stable_steps=0."
+            )
+        before = "stable_steps" if self.stable_steps else "warmup_steps"
+        if 0 < self.decay_steps <= max(self.warmup_steps, self.stable_steps):
+            raise ValueError(
+                f"optimizer.decay_steps={self.decay_steps} counts the steps before the decay too, and {before}="
+                f"{getattr(self, before)}: no step is left to decay in. Set more, or 0 for a constant rate."
+            )
+        if self.decay_steps and self.decay == "exponential" and self.final_lr_ratio == 0:
+            raise ValueError(
+                "optimizer.final_lr_ratio=0 with decay=exponential: an exponential curve reaches no 0, so the rate "
+                "would drop to 0 at its first step. Set a ratio above 0, or decay=linear, cosine or sqrt."
             )
         return self
+
+    def states(self, *, is_matrix: bool) -> dict[str, DType]:
+        """Name and dtype of what is kept of a trained parameter between steps; each has its shape.
+
+        Args:
+            is_matrix: Whether it is a hidden matrix, or one for each expert (`trainer.optimizers.muon`).
+        """
+        if is_matrix and self.muon is not None:
+            return {"momentum_buffer": "float32"}
+        return {"exp_avg": self.moments_dtype, "exp_avg_sq": self.moments_dtype}
 
 
 class LoraConfig(BaseModel):
@@ -281,7 +332,7 @@ class AlgorithmConfig(BaseModel):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's own AdamW."""
+    """The critic's own optimizer."""
 
     lr: float = Field(default=1e-5, gt=0, le=1)
     """Learning rate. It is ten times the policy's, because values are learned from scratch."""

@@ -28,17 +28,33 @@ from penstock.trainer.config import OptimizerConfig
 def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:
     """Rate of the next optimizer step; `num_steps` were taken before.
 
-    Linear from lr / warmup_steps at the first step to lr; then constant, or along a half cosine to
-    final_lr_ratio · lr, which step `decay_steps` has and all after it.
+    With p the share of the decay that is over, and f = final_lr_ratio:
+
+        steps up to warmup_steps    step / warmup_steps
+        up to stable_steps          1                             and all others if decay_steps is 0
+        up to decay_steps           cosine       f + (1 − f)·(1 + cos πp) / 2
+                                    linear       1 − (1 − f)·p
+                                    exponential  f^p
+                                    sqrt         1 − (1 − f)·√p
+        after it                    f
+
+    times lr. With stable_steps it is WSD, warmup-stable-decay (arXiv 2404.06395, whose decay is exponential; the others
+    in arXiv 2405.18392). It follows from the settings and the step alone, so they may change between two steps.
     """
     step, warmup, decay = num_steps + 1, optimizer.warmup_steps, optimizer.decay_steps
+    begin = max(warmup, optimizer.stable_steps)
     if step < warmup:
         return optimizer.lr * step / warmup
-    if not decay:
+    if not decay or step <= begin:
         return optimizer.lr
-    progress = min(1.0, (step - warmup) / (decay - warmup))
-    final = optimizer.final_lr_ratio
-    return optimizer.lr * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
+    progress, final = min(1.0, (step - begin) / (decay - begin)), optimizer.final_lr_ratio
+    shares = {
+        "cosine": final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - (1 - final) * progress,
+        "exponential": final**progress,
+        "sqrt": 1 - (1 - final) * math.sqrt(progress),
+    }
+    return optimizer.lr * shares[optimizer.decay]
 
 
 @dataclass(slots=True)

@@ -342,7 +342,7 @@ class PolicyTrainer:
         """
         reader = CheckpointReader(folder)
         if self.critic is None:
-            reader.check_model("critic", {})
+            reader.check_model("critic", {}, {})
         for prefix, backend in self.backends().items():
             backend.restore(reader, prefix)
         self._num_steps = reader.counters.num_steps["model"]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.sequence_parallel import ulysses_violations
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
 
@@ -45,7 +45,37 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             for setting, is_set in unsupported.items()
             if is_set
         ]
+    violations += muon_violations("trainer.optimizer", trainer.optimizer, trainer, is_adapted=trainer.lora is not None)
     return [*violations, *_of_combinations(model, trainer), *_of_parallelism(model, trainer)]
+
+
+def muon_violations(key: str, optimizer: OptimizerConfig, trainer: TrainerConfig, *, is_adapted: bool) -> Iterator[str]:
+    """Check that a rank has the whole matrices that Muon updates.
+
+    Args:
+        key: Of the optimizer.
+        optimizer: Of the policy, its partner or its critic.
+        trainer: How it is trained.
+        is_adapted: Whether adapters are trained.
+    """
+    if optimizer.muon is None:
+        return
+    instead = f"or {key}.muon=null, which is AdamW"
+    if trainer.zero_stage > 0:
+        yield (
+            f"{key}.muon with trainer.zero_stage={trainer.zero_stage}: Muon updates whole matrices, and ZeRO leaves a "
+            f"rank with stretches of them. Use trainer.zero_stage=0, {instead}."
+        )
+    if trainer.tensor_parallel_size > 1:
+        yield (
+            f"{key}.muon with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: Muon updates whole "
+            f"matrices, and a rank has parts of them. Use trainer.tensor_parallel_size=1, {instead}."
+        )
+    if is_adapted:
+        yield (
+            f"{key}.muon with trainer.lora: the factors of an adapter are no hidden matrices; their product is what "
+            f"changes one. Use trainer.lora=null, {instead}."
+        )
 
 
 def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:

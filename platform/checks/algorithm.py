@@ -26,7 +26,7 @@ from penstock.trainer.algorithms.losses.clipped import ClipConfig, is_dapo
 from penstock.trainer.algorithms.losses.pairs import PairsConfig
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.validation import trainer_violations
+from penstock.trainer.validation import muon_violations, trainer_violations
 
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
@@ -51,6 +51,12 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
     }
     for violation in trainer_violations(config.model, trainer):
         yield error(violation, fits=fits.get(violation.partition("=")[0], ()))
+    violations: list[str] = []
+    if config.algorithm.needs_critic:
+        violations += muon_violations("critic.optimizer", config.critic.optimizer, trainer, is_adapted=False)
+    if config.partner is not None and (own := config.partner.optimizer) is not None:
+        violations += muon_violations("partner.optimizer", own, trainer, is_adapted=trainer.lora is not None)
+    yield from map(error, violations)
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
         yield error(f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).")
 

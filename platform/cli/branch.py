@@ -223,6 +223,14 @@ def limits(before: RunConfig, now: RunConfig, run_dir: Path) -> Iterator[Limit]:
 
     yield from of(_MODEL, None, "a branch has the weights of its run; for others start a run (penstock train)")
     yield from of(("trainer.lora",), "weights", "the checkpoint has the moments of other trained parameters")
+    optimizers = {"trainer.optimizer": (before.trainer.optimizer, now.trainer.optimizer)}
+    if before.algorithm.needs_critic:
+        optimizers["critic.optimizer"] = before.critic.optimizer, now.critic.optimizer
+    for key, (old, new) in optimizers.items():
+        if (old.muon is None) != (new.muon is None):
+            yield Limit(
+                "weights", f"{key}.muon: one of the two runs has it, and the checkpoint has states of one optimizer"
+            )
     if (before.partner is None) != (now.partner is None):
         yield Limit("weights", "partner: one of the two runs has a second policy, and the checkpoint is of the other")
     if before.algorithm.needs_critic != now.algorithm.needs_critic:

@@ -9,13 +9,15 @@ divided by t.
     gradients            bfloat16: 2·P at Z = 0, 4·P at Z = 1, 4·P / R at Z ≥ 2; float32: 4·P, / R at Z ≥ 2;
                          and P·b of a bucket of at most 5e7 elements at Z = 3
     master weights       4·P          / R if Z ≥ 1; none for float32 at Z = 0
-    Adam moments         8·P          / R if Z ≥ 1
+    states of AdamW      8·P, with moments_dtype=bfloat16 4·P; of Muon 4·P of hidden matrices; / R if Z ≥ 1
     passing              the most of these three, since they follow one another:
       backward           activations; at Z = 1 in bfloat16 also 2·P of gradients; at Z = 3 also P·b of gathered layers
                          (at most 1e9 parameters); at Z ≥ 2 also buckets
       all-reduce         R > 1: P·b at Z = 0 (at most 5e8 parameters), 4·P at Z = 1 in bfloat16
       step of AdamW      4·p on a GPU, of p parameters that are updated at once: P / R, at most 1e9 at Z = 3; and 4·p of
                          gradients, where they are not float32 and flat already
+                         with moments_dtype=bfloat16 20 bytes of 4e6 elements in place of 4·p; of Muon 12 bytes of
+                         the largest matrix, or 4·p of what is none
     activations          T·b·(L·layer + 5H) and the head; with checkpointing L·H, or T·b·(L·H + layer + 2H + 2I);
                          a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less
     head                 V·H·b of its gradient, and one tile of logits: T·v·(4 + 2b) + T·H·4, v ≤ 8192
@@ -52,7 +54,7 @@ from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_en
 from penstock.platform.config.pools import PoolConfig
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
-from penstock.trainer.config import ZERO_BUCKET_ELEMENTS
+from penstock.trainer.config import MOMENTS_PIECE_ELEMENTS, ZERO_BUCKET_ELEMENTS, OptimizerConfig
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import BUCKET_BYTES
 
@@ -113,9 +115,10 @@ def trainer_memory(config: RunConfig, pool: PoolConfig, *, has_partner: bool = F
     shape, width, on_gpu = config.model.shape, DTYPE_BYTES[config.model.dtype], pool.device == "gpu"
     parameters = _parameters_of_rank(config)
     stage, ranks, lora = config.trainer.zero_stage, _replicas(config), config.trainer.lora
-    models = [_training(config, parameters if lora is None else adapter_parameters(config), on_gpu=on_gpu)]
+    trained = parameters if lora is None else adapter_parameters(config)
+    models = [_training(config, config.trainer.optimizer, trained, on_gpu=on_gpu)]
     if config.algorithm.needs_critic:
-        models.append(_training(config, parameters, on_gpu=on_gpu))
+        models.append(_training(config, config.critic.optimizer, parameters, on_gpu=on_gpu))
     merged = parameters if lora is not None and weight_route(config) != "adapters" else 0
     weights = len(models) * parameters * width / (ranks if stage == 3 else 1) / GIB
     parts: dict[Part, float] = {
@@ -172,7 +175,7 @@ class _Training(NamedTuple):
     """Bytes of one rank for the training of one model, without its weights.
 
     Attributes:
-        optimizer: Master weights and moments.
+        optimizer: Master weights and states of the optimizer.
         gradients: What a step begins with or DeepSpeed never frees.
         passing: Largest sum of everything else at one moment of a step.
     """
@@ -182,18 +185,17 @@ class _Training(NamedTuple):
     passing: float
 
 
-def _training(config: RunConfig, trained: float, *, on_gpu: bool) -> _Training:
+def _training(config: RunConfig, kept: OptimizerConfig, trained: float, *, on_gpu: bool) -> _Training:
     """What DeepSpeed allocates for `trained` parameters of one rank; the lines are in docs/concepts/memory.md."""
     trainer, shape = config.trainer, config.model.shape
     stage, ranks, width = trainer.zero_stage, _replicas(config), DTYPE_BYTES[config.model.dtype]
     is_half = config.model.dtype == "bfloat16"
     share = trained / ranks if stage else trained
-    optimizer = (12 if is_half or stage else 8) * share
+    optimizer = 4 * share * (is_half or stage > 0) + _state_bytes(config, kept, trained) / (ranks if stage else 1)
     updated = min(share, SUB_GROUP_ELEMENTS) if stage == 3 else share
-    # Roots of second moments: of all tensors on a GPU (foreach), of one after the other on a CPU, where ZeRO has one.
-    adam = 4 * updated if on_gpu else 8 * updated * bool(stage)
+    adam = _step_bytes(config, kept, updated, on_gpu=on_gpu)
     if trainer.offload_optimizer:  # also gradients and updated weights, and what AdamW on a CPU takes
-        optimizer += (4 + (4 if stage == 3 else width)) * share + 8 * updated
+        optimizer += (4 + (4 if stage == 3 else width)) * share + _step_bytes(config, kept, updated, on_gpu=False)
         adam = 0
     backward = _activation_bytes(config, on_gpu=on_gpu, trains_head=trainer.lora is None)
     bucket = width * min(ZERO_BUCKET_ELEMENTS, shape.num_parameters)
@@ -219,6 +221,40 @@ def _training(config: RunConfig, trained: float, *, on_gpu: bool) -> _Training:
         backward += width * min(_parameters_of_rank(config), LIVE_PARAMETERS) + 2 * min(bucket, width * trained)
         step = 0 if trainer.offload_optimizer else 4 * updated + adam
     return _Training(optimizer, gradients, max(backward, reduced, step))
+
+
+def _by_adamw(config: RunConfig, optimizer: OptimizerConfig, trained: float) -> float:
+    """Of so many trained parameters those that AdamW updates: beside Muon embeddings and head; norms and biases,
+    below 0.1 %, are left out.
+    """
+    shape = config.model.shape
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return trained if optimizer.muon is None else embeddings
+
+
+def _state_bytes(config: RunConfig, optimizer: OptimizerConfig, trained: float) -> float:
+    """States of the optimizer of so many trained parameters."""
+    others = _by_adamw(config, optimizer, trained)
+    of_other, of_matrix = (
+        sum(DTYPE_BYTES[dtype] for dtype in optimizer.states(is_matrix=is_matrix).values())
+        for is_matrix in (False, True)
+    )
+    return others * of_other + (trained - others) * of_matrix
+
+
+def _step_bytes(config: RunConfig, optimizer: OptimizerConfig, updated: float, *, on_gpu: bool) -> float:
+    """What the optimizer takes for a moment while it updates so many parameters."""
+    others, shape = _by_adamw(config, optimizer, updated), config.model.shape
+    # Roots of second moments: of all tensors on a GPU (foreach), of one after the other on a CPU, where ZeRO has one.
+    of_adamw = 4 * others if on_gpu else 8 * others * bool(config.trainer.zero_stage)
+    if optimizer.moments_dtype == "float32" and optimizer.muon is None:
+        return of_adamw
+    matrices = {**shape.linear_layers, **shape.expert_weights, "lm_head": (0, 0)}
+    largest = max(rows * columns for rows, columns in matrices.values())
+    if optimizer.moments_dtype == "bfloat16":  # in pieces of a tensor, which of ZeRO is all parameters
+        tensor = others if config.trainer.zero_stage else max(largest, shape.vocab_size * shape.hidden_size)
+        of_adamw = 20 * min(others, tensor, MOMENTS_PIECE_ELEMENTS)
+    return of_adamw if optimizer.muon is None else max(of_adamw, 12 * largest)
 
 
 def _replicas(config: RunConfig) -> int:
@@ -310,10 +346,13 @@ def published_gib(config: RunConfig) -> float:
 
 
 def trained_state_gib(config: RunConfig) -> float:
-    """Size of what a checkpoint keeps of the trainer, GiB: value and two moments of each trained parameter, float32."""
+    """Size of what a checkpoint keeps of the trainer, GiB: value and optimizer states of each trained parameter."""
     shape, lora = config.model.shape, config.trainer.lora
     trained = shape.num_parameters if lora is None else adapter_parameters(config)
-    return 12 * (trained + shape.num_parameters * config.algorithm.needs_critic) / GIB
+    kept = 4 * trained + _state_bytes(config, config.trainer.optimizer, trained)
+    if config.algorithm.needs_critic:
+        kept += 4 * shape.num_parameters + _state_bytes(config, config.critic.optimizer, shape.num_parameters)
+    return kept / GIB
 
 
 def staged_gib(config: RunConfig) -> float:

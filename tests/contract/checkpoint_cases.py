@@ -54,12 +54,21 @@ TORCH = dataclasses.replace(REFERENCE)
 UNTIED_TORCH = dataclasses.replace(REFERENCE, is_tied=False)
 
 PAIRS = [
+    same(zero(0, optimizer="muon")),
+    same(zero(1, optimizer="bfloat16 moments")),
     same(zero(1)),
     same(zero(3, **WITH_CRITIC)),
     Pair(zero(1), zero(3)),
     Pair(zero(1), TORCH),
 ]
 LONG_PAIRS = [
+    same(zero(0, optimizer="muon", dtype="bfloat16")),
+    *(same(zero(stage, optimizer="bfloat16 moments", dtype="bfloat16")) for stage in (0, 1, 2, 3)),
+    same(zero(2, optimizer="bfloat16 moments", offload_optimizer=True)),
+    Pair(zero(0, optimizer="muon"), dataclasses.replace(TORCH, optimizer="muon")),
+    Pair(dataclasses.replace(TORCH, optimizer="muon"), zero(0, optimizer="muon")),
+    Pair(zero(3, optimizer="bfloat16 moments"), zero(1, 1, optimizer="bfloat16 moments")),
+    Pair(zero(2, optimizer="bfloat16 moments"), dataclasses.replace(TORCH, optimizer="bfloat16 moments")),
     same(zero(0)),
     same(zero(2)),
     same(zero(3)),

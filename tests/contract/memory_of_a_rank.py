@@ -23,7 +23,7 @@ import torch
 from penstock.kernels import linear_logprob
 from penstock.kernels.portable import logprob
 from penstock.trainer.batches.collate import ModelInputs
-from penstock.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import LoraConfig, MuonConfig, OptimizerConfig, TrainerConfig
 from penstock.weights.model_config import DType, ModelConfig, ModelShape
 from tests.live_bytes import LiveBytes
 from tests.tiny_policy import SPECIAL_TOKENS
@@ -37,6 +37,11 @@ SHAPE = ModelShape(
     num_kv_heads=2,
     head_dim=32,
 )
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(lr=1e-3),
+    "muon": OptimizerConfig(lr=1e-3, muon=MuonConfig()),
+    "bfloat16 moments": OptimizerConfig(lr=1e-3, moments_dtype="bfloat16"),
+}
 BUCKET_ELEMENTS = 300_000
 """Smaller than the largest tensor, as with all models from 0.5B on."""
 
@@ -47,6 +52,7 @@ class Case(NamedTuple):
     Attributes:
         tokens: Of a micro-batch.
         lora: Rank of the adapters; 0: all weights are trained.
+        optimizer: One of `OPTIMIZERS`.
     """
 
     dtype: DType
@@ -59,6 +65,7 @@ class Case(NamedTuple):
     on_gpu: bool = True
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    optimizer: str = "adamw"
 
     @property
     def model(self) -> ModelConfig:
@@ -75,7 +82,7 @@ class Case(NamedTuple):
             offload_parameters=self.offload_parameters,
             max_tokens_per_micro_batch=self.tokens,
             lora=LoraConfig(rank=self.lora, alpha=16) if self.lora else None,
-            optimizer=OptimizerConfig(lr=1e-3),
+            optimizer=OPTIMIZERS[self.optimizer],
         )
 
 

@@ -40,6 +40,10 @@ CASES = [
     Case("bfloat16", 2, has_critic=True),
     Case("bfloat16", 3, has_critic=True),
     Case("bfloat16", 3, offload_parameters=True),
+    *(Case("bfloat16", stage, tokens=64, optimizer="bfloat16 moments") for stage in range(4)),
+    Case("bfloat16", 0, tokens=64, optimizer="muon"),
+    Case("float32", 0, tokens=64, optimizer="muon"),
+    Case("float32", 0, tokens=64, optimizer="muon", num_ranks=1, on_gpu=False),
     Case("float32", 0, num_ranks=1, on_gpu=False),
     Case("float32", 2, on_gpu=False, tokens=64),
 ]

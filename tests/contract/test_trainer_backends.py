@@ -40,6 +40,11 @@ def is_float32(case: Case) -> bool:
     return case.dtype == "float32"
 
 
+def is_exact(case: Case) -> bool:
+    """Whether nothing is rounded otherwise than on one process: the bits that round moments go by place in a tensor."""
+    return is_float32(case) and not (case.optimizer == "bfloat16 moments" and case.zero_stage > 0)
+
+
 def those(is_one: Callable[[Case], bool]) -> list[Any]:
     """Cases as parameters; the long ones are marked so."""
     return [
@@ -70,7 +75,7 @@ def references(form: str, folder: Path) -> dict[Case, dict]:
 
 def plain(case: Case) -> Case:
     """Plain torch that trains the same."""
-    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates", "has_adapters")}
+    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates", "has_adapters", "optimizer")}
     return dataclasses.replace(REFERENCE, **kind)
 
 
@@ -163,7 +168,7 @@ class TestTorchBackend(TrainerContract):
 
 @pytest.mark.integration
 class TestDeepSpeedBackend(TrainerContract):
-    @pytest.fixture(params=those(is_float32))
+    @pytest.fixture(params=those(is_exact))
     def case(self, request: pytest.FixtureRequest) -> Case:
         return request.param
 
@@ -198,6 +203,19 @@ def test_gradients_are_those_of_plain_torch(
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("case", those(lambda case: case.optimizer == "muon" and is_exact(case)))
+def test_steps_of_muon_are_those_of_one_process(
+    case: Case, deepspeed_results: dict, references: dict, folder: Path
+) -> None:
+    """On which it is torch's, bit for bit (tests/unit/trainer/test_optimizers.py)."""
+    mine, theirs = deepspeed_results[dataclasses.astuple(case)], references[plain(case)]
+    start = weights_of(build(dataclasses.replace(REFERENCE, is_tied=case.is_tied), str(folder / case.policy)))
+    changes = change(mine, start), change(theirs, start)
+    assert relative_error(*changes) < 1e-2
+    assert max(float(np.abs(changes[0][name] - changes[1][name]).max()) for name in start) < 1e-6
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: case.has_early_logprobs))
 def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, deepspeed_results: dict) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
@@ -217,8 +235,8 @@ def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", those(lambda case: not is_float32(case)))
-def test_bfloat16_trains_float32_masters_close_to_float32(
+@pytest.mark.parametrize("case", those(lambda case: not is_exact(case)))
+def test_what_is_rounded_to_bfloat16_trains_float32_masters_close_to_those_of_plain_torch(
     case: Case, deepspeed_results: dict, references: dict
 ) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
@@ -253,11 +271,13 @@ def is_replicated(case: Case) -> bool:
 def test_between_steps_a_rank_holds_weights_optimizer_state_and_the_gradient_buffers_that_deepspeed_never_frees(
     case: Case, deepspeed_results: dict
 ) -> None:
-    """Bytes per parameter: 2 of weights, 4 of float32 copies, 8 of moments, and 4 of gradients where they stay."""
+    """Bytes per parameter: 2 of weights, 4 of float32 copies, 4 of each state, and 4 of gradients where they stay."""
+    share_of_embedding = case.shape.vocab_size * case.shape.hidden_size / case.shape.num_parameters
+    states = {"adamw": 8.0, "bfloat16 moments": 4.0, "muon": 4.0 + 4.0 * share_of_embedding}[case.optimizer]
     config: Any = SimpleNamespace(
         trainer=SimpleNamespace(zero_stage=case.zero_stage, offload_optimizer=case.offload_optimizer),
         model=SimpleNamespace(dtype=case.dtype),
     )
-    expected = 2 + 12 / (case.world_size if case.zero_stage > 0 else 1) + 4 * keeps_gradients(config)
+    expected = 2 + (4 + states) / (case.world_size if case.zero_stage > 0 else 1) + 4 * keeps_gradients(config)
     held = deepspeed_results[dataclasses.astuple(case)]["held_bytes"] / case.shape.num_parameters
     assert held == pytest.approx(expected, rel=0.05)

@@ -27,7 +27,14 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    LoraConfig,
+    MuonConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer, on_cpu
 from penstock.trainer.spec import TrainerSpec
@@ -68,6 +75,7 @@ class Case:
     has_early_logprobs: bool = False
     is_varlen: bool = False
     is_compiled: bool = False
+    optimizer: str = "adamw"
 
     @property
     def shape(self) -> ModelShape:
@@ -97,6 +105,12 @@ ALGORITHMS = {
     "with a reference": algorithm_config(kl_coefficient=0.1),
 }
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    # It computes in bfloat16: the last bits of a gradient can change an element of a step by 1 to 2 % of the rate.
+    "muon": {"muon": MuonConfig(), "lr": 2e-5},
+    "bfloat16 moments": {"moments_dtype": "bfloat16"},
+}
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -107,6 +121,8 @@ CASES = [
     Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=1, has_adapters=True, streamed=True, is_tied=False),
+    Case(world_size=2, zero_stage=0, optimizer="muon"),
+    Case(world_size=2, zero_stage=2, optimizer="bfloat16 moments"),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
@@ -125,6 +141,15 @@ CASES = [
 ]
 """On one and two ranks."""
 LONG_CASES = [
+    Case(zero_stage=0, optimizer="muon", updates="several with a critic"),
+    Case(zero_stage=0, optimizer="muon", dtype="bfloat16"),
+    Case(world_size=2, zero_stage=0, optimizer="muon", streamed=True, is_tied=False),
+    Case(world_size=4, zero_stage=0, optimizer="muon"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=0, optimizer="muon"),
+    Case(world_size=2, zero_stage=0, optimizer="bfloat16 moments"),
+    Case(world_size=2, zero_stage=2, optimizer="bfloat16 moments", dtype="bfloat16"),
+    Case(world_size=2, zero_stage=3, optimizer="bfloat16 moments", dtype="bfloat16"),
+    Case(world_size=2, zero_stage=3, optimizer="bfloat16 moments", max_tokens=40, updates="several with a critic"),
     Case(zero_stage=0, dtype="bfloat16"),
     Case(zero_stage=1, dtype="bfloat16"),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, is_tied=False, adam_epsilon=1.0),
@@ -286,7 +311,10 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         max_tokens_per_micro_batch=case.max_tokens,
         lora=LORA if case.has_adapters else None,
         optimizer=OptimizerConfig(
-            lr=1.0 if case.adam_epsilon == 1.0 else 1e-3, eps=case.adam_epsilon, gradient_clip_norm=0.05, warmup_steps=2
+            **{"lr": 1.0 if case.adam_epsilon == 1.0 else 1e-3, **OPTIMIZERS[case.optimizer]},
+            eps=case.adam_epsilon,
+            gradient_clip_norm=0.05,
+            warmup_steps=2,
         ),
     )
     assert trainer.num_ranks == case.world_size

@@ -5,7 +5,7 @@ What is done here and why:
 - DeepSpeed averages gradients over ranks; our loss carries the global normaliser, so it is multiplied by their number.
   Under Ulysses, ZeRO-0 to 2 average over data-parallel ranks only, ZeRO-3 (reduce_scatter) over all. It knows nothing
   of context parallelism, and averages over all.
-- The client optimizer is torch AdamW, because DeepSpeed's own optimizers are compiled at first use.
+- The client optimizer is ours (trainer/optimizers/factory.py), because DeepSpeed's own are compiled at first use.
 - Gradient clipping is always written: DeepSpeed clips at 1.0 when it is not. At stage 0 in float32 it reports no norm,
   so norm and clip are computed here and DeepSpeed's clip is off (0.0).
 - Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; at stage 0 this file does the same.
@@ -40,13 +40,10 @@ from penstock.trainer.backends.sequence_parallel import context_group, sequence_
 from penstock.trainer.backends.tensor_parallel import TensorSplit, check_splittable, splits_of
 from penstock.trainer.backends.torch import (
     Loader,
-    build_adamw,
     divide_gradients,
     evaluating,
-    flat_state,
     save_model,
     saved_parameters,
-    set_num_updates,
     trained_parameters,
 )
 from penstock.trainer.batches.collate import ModelInputs
@@ -61,6 +58,8 @@ from penstock.trainer.models.policy_model import (
     hf_parameters,
     restore_rotary_buffers,
 )
+from penstock.trainer.optimizers.adamw import AdamW
+from penstock.trainer.optimizers.factory import build_optimizer, flat_state, set_num_updates
 from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
 from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import ModelConfig
@@ -72,7 +71,7 @@ class MasterStretch(NamedTuple):
     """Where this rank has float32 values of a parameter.
 
     Attributes:
-        updated: What AdamW updates: the parameter, its float32 copy, or a flat buffer with stretches of several.
+        updated: What the optimizer updates: the parameter, its float32 copy, or a flat buffer of several.
         offset: First element in it.
         start: First element in this rank's tensor-parallel part of the parameter, row-major.
         length: Number of elements, without padding.
@@ -244,7 +243,8 @@ class DeepSpeedBackend:
     def restore(self, reader: CheckpointReader, prefix: str) -> None:
         engine, optimizer = self._engine, self._engine.optimizer
         parameters = trained_parameters(engine.module)
-        reader.check_model(prefix, {name: self._part_of(name, one)[0] for name, one in parameters})
+        shapes = {name: self._part_of(name, one)[0] for name, one in parameters}
+        reader.check_model(prefix, shapes, engine.basic_optimizer.states)
         names_of: dict[Tensor, list[str]] = {updated: [] for updated in self._updated()}
         for name, _, master in self._masters():
             names_of[master.updated].append(name)
@@ -316,7 +316,7 @@ class DeepSpeedBackend:
                 yield name, parameter, MasterStretch(updated, address.start, start, address.numel)
 
     def _updated(self) -> list[Tensor]:
-        """All that AdamW updates on this rank, also flat buffers with nothing but padding."""
+        """All that the optimizer updates on this rank, also flat buffers with nothing but padding."""
         if self._is_partitioned:
             return list(of_deepspeed(self._engine.optimizer, "fp32_partitioned_groups_flat"))
         return [one for group in self._engine.basic_optimizer.param_groups for one in group["params"]]
@@ -348,6 +348,7 @@ def build_deepspeed_backend(
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
@@ -356,6 +357,8 @@ def build_deepspeed_backend(
     backend = "gloo" if device == "cpu" else "nccl"
     limit = timedelta(seconds=2 * trainer.step_timeout_s)  # so that the driver, which can go back, gives up first
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=limit)
+    if AdamW not in ZERO_SUPPORTED_OPTIMIZERS:  # or it warns of an optimizer that it does not know
+        ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)
     settings = deepspeed_settings(model, trainer)
     hf_config = None
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:
@@ -372,7 +375,7 @@ def build_deepspeed_backend(
     mpu = register_ulysses(policy, model, trainer) if sharing == "ulysses" else None
     group = context_group(trainer) if sharing == "context" else None
     engine, *_ = deepspeed.initialize(
-        model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings, mpu=mpu
+        model=policy, optimizer=build_optimizer(policy, trainer.optimizer), config=settings, mpu=mpu
     )
     split = take_split(policy, shapes) if is_split else None
     restore_rotary_buffers(policy)

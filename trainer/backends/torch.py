@@ -18,10 +18,11 @@ from torch.distributed import ProcessGroup
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.checkpoint import CheckpointReader, Fragment
-from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
 from penstock.trainer.models.policy_model import PolicyModel, compile_layers, experts_of, hf_parameters
 from penstock.trainer.models.value_model import ValueModel
+from penstock.trainer.optimizers.factory import Optimizer, build_optimizer, flat_state, set_num_updates
 from penstock.weights.layout.algebra import TensorSpec, whole_tensors
 from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import ModelConfig
@@ -33,13 +34,13 @@ Loader = Callable[..., WrappedModel]
 
 
 class TorchBackend:
-    """One rank, whole parameters, AdamW. Implements `Backend`."""
+    """One rank, whole parameters. Implements `Backend`."""
 
     rank = data_parallel_rank = sequence_parallel_rank = 0
     data_parallel_size = sequence_parallel_size = 1
     context_group: ProcessGroup | None = None
 
-    def __init__(self, model: WrappedModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+    def __init__(self, model: WrappedModel, optimizer: Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device
         self.adapters = Adapters(model)
         self.experts = experts_of(model)
@@ -95,8 +96,9 @@ class TorchBackend:
         return whole_parameters(self._model, self._optimizer)
 
     def restore(self, reader: CheckpointReader, prefix: str) -> None:
-        reader.check_model(prefix, {name: tuple(one.shape) for name, one in trained_parameters(self._model)})
-        for name, parameter in trained_parameters(self._model):
+        parameters = trained_parameters(self._model)
+        reader.check_model(prefix, {name: tuple(one.shape) for name, one in parameters}, self._optimizer.states)
+        for name, parameter in parameters:
             set_num_updates(self._optimizer, parameter, reader.num_updates(prefix, [name]))
         reader.fill(prefix, self.fragments())
 
@@ -151,26 +153,12 @@ def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Param
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Fragment]:
+def whole_parameters(model: torch.nn.Module, optimizer: Optimizer) -> list[Fragment]:
     """Every trained parameter as one fragment, where the optimizer has the float32 parameters of the model itself."""
     return [
         Fragment.of(name, tuple(one.shape), one.view(-1), flat_state(optimizer, one))
         for name, one in trained_parameters(model)
     ]
-
-
-def flat_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's `step` and flat moments of a parameter; empty before its first update."""
-    return {name: tensor.view(-1) for name, tensor in optimizer.state.get(parameter, {}).items()}
-
-
-def set_num_updates(optimizer: torch.optim.Optimizer, parameter: Tensor, num_updates: int) -> None:
-    """Set AdamW's step counter of a parameter, and create its moments if there was no update yet."""
-    state = optimizer.state[parameter]
-    state["step"] = torch.tensor(float(num_updates), dtype=torch.float32)
-    for moment in ("exp_avg", "exp_avg_sq"):
-        if moment not in state:
-            state[moment] = torch.zeros_like(parameter.detach())
 
 
 def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:
@@ -188,12 +176,4 @@ def build_torch_backend(
     policy = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
     if trainer.compile:
         compile_layers(policy)
-    return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
-
-
-def build_adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Create torch AdamW over all trained parameters: the same optimizer in every backend, without compilation."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+    return TorchBackend(policy, build_optimizer(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)

@@ -36,6 +36,7 @@ def kept(run_dir: Path, *overrides: str, wanted: Part | None = None) -> tuple[Pa
     "override",
     [
         "trainer.optimizer.lr=1e-6",
+        "trainer.optimizer.moments_dtype=bfloat16",
         "algorithm.loss.clip_high=0.5",
         "total_steps=999",
         "dataflow.group_size=4",
@@ -68,9 +69,10 @@ def test_what_a_change_takes_from_a_branch_is_said(run_dir: Path, override: str,
     assert told[0].endswith(f"kept: {', '.join(PARTS[: PARTS.index(part) + 1])}")
 
 
-def test_an_optimizer_is_given_up_only_if_that_was_typed(run_dir: Path) -> None:
-    change = "trainer.lora.rank=4"
-    with pytest.raises(ConfigError, match=r"trainer\.lora.* The optimizer, data, groups of the checkpoint .* weights"):
+@pytest.mark.parametrize("change", ["trainer.lora.rank=4", "trainer.optimizer.muon={}"])
+def test_an_optimizer_is_given_up_only_if_that_was_typed(run_dir: Path, change: str) -> None:
+    key = change.partition("=")[0].removesuffix(".rank")
+    with pytest.raises(ConfigError, match=rf"{key}.* The optimizer, data, groups of the checkpoint .* weights"):
         kept(run_dir, change)
     assert kept(run_dir, change, wanted="weights")[0] == "weights"
 

@@ -52,6 +52,24 @@ def empty_folder(tmp_path, monkeypatch):
             ["100", "max_context_tokens=128", "never be trained"],
         ),
         (["trainer.optimizer.betas=[0.9,1.0]"], ["[0.9, 1.0]", "[0, 1)"]),
+        (
+            ["trainer.optimizer.muon={}", "trainer.zero_stage=2"],
+            ["trainer.optimizer.muon with trainer.zero_stage=2", "whole matrices", "zero_stage=0", "muon=null"],
+        ),
+        (
+            ["algorithm=ppo", "critic.optimizer.muon={}", "trainer.zero_stage=1"],
+            ["critic.optimizer.muon with trainer.zero_stage=1", "critic.optimizer.muon=null"],
+        ),
+        (
+            ["trainer=lora", "trainer.optimizer.muon={momentum: 0.9}"],
+            ["trainer.optimizer.muon with trainer.lora", "null"],
+        ),
+        (
+            ["trainer.optimizer.muon={}", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
+            ["trainer.optimizer.muon with trainer.tensor_parallel_size=2", "parts of them"],
+        ),
+        (["trainer.optimizer.muon={momentum: 1}"], ["trainer.optimizer.muon.momentum", "1"]),
+        (["trainer.optimizer.stable_steps=5"], ["stable_steps=5", "no effect", "decay_steps"]),
         (["rollout.sampling.top_p=0.9"], ["top_p=0.9 without", "top_k", "renormalises over the same", "from 2 to 64"]),
         (["rollout.sampling.min_p=0.1"], ["min_p=0.1 without", "Use a top_k from 2 to 64"]),
         (["rollout.sampling.top_k=65"], ["top_k=65", "[0, 64]"]),

@@ -16,6 +16,7 @@ from penstock.platform.cluster.memory import (
     resident_gib,
     shared_gib,
     staged_gib,
+    trained_state_gib,
     trainer_memory,
 )
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
@@ -172,6 +173,26 @@ def test_a_float32_trainer_without_sharding_keeps_no_master_copy():
     parameters = config.model.shape.num_parameters
     assert parts["optimizer"] == pytest.approx(8 * parameters / GIB)
     assert parts["gradients"] == pytest.approx(4 * parameters / GIB)
+
+
+def test_moments_in_bfloat16_take_half_the_memory_and_half_the_space_in_a_checkpoint():
+    # By hand, at ZeRO-3 over 4 ranks: float32 masters 4 + two moments of 2; the checkpoint has the same.
+    config = compose_config(["experiment=math_qwen_8gpu", "trainer.optimizer.moments_dtype=bfloat16"])
+    parts = trainer_memory(config, config.cluster.pools["train"]).device
+    assert parts["optimizer"] == pytest.approx(8 * 7.616e9 / 4 / GIB, rel=1e-3)
+    assert trained_state_gib(config) == pytest.approx(8 * 7.616e9 / GIB, rel=1e-3)
+
+
+def test_muon_keeps_one_state_of_hidden_matrices_and_adamw_two_of_the_embedding():
+    # By hand, of the policy and its critic, which has AdamW, without master copies.
+    config = compose_config(["experiment=arithmetic", "algorithm=ppo", "trainer.optimizer.muon={}"])
+    parts = trainer_memory(config, config.cluster.pools["cpu"]).host
+    shape = config.model.shape
+    embedding = shape.vocab_size * shape.hidden_size
+    assert shape.tie_word_embeddings
+    states = 4 * (shape.num_parameters - embedding) + 8 * embedding + 8 * shape.num_parameters
+    assert parts["optimizer"] == pytest.approx(states / GIB)
+    assert trained_state_gib(config) == pytest.approx((states + 8 * shape.num_parameters) / GIB)
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,54 @@ def test_the_learning_rate_decays_along_a_half_cosine_and_stays_there() -> None:
     assert rates == pytest.approx([0.5, 1.0, *quarters, 0.2, 0.2, 0.2])
 
 
+@pytest.mark.parametrize(
+    ("decay", "shares"),
+    [
+        ("cosine", [0.2 + 0.8 * (1 + math.cos(math.pi * share)) / 2 for share in (0.25, 0.5, 0.75)]),
+        ("linear", [0.8, 0.6, 0.4]),
+        ("exponential", [0.2**0.25, 0.2**0.5, 0.2**0.75]),
+        ("sqrt", [0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5]),
+    ],
+)
+def test_the_learning_rate_is_stable_between_warm_up_and_decay_of_each_curve(decay: str, shares: list[float]) -> None:
+    optimizer = OptimizerConfig(
+        lr=2.0**-3, warmup_steps=2, stable_steps=5, decay_steps=9, decay=decay, final_lr_ratio=0.2
+    )
+    rates = [8 * learning_rate(optimizer, num_steps) for num_steps in range(11)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, *shares, 0.2, 0.2, 0.2])
+    assert rates[1:5] == [1.0] * 4, "exactly, as without a decay"
+
+
+@pytest.mark.parametrize(("decay", "theirs"), [("cosine", "cosine"), ("linear", "linear"), ("sqrt", "1-sqrt")])
+def test_the_learning_rate_is_that_of_transformers_for_the_same_schedule(decay: str, theirs: str) -> None:
+    from transformers import get_wsd_schedule
+
+    optimizer = OptimizerConfig(lr=0.01, warmup_steps=4, stable_steps=14, decay_steps=34, decay=decay)
+    schedule = get_wsd_schedule(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01),
+        num_warmup_steps=4,
+        num_stable_steps=10,
+        num_decay_steps=20,
+        decay_type=theirs,
+        min_lr_ratio=0.1,
+    )
+    (factor,) = schedule.lr_lambdas
+    # Theirs warms up from the floor, and numbers steps from 0.
+    rates = [learning_rate(optimizer, num_steps) for num_steps in range(3, 40)]
+    assert rates == pytest.approx([0.01 * factor(step) for step in range(4, 41)])
+
+
 def test_a_learning_rate_that_would_fall_before_it_has_risen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"decay_steps=5 .* warmup_steps=10"):
         OptimizerConfig(lr=1.0, warmup_steps=10, decay_steps=5)
+    with pytest.raises(ValueError, match=r"stable_steps=5 .* warmup_steps=10"):
+        OptimizerConfig(lr=1.0, warmup_steps=10, stable_steps=5, decay_steps=20)
+    with pytest.raises(ValueError, match=r"decay_steps=8 .* stable_steps=8: no step is left"):
+        OptimizerConfig(lr=1.0, stable_steps=8, decay_steps=8)
+    with pytest.raises(ValueError, match=r"stable_steps=8 without decay_steps has no effect"):
+        OptimizerConfig(lr=1.0, stable_steps=8)
+    with pytest.raises(ValueError, match="final_lr_ratio=0 with decay=exponential"):
+        OptimizerConfig(lr=1.0, decay_steps=8, decay="exponential", final_lr_ratio=0)
 
 
 def test_a_bad_step_is_skipped_and_leaves_weights_and_version(policy, batch) -> None:

@@ -45,6 +45,7 @@ def trainer_of(
     critic_warmup: int = 0,
     critic_ratio: float = 1.0,
     record_every: int = 0,
+    optimizer: OptimizerConfig | None = None,
     **algorithm,
 ) -> PolicyTrainer:
     spec = TrainerSpec(
@@ -55,7 +56,7 @@ def trainer_of(
             max_tokens_per_micro_batch=max_tokens,
             lora=lora,
             share_prompts=share_prompts,
-            optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
+            optimizer=optimizer or OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
         algorithm=preset or algorithm_config(**algorithm),
         device="cpu",
