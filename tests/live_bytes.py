@@ -24,7 +24,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.largest = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
@@ -38,18 +38,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._seen:
             return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._seen[key] = 0
+        self.resized(tensor)
         self.largest = max(self.largest, tensor.numel())
-        weakref.finalize(storage, self._freed, key, size)
+        weakref.finalize(storage, self._freed, key)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count the memory that the storage of a tensor has now."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            self.now += size - self._seen[key]
+            self._seen[key] = size
+            self.peak = max(self.peak, self.now)
 
     def reset_peak(self) -> None:
         self.peak, self.largest = self.now, 0
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+    def _freed(self, key: int) -> None:
+        self.now -= self._seen.pop(key)

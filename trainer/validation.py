@@ -21,6 +21,13 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             f"model.max_context_tokens={longest}{over}: a trajectory of full length could never be trained. Use at "
             f"least {-(-longest // sharing)}."
         )
+    if trainer.backend == "fsdp2":
+        return [*violations, *_of_fsdp2(trainer)]
+    if trainer.fsdp_copies > 1:
+        violations.append(
+            f"trainer.fsdp_copies={trainer.fsdp_copies} with trainer.backend={trainer.backend}: ZeRO shards over all "
+            "ranks that hold the same part of a weight. Use fsdp_copies=1, or trainer.backend=fsdp2."
+        )
     if trainer.offload_optimizer and trainer.zero_stage == 0:
         violations.append(
             "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
@@ -45,6 +52,32 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             if is_set
         ]
     return [*violations, *_of_combinations(model, trainer), *_of_parallelism(model, trainer)]
+
+
+def _of_fsdp2(trainer: TrainerConfig) -> Iterator[str]:
+    """Check what FSDP2 cannot be combined with."""
+    deepspeed = "which is torch's own sharding. Use trainer.backend=deepspeed"
+    of_deepspeed = {
+        "zero_stage": (0, f"{deepspeed}, or zero_stage=0: fsdp2 always shards weights, gradients and optimizer state."),
+        "tensor_parallel_size": (1, f"{deepspeed} (AutoTP), or tensor_parallel_size=1."),
+        "sequence_parallel_size": (1, f"{deepspeed} (Ulysses), or sequence_parallel_size=1."),
+        "deepspeed": ({}, f"{deepspeed}, or leave them out."),
+    }
+    for key, (neutral, what_to_do) in of_deepspeed.items():
+        if (value := getattr(trainer, key)) != neutral:
+            yield f"trainer.{key}={value} with trainer.backend=fsdp2, {what_to_do}"
+    if trainer.num_ranks % trainer.fsdp_copies:
+        fitting = [str(count) for count in range(1, trainer.num_ranks + 1) if trainer.num_ranks % count == 0]
+        yield (
+            f"trainer.fsdp_copies={trainer.fsdp_copies} does not divide trainer.num_ranks={trainer.num_ranks}: every "
+            f"copy of the model is sharded over equally many ranks. Use one of {', '.join(fitting)}."
+        )
+    if trainer.offload_optimizer != trainer.offload_parameters:
+        yield (
+            f"trainer.offload_parameters={str(trainer.offload_parameters).lower()} with "
+            f"offload_optimizer={str(trainer.offload_optimizer).lower()} and trainer.backend=fsdp2: its parameters are "
+            "the optimizer's master weights, so both are in one memory. Set both, or none."
+        )
 
 
 def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
