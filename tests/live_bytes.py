@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -34,8 +34,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already, or on the meta device, where it has no bytes."""
-        if tensor.device.type == "meta":
+        """Count a tensor's storage, unless it is counted already, or has no bytes: on the meta device, or a DTensor's,
+        whose local tensor has them.
+        """
+        if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

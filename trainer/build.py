@@ -61,9 +61,13 @@ def build_trainer(
     torch.manual_seed(spec.seed)
     build_backend: Callable[[Loader, str, ModelConfig, TrainerConfig, str], Backend] = build_torch_backend
     if trainer.backend == "deepspeed":
-        from penstock.trainer.backends.deepspeed import build_deepspeed_backend as build_backend
+        from penstock.trainer.backends.deepspeed import build_deepspeed_backend
+
+        build_backend = build_deepspeed_backend
     elif trainer.backend == "fsdp2":
-        from penstock.trainer.backends.fsdp2 import build_fsdp2_backend as build_backend
+        from penstock.trainer.backends.fsdp2 import build_fsdp2_backend
+
+        build_backend = build_fsdp2_backend
     if trainer.backend != "torch":
         os.environ |= {
             "RANK": str(rank),

@@ -26,9 +26,9 @@ divided by t.
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
     engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
     FSDP2                master weights and moments 12·P / S over the S ranks of a copy, weights P·b / S only where they
-                         are frozen; gradients 4·P / S, none between steps; in the backward pass E·b of the E parameters
-                         outside layers and their gradients, three layers' b, and of one layer b + 4 for its gradients;
-                         then b + 4 for those outside; 4·P / S in a step on a GPU
+                         are frozen; gradients 4·P / S, none between steps; in the backward pass b of the parameters
+                         outside layers, and of one layer (the head's moment) or of three, and of one layer b + 4 for
+                         its gradients; then b + 4 for those outside; 4·P / S in a step on a GPU
     before an update     P·b of main memory, / R if Z = 3: the policy before the first of several updates of a batch;
                          policy and critic before those of each batch; each of two policies before its update
     critic               as a second policy; only one of them has activations at a time
@@ -239,9 +239,10 @@ def _fsdp2_training(config: RunConfig, trained: float, *, on_gpu: bool) -> _Trai
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     layer, is_whole = (num_parameters - outside) / shape.num_layers, trained >= num_parameters
     trained_of_layer, trained_outside = (layer, outside) if is_whole else (trained / shape.num_layers, 0)
-    activations = _activation_bytes(config, on_gpu=on_gpu, trains_head=is_whole)
-    in_layers = width * (outside + 3 * layer) + (width + 4) * trained_of_layer
-    backward = max(activations + in_layers, (width + 4) * trained_outside)
+    head, in_layer = _activation_moments(config, on_gpu=on_gpu, trains_head=is_whole)
+    head += width * (outside + layer)
+    in_layer += width * (outside + 3 * layer) + (width + 4) * trained_of_layer
+    backward = max(head, in_layer, (width + 4) * trained_outside)
     step = 4 * share if on_gpu else 8 * trained_outside / trainer.num_shards
     optimizer, gradients = 12 * share, 4 * share
     if trainer.offload_optimizer:  # with the gradients, and what AdamW on a CPU takes
@@ -395,6 +396,11 @@ def round_up(gib: float) -> float:
 
 def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> float:
     """Most that forward and backward of one micro-batch keep, beside gradients of weights but the head's."""
+    return max(_activation_moments(config, on_gpu=on_gpu, trains_head=trains_head))
+
+
+def _activation_moments(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> tuple[float, float]:
+    """The same while the head computes its gradient, and while the last layer does."""
     shape, trainer, tp = config.model.shape, config.trainer, config.trainer.tensor_parallel_size
     width, tokens = DTYPE_BYTES[config.model.dtype], trainer.max_tokens_per_micro_batch
     hidden, layer = shape.hidden_size, _layer_width(config, tp)
@@ -402,7 +408,7 @@ def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> 
     # Within the backward pass of a layer: gradients of the MLP's two products and of the residual stream.
     of_layer = layer * trainer.gradient_checkpointing + 2 * hidden + 2 * shape.intermediate_size / tp
     head = width * tokens * (kept + 5 * hidden) + _head_bytes(config, on_gpu=on_gpu, is_trained=trains_head)
-    return max(head, width * tokens * (kept + of_layer))
+    return head, width * tokens * (kept + of_layer)
 
 
 def _layer_width(config: RunConfig, tp: int) -> float:

@@ -19,6 +19,7 @@ What is done here and why:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -223,6 +224,8 @@ def build_fsdp2_backend(
 
     `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` must be set in the environment.
     """
+    # A critic's values are a view. They are not changed in place, which is what torch warns of.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     if not distributed.is_initialized():
         limit = timedelta(seconds=2 * trainer.step_timeout_s)  # so that the driver, which can go back, gives up first
         distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
