@@ -51,7 +51,7 @@ def row(case: Case, found: Measured) -> str:
     kind += ["checkpointing"] * case.gradient_checkpointing + ["offloaded"] * case.offload_optimizer
     kind += ["weights offloaded"] * case.offload_parameters
     cells = (
-        f"ZeRO-{case.zero_stage}",
+        case.trainer.sharding,
         case.dtype,
         f"{case.num_ranks}",
         f"{case.tokens}",

@@ -92,13 +92,15 @@ def plan_report(config: RunConfig) -> PlanReport:
         layout = plain_layout(hf_config, tensors, config.model.dtype, rollout.engine.tensor_parallel_size)
     engine = EngineLayout(rollout.engine.type, layout)
     started = time.perf_counter()
-    num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
+    num_replicas, is_fsdp2 = trainer.num_ranks // trainer.tensor_parallel_size, trainer.backend == "fsdp2"
     training = TrainingSharding(
         tensors,
         num_replicas,
-        trainer.zero_stage == 3,
+        is_fsdp2 or trainer.zero_stage == 3,
         trainer.tensor_parallel_size,
         expected_splits(tensors, trainer.tensor_parallel_size, shape.num_kv_heads),
+        by_rows=is_fsdp2,
+        num_copies=trainer.fsdp_copies,
     )
     dtype, item_bytes = config.model.dtype, DTYPE_BYTES[config.model.dtype]
     training_at, engines_at = _devices(config)
@@ -271,7 +273,7 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
     trainer, engine = config.trainer, config.rollout.engine
     split = f", tensor parallel {trainer.tensor_parallel_size}" if trainer.tensor_parallel_size > 1 else ""
     console.print(
-        f"one publish: {trainer.num_ranks} training ranks ({trainer.backend}, ZeRO-{trainer.zero_stage}{split}) → "
+        f"one publish: {trainer.num_ranks} training ranks ({trainer.backend}, {trainer.sharding}{split}) → "
         f"{config.num_engines} {engine.type} engines over {engine.tensor_parallel_size} devices each, "
         f"{config.model.dtype}"
     )

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -24,7 +24,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.largest = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
@@ -34,22 +34,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage, unless it is counted already, or on the meta device, where it has no bytes."""
-        if tensor.device.type == "meta":
+        """Count a tensor's storage, unless it is counted already, or has no bytes: on the meta device, or a DTensor's,
+        whose local tensor has them.
+        """
+        is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+        if tensor.device.type == "meta" or is_wrapper:
             return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen[key] = 0
+        self.resized(tensor)
+        self.largest = max(self.largest, tensor.numel())
+        weakref.finalize(storage, self._freed, key)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count the memory that the storage of a tensor has now."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._seen:
-            return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.largest = max(self.largest, tensor.numel())
-        weakref.finalize(storage, self._freed, key, size)
+            self.now += size - self._seen[key]
+            self._seen[key] = size
+            self.peak = max(self.peak, self.now)
 
     def reset_peak(self) -> None:
         self.peak, self.largest = self.now, 0
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+    def _freed(self, key: int) -> None:
+        self.now -= self._seen.pop(key)

@@ -33,8 +33,8 @@ def build_trainer(
 ) -> PolicyTrainer:
     """Build this process's rank. Collective: with more than one rank, all must be building at once.
 
-    Sets the process's thread count and, for DeepSpeed, `RANK` and the other variables of the process group. A reward
-    model begins with the body of the policy at `spec.model_path` and a head of zeros.
+    Sets the process's thread count and, unless the backend is `torch`, `RANK` and the other variables of the process
+    group. A reward model begins with the body of the policy at `spec.model_path` and a head of zeros.
 
     Args:
         spec: What all ranks share; of an accelerator the process sees only its own.
@@ -63,8 +63,14 @@ def build_trainer(
     torch.manual_seed(spec.seed)
     build_backend: Callable[[Loader, str, ModelConfig, TrainerConfig, str], Backend] = build_torch_backend
     if trainer.backend == "deepspeed":
-        from penstock.trainer.backends.deepspeed import build_deepspeed_backend as build_backend
+        from penstock.trainer.backends.deepspeed import build_deepspeed_backend
 
+        build_backend = build_deepspeed_backend
+    elif trainer.backend == "fsdp2":
+        from penstock.trainer.backends.fsdp2 import build_fsdp2_backend
+
+        build_backend = build_fsdp2_backend
+    if trainer.backend != "torch":
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(trainer.num_ranks),

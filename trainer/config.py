@@ -146,12 +146,17 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    backend: Literal["deepspeed", "torch"] = "deepspeed"
-    """`deepspeed` (any number of ranks) or `torch` (one rank, for tests and tiny runs)."""
+    backend: Literal["deepspeed", "fsdp2", "torch"] = "deepspeed"
+    """`deepspeed` (any number of ranks), `fsdp2` (torch's `fully_shard`, any number of ranks) or `torch` (one rank, for
+    tests and tiny runs)."""
     num_ranks: int = Field(default=1, ge=1)
     """Processes: data-parallel size x tensor_parallel_size x sequence_parallel_size."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight."""
+    """DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight. `fsdp2` shards all of it, like
+    3, and takes 0."""
+    fsdp_copies: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over num_ranks / fsdp_copies ranks (HSDP): within a node, say, so that only
+    gradients cross the network. For `fsdp2`."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences."""
     sequence_parallel_size: int = Field(default=1, ge=1)
@@ -162,9 +167,10 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about 30 % more time."""
     offload_optimizer: bool = False
-    """Keep master weights and moments in host memory; needs zero_stage >= 1."""
+    """Keep master weights and moments in host memory; needs zero_stage >= 1, or of `fsdp2` offload_parameters."""
     offload_parameters: bool = False
-    """Keep the weights in host memory, but those of the layers that compute; needs zero_stage=3."""
+    """Keep the weights in host memory, but those of the layers that compute; needs zero_stage=3, or of `fsdp2`
+    offload_optimizer."""
     max_tokens_per_micro_batch: int = Field(gt=0)
     """Token budget of one forward-backward on one rank."""
     share_prompts: bool = True
@@ -191,6 +197,20 @@ class TrainerConfig(BaseModel):
     def data_parallel_size(self) -> int:
         """Groups of ranks that train different sequences."""
         return self.num_ranks // (self.tensor_parallel_size * self.sequence_parallel_size)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which weights or optimizer state are partitioned."""
+        return max(1, self.num_ranks // (self.tensor_parallel_size * self.fsdp_copies))
+
+    @property
+    def sharding(self) -> str:
+        """How ranks share weights, gradients and optimizer state, for messages."""
+        if self.backend == "torch":
+            return "torch"
+        if self.backend == "deepspeed":
+            return f"ZeRO-{self.zero_stage}"
+        return "FSDP2" if self.fsdp_copies == 1 else f"FSDP2 in {self.fsdp_copies} copies"
 
     @property
     def max_group_tokens(self) -> int:

@@ -22,29 +22,7 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             f"model.max_context_tokens={longest}{over}: a trajectory of full length could never be trained. Use at "
             f"least {-(-longest // sharing)}."
         )
-    if trainer.offload_optimizer and trainer.zero_stage == 0:
-        violations.append(
-            "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
-            "Use zero_stage=1, 2 or 3."
-        )
-    if trainer.offload_parameters and trainer.zero_stage != 3:
-        violations.append(
-            f"trainer.offload_parameters=true with trainer.zero_stage={trainer.zero_stage}: only weights that are "
-            "gathered layer by layer can leave the device between layers. Use zero_stage=3."
-        )
-    if trainer.backend == "torch":
-        unsupported = {
-            f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,
-            f"trainer.zero_stage={trainer.zero_stage}": trainer.zero_stage != 0,
-            f"model.dtype={model.dtype}": model.dtype != "float32",
-            f"trainer.deepspeed={trainer.deepspeed}": bool(trainer.deepspeed),
-        }
-        violations += [
-            f"{setting} with trainer.backend=torch, which is one float32 process without ZeRO. "
-            "Use trainer.backend=deepspeed."
-            for setting, is_set in unsupported.items()
-            if is_set
-        ]
+    violations += _of_fsdp2(trainer) if trainer.backend == "fsdp2" else _of_zero(model, trainer)
     violations += muon_violations("trainer.optimizer", trainer.optimizer, trainer, is_adapted=trainer.lora is not None)
     return [*violations, *_of_combinations(model, trainer), *_of_parallelism(model, trainer)]
 
@@ -66,6 +44,11 @@ def muon_violations(key: str, optimizer: OptimizerConfig, trainer: TrainerConfig
             f"{key}.muon with trainer.zero_stage={trainer.zero_stage}: Muon updates whole matrices, and ZeRO leaves a "
             f"rank with stretches of them. Use trainer.zero_stage=0, {instead}."
         )
+    if trainer.backend == "fsdp2":
+        yield (
+            f"{key}.muon with trainer.backend=fsdp2: Muon updates whole matrices, and a rank has some of their rows. "
+            f"Use trainer.backend=deepspeed with zero_stage=0, {instead}."
+        )
     if trainer.tensor_parallel_size > 1:
         yield (
             f"{key}.muon with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: Muon updates whole "
@@ -75,6 +58,63 @@ def muon_violations(key: str, optimizer: OptimizerConfig, trainer: TrainerConfig
         yield (
             f"{key}.muon with trainer.lora: the factors of an adapter are no hidden matrices; their product is what "
             f"changes one. Use trainer.lora=null, {instead}."
+        )
+
+
+def _of_zero(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
+    """Check what ZeRO, and one process without it, cannot be combined with."""
+    if trainer.fsdp_copies > 1:
+        yield (
+            f"trainer.fsdp_copies={trainer.fsdp_copies} with trainer.backend={trainer.backend}: ZeRO shards over all "
+            "ranks that hold the same part of a weight. Use fsdp_copies=1, or trainer.backend=fsdp2."
+        )
+    if trainer.offload_optimizer and trainer.zero_stage == 0:
+        yield (
+            "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
+            "Use zero_stage=1, 2 or 3."
+        )
+    if trainer.offload_parameters and trainer.zero_stage != 3:
+        yield (
+            f"trainer.offload_parameters=true with trainer.zero_stage={trainer.zero_stage}: only weights that are "
+            "gathered layer by layer can leave the device between layers. Use zero_stage=3."
+        )
+    if trainer.backend == "torch":
+        unsupported = {
+            f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,
+            f"trainer.zero_stage={trainer.zero_stage}": trainer.zero_stage != 0,
+            f"model.dtype={model.dtype}": model.dtype != "float32",
+            f"trainer.deepspeed={trainer.deepspeed}": bool(trainer.deepspeed),
+        }
+        for setting, is_set in unsupported.items():
+            if is_set:
+                yield (
+                    f"{setting} with trainer.backend=torch, which is one float32 process without ZeRO. "
+                    "Use trainer.backend=deepspeed."
+                )
+
+
+def _of_fsdp2(trainer: TrainerConfig) -> Iterator[str]:
+    """Check what FSDP2 cannot be combined with."""
+    deepspeed = "which is torch's own sharding. Use trainer.backend=deepspeed"
+    of_deepspeed = {
+        "zero_stage": (0, f"{deepspeed}, or zero_stage=0: fsdp2 always shards weights, gradients and optimizer state."),
+        "tensor_parallel_size": (1, f"{deepspeed} (AutoTP), or tensor_parallel_size=1."),
+        "deepspeed": ({}, f"{deepspeed}, or leave them out."),
+    }
+    for key, (neutral, what_to_do) in of_deepspeed.items():
+        if (value := getattr(trainer, key)) != neutral:
+            yield f"trainer.{key}={value} with trainer.backend=fsdp2, {what_to_do}"
+    if trainer.num_ranks % trainer.fsdp_copies:
+        fitting = [str(count) for count in range(1, trainer.num_ranks + 1) if trainer.num_ranks % count == 0]
+        yield (
+            f"trainer.fsdp_copies={trainer.fsdp_copies} does not divide trainer.num_ranks={trainer.num_ranks}: every "
+            f"copy of the model is sharded over equally many ranks. Use one of {', '.join(fitting)}."
+        )
+    if trainer.offload_optimizer != trainer.offload_parameters:
+        yield (
+            f"trainer.offload_parameters={str(trainer.offload_parameters).lower()} with "
+            f"offload_optimizer={str(trainer.offload_optimizer).lower()} and trainer.backend=fsdp2: its parameters are "
+            "the optimizer's master weights, so both are in one memory. Set both, or none."
         )
 
 

@@ -48,6 +48,11 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
             ),
         ),
         "model.dtype": (Fit("model.dtype", "float32", "trainer.backend=torch computes in float32"),),
+        "trainer.zero_stage": (
+            (Fit("trainer.zero_stage", 0, "trainer.backend=fsdp2 shards everything"),)
+            if trainer.backend == "fsdp2"
+            else ()
+        ),
     }
     for violation in trainer_violations(config.model, trainer):
         yield error(violation, fits=fits.get(violation.partition("=")[0], ()))

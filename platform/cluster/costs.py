@@ -7,7 +7,8 @@ a answer tokens on average, c = p + a/2 the mean context.
 
     a token in training     F = passes · (2·Pa + 2·(p + a)·A·L)      3 passes, 4 with checkpointing, more by algorithm
     computation             N·(p + a)·F / (R · FLOP/s · 0.35)        0.35: MODEL_FLOPS
-    ZeRO traffic            P·b · (3·M if Z = 3, M + 1 if Z = 2, else 2); Z = 3 gathers during computation
+    ZeRO traffic            P·b · (3·M if Z = 3, M + 1 if Z = 2, else 2); Z = 3 gathers during computation, FSDP2 too,
+                            and adds gradients in float32
     sequence parallel       8 exchanges of H·b per layer and token, or 3·(S − 1) of keys and values
     optimizer               read and write 16 bytes of each trained parameter
     a decode step           max((P·b + n·c·KV) / t / (bytes/s · 0.6), 2·Pa·n / t / (FLOP/s · 0.35)) + TP exchange + 2 ms
@@ -201,12 +202,18 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     weights = shape.num_parameters * width / tp
     trained = weights if trainer.lora is None else adapter_parameters(config) * width
     per_s = _link_bytes_per_s(config, config.cluster.trainer_pool, trainer.num_ranks)
+    is_fsdp2 = trainer.backend == "fsdp2"
+    stage, num_replicas = (3, trainer.num_shards) if is_fsdp2 else (trainer.zero_stage, num_replicas)
     exchanged = (num_replicas - 1) / num_replicas / per_s
-    gather_s = 2 * weights * num_micro_batches * exchanged if trainer.zero_stage == 3 else 0.0
+    gather_s = 2 * weights * num_micro_batches * exchanged if stage == 3 else 0.0
     if trainer.offload_parameters:  # each rank's part comes from main memory before it is gathered
         gather_s += 2 * weights * num_micro_batches / num_replicas / MAIN_MEMORY_BYTES_PER_S
-    reduced = {0: 2, 1: 2, 2: num_micro_batches + 1, 3: num_micro_batches}[trainer.zero_stage]
+    reduced = {0: 2, 1: 2, 2: num_micro_batches + 1, 3: num_micro_batches}[stage]
     reduce_s = reduced * trained * exchanged
+    if is_fsdp2:
+        copies = trainer.fsdp_copies
+        reduce_s *= 4 / width
+        reduce_s += 8 * trained / width / num_replicas * (copies - 1) / copies / per_s
     # An all-to-all before and after attention for each of four tensors, forward and backward.
     of_token = 8 * shape.num_layers * shape.hidden_size * width
     of_sequence = of_token * (sp - 1) / sp
@@ -216,7 +223,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     sequence_s = num_tokens / trainer.num_ranks * of_sequence / per_s
     tensor_s = num_tokens / (trainer.num_ranks / tp) * of_token * (tp - 1) / tp / per_s
 
-    owned = trained / width / (num_replicas if trainer.zero_stage else 1)
+    owned = trained / width / (num_replicas if stage else 1)
     bandwidth = MAIN_MEMORY_BYTES_PER_S if trainer.offload_optimizer else device.memory_bytes_per_s * MEMORY_SHARE
     optimizer_s = 2 * 16 * owned / bandwidth
     fixed_s = TRAINING_STEP_S + MICRO_BATCH_S * num_micro_batches

@@ -27,6 +27,10 @@ divided by t.
                          (64 MiB with weights.staging=bucket, none with weights.transport=gather);
                          activations 2048·b·(one layer / tp) + 3·4·V·max_num_seqs
     engine, asleep       its context; 2·P·b of main memory: torch rounds each pinned block up to a power of two
+    FSDP2                master weights and moments 12·P / S over the S ranks of a copy, weights P·b / S only where they
+                         are frozen; gradients 4·P / S, none between steps; in the backward pass b of the parameters
+                         outside layers, and of one layer (the head's moment) or of three, and of one layer b + 4 for
+                         its gradients; then b + 4 for those outside; 4·P / S in a step on a GPU
     before an update     P·b of main memory, / R if Z = 3: the policy before the first of several updates of a batch;
                          policy and critic before those of each batch; each of two policies before its update
     critic               as a second policy; only one of them has activations at a time
@@ -116,11 +120,16 @@ def trainer_memory(config: RunConfig, pool: PoolConfig, *, has_partner: bool = F
     parameters = _parameters_of_rank(config)
     stage, ranks, lora = config.trainer.zero_stage, _replicas(config), config.trainer.lora
     trained = parameters if lora is None else adapter_parameters(config)
+    is_fsdp2 = config.trainer.backend == "fsdp2"
+    stage, ranks = (3, config.trainer.num_shards) if is_fsdp2 else (stage, ranks)
     models = [_training(config, config.trainer.optimizer, trained, on_gpu=on_gpu)]
     if config.algorithm.needs_critic:
         models.append(_training(config, config.critic.optimizer, parameters, on_gpu=on_gpu))
     merged = parameters if lora is not None and weight_route(config) != "adapters" else 0
-    weights = len(models) * parameters * width / (ranks if stage == 3 else 1) / GIB
+    # The weights of FSDP2 are the master weights, which count as the optimizer's, but those under adapters.
+    num_weights = (lora is not None) if is_fsdp2 else len(models)
+    weights = num_weights * parameters * width / (ranks if stage == 3 else 1) / GIB
+    held = weights + (len(models) - num_weights) * parameters * 4 / ranks / GIB
     parts: dict[Part, float] = {
         "weights": weights,
         # A critic is updated after the policy, whose gradients are gone by then, unless they have a buffer.
@@ -132,13 +141,13 @@ def trainer_memory(config: RunConfig, pool: PoolConfig, *, has_partner: bool = F
     # A rank's copy of its share of the trained state, while a checkpoint is written.
     takes_any = config.checkpoint.every_steps or config.checkpoint.every_minutes
     is_kept = config.algorithm.updates_per_batch > 1 or config.algorithm.needs_critic or has_partner
-    before_updates = weights if is_kept else 0.0
+    before_updates = held if is_kept else 0.0
     copied: dict[Part, float] = {
         "checkpoint": before_updates + (trained_state_gib(config) / config.trainer.num_ranks if takes_any else 0.0)
     }
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer, **copied})
-    is_loaded_whole = stage < 3 or config.trainer.tensor_parallel_size > 1
+    is_loaded_whole = stage < 3 or is_fsdp2 or config.trainer.tensor_parallel_size > 1
     host: dict[Part, float] = {"base": BASE_GPU_HOST_GIB, **copied}
     host["weights"] = shape.num_parameters * width * is_loaded_whole / GIB
     device: dict[Part, float] = {"base": CUDA_CONTEXT_GIB, **parts}
@@ -188,6 +197,8 @@ class _Training(NamedTuple):
 def _training(config: RunConfig, kept: OptimizerConfig, trained: float, *, on_gpu: bool) -> _Training:
     """What DeepSpeed allocates for `trained` parameters of one rank; the lines are in docs/concepts/memory.md."""
     trainer, shape = config.trainer, config.model.shape
+    if trainer.backend == "fsdp2":
+        return _fsdp2_training(config, kept, trained, on_gpu=on_gpu)
     stage, ranks, width = trainer.zero_stage, _replicas(config), DTYPE_BYTES[config.model.dtype]
     is_half = config.model.dtype == "bfloat16"
     share = trained / ranks if stage else trained
@@ -255,6 +266,26 @@ def _step_bytes(config: RunConfig, optimizer: OptimizerConfig, updated: float, *
         tensor = others if config.trainer.zero_stage else max(largest, shape.vocab_size * shape.hidden_size)
         of_adamw = 20 * min(others, tensor, MOMENTS_PIECE_ELEMENTS)
     return of_adamw if optimizer.muon is None else max(of_adamw, 12 * largest)
+
+
+def _fsdp2_training(config: RunConfig, optimizer: OptimizerConfig, trained: float, *, on_gpu: bool) -> _Training:
+    """What torch allocates for `trained` parameters of one rank under `fully_shard`."""
+    trainer, shape, width = config.trainer, config.model.shape, DTYPE_BYTES[config.model.dtype]
+    share, num_parameters = trained / trainer.num_shards, shape.num_parameters
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    layer, is_whole = (num_parameters - outside) / shape.num_layers, trained >= num_parameters
+    trained_of_layer, trained_outside = (layer, outside) if is_whole else (trained / shape.num_layers, 0)
+    head, in_layer = _activation_moments(config, on_gpu=on_gpu, trains_head=is_whole)
+    head += width * (outside + layer)
+    in_layer += width * (outside + 3 * layer) + (width + 4) * trained_of_layer
+    backward = max(head, in_layer, (width + 4) * trained_outside)
+    step = 4 * share if on_gpu else 8 * trained_outside / trainer.num_shards
+    states, gradients = 4 * share + _state_bytes(config, optimizer, share), 4 * share
+    if optimizer.moments_dtype == "bfloat16":
+        step = _step_bytes(config, optimizer, share, on_gpu=on_gpu)
+    if trainer.offload_optimizer:  # with the gradients, and what AdamW on a CPU takes
+        states, gradients, step = states + gradients + 8 * trained_outside / trainer.num_shards, 0, 0
+    return _Training(states, gradients, max(backward, step))
 
 
 def _replicas(config: RunConfig) -> int:
@@ -406,6 +437,11 @@ def round_up(gib: float) -> float:
 
 def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> float:
     """Most that forward and backward of one micro-batch keep, beside gradients of weights but the head's."""
+    return max(_activation_moments(config, on_gpu=on_gpu, trains_head=trains_head))
+
+
+def _activation_moments(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> tuple[float, float]:
+    """The same while the head computes its gradient, and while the last layer does."""
     shape, trainer, tp = config.model.shape, config.trainer, config.trainer.tensor_parallel_size
     width, tokens = DTYPE_BYTES[config.model.dtype], trainer.max_tokens_per_micro_batch
     hidden, layer = shape.hidden_size, _layer_width(config, tp)
@@ -413,7 +449,7 @@ def _activation_bytes(config: RunConfig, *, on_gpu: bool, trains_head: bool) -> 
     # Within the backward pass of a layer: gradients of the MLP's two products and of the residual stream.
     of_layer = layer * trainer.gradient_checkpointing + 2 * hidden + 2 * shape.intermediate_size / tp
     head = width * tokens * (kept + 5 * hidden) + _head_bytes(config, on_gpu=on_gpu, is_trained=trains_head)
-    return max(head, width * tokens * (kept + of_layer))
+    return head, width * tokens * (kept + of_layer)
 
 
 def _layer_width(config: RunConfig, tp: int) -> float:

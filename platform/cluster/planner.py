@@ -46,12 +46,15 @@ class Plan:
     max_tokens_per_micro_batch: int
     num_engines: int
     tensor_parallel_size: int
+    sharding: str | None = None
+    """Of a trainer without ZeRO."""
 
     @property
     def trainer_words(self) -> str:
         """The trainer's part, for tables and messages."""
         split = f", sequences over {self.sequence_parallel_size}" if self.sequence_parallel_size > 1 else ""
-        return f"{self.num_ranks} ranks, ZeRO-{self.zero_stage}{split}, {self.max_tokens_per_micro_batch} tokens"
+        sharding = self.sharding or f"ZeRO-{self.zero_stage}"
+        return f"{self.num_ranks} ranks, {sharding}{split}, {self.max_tokens_per_micro_batch} tokens"
 
     @property
     def words(self) -> str:
@@ -69,6 +72,7 @@ class Plan:
             trainer.max_tokens_per_micro_batch,
             rollout.num_engines,
             rollout.engine.tensor_parallel_size,
+            None if trainer.backend == "deepspeed" else trainer.sharding,
         )
 
     def applied(self, config: RunConfig) -> RunConfig:

@@ -53,6 +53,7 @@ FREE_KEYS = (
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
     "trainer.num_ranks",
+    "trainer.fsdp_copies",
     "trainer.zero_stage",
     "trainer.start_timeout_s",
     "trainer.step_timeout_s",

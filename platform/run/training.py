@@ -431,7 +431,7 @@ def header_facts(config: RunConfig) -> dict[str, str]:
     """Main settings of a run, printed before it starts."""
     flow, trainer, algorithm = config.dataflow, config.trainer, config.algorithm
     rollouts = [view.rollout for view in config.rollout_views]
-    backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
+    backend = f"deepspeed {trainer.sharding}" if trainer.backend == "deepspeed" else trainer.sharding
     lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
     return {
         "policy": _policy(config),

@@ -44,6 +44,10 @@ def zero(stage: int, world_size: int = 2, **settings) -> Case:
     return Case(zero_stage=stage, world_size=world_size, **settings)
 
 
+def fsdp2(world_size: int = 2, **settings) -> Case:
+    return Case("fsdp2", world_size, **settings)
+
+
 def same(case: Case) -> Pair:
     return Pair(case, case)
 
@@ -60,6 +64,9 @@ PAIRS = [
     same(zero(3, **WITH_CRITIC)),
     Pair(zero(1), zero(3)),
     Pair(zero(1), TORCH),
+    same(fsdp2(**WITH_CRITIC)),
+    Pair(fsdp2(), zero(2, 1)),
+    Pair(zero(2, 1), fsdp2()),
 ]
 LONG_PAIRS = [
     same(zero(0, optimizer="muon", dtype="bfloat16")),
@@ -102,6 +109,22 @@ LONG_PAIRS = [
     Pair(zero(3, 4, **TENSOR_PARALLEL), zero(2, is_tied=False)),
     Pair(zero(2, is_tied=False), zero(3, 4, **TENSOR_PARALLEL)),
     Pair(zero(1, 4, **TENSOR_PARALLEL), UNTIED_TORCH),
+    same(fsdp2(has_adapters=True)),
+    same(fsdp2(dtype="bfloat16")),
+    same(fsdp2(offload_parameters=True, offload_optimizer=True)),
+    same(fsdp2(4, fsdp_copies=2)),
+    *(Pair(zero(stage), fsdp2()) for stage in (0, 1, 3)),
+    *(Pair(fsdp2(), zero(stage)) for stage in (0, 1, 3)),
+    Pair(TORCH, fsdp2()),
+    Pair(fsdp2(), TORCH),
+    Pair(fsdp2(), fsdp2(1)),
+    Pair(fsdp2(1), fsdp2(4, fsdp_copies=2)),
+    Pair(fsdp2(4, fsdp_copies=2), zero(3)),
+    Pair(fsdp2(4, has_adapters=True), zero(2, 1, has_adapters=True)),
+    Pair(zero(3, **WITH_CRITIC), fsdp2(1, **WITH_CRITIC)),
+    Pair(fsdp2(dtype="bfloat16"), zero(1, 1, dtype="bfloat16")),
+    Pair(zero(2, dtype="bfloat16"), fsdp2(dtype="bfloat16")),
+    Pair(zero(1, 4, **TENSOR_PARALLEL), fsdp2(is_tied=False)),
 ]
 """Left to `make test-full`."""
 

@@ -1,6 +1,6 @@
-"""Bytes that one rank's tensors take while DeepSpeed trains: `python -m tests.contract.memory_of_a_rank CASES ANSWERS`.
+"""Bytes that one rank's tensors take while a backend trains: `python -m tests.contract.memory_of_a_rank CASES ANSWERS`.
 
-Real DeepSpeed on the CPU, as rank 0 of several over torch's fake process group, which sends nothing. Under
+Real DeepSpeed or FSDP2 on the CPU, as rank 0 of several over torch's fake process group, which sends nothing. Under
 `as_on_a_gpu`, what a GPU does differently is done as there, as far as memory goes: AdamW's `foreach`, tiles of logits.
 CASES is a pickled list of `Case`, ANSWERS a pickled list of `Measured`; each case has a process of its own.
 """
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -66,6 +66,7 @@ class Case(NamedTuple):
     offload_optimizer: bool = False
     offload_parameters: bool = False
     optimizer: str = "adamw"
+    backend: Literal["deepspeed", "fsdp2"] = "deepspeed"
 
     @property
     def model(self) -> ModelConfig:
@@ -75,6 +76,7 @@ class Case(NamedTuple):
     @property
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
+            backend=self.backend,
             num_ranks=self.num_ranks,
             zero_stage=self.zero_stage,
             gradient_checkpointing=self.gradient_checkpointing,
@@ -90,7 +92,7 @@ class Measured(NamedTuple):
     """Bytes of live tensors.
 
     Attributes:
-        loading: Most while the models were loaded and given to DeepSpeed.
+        loading: Most while the models were loaded and given to the backend.
         resting: Between two steps.
         backward: Most during forward and backward of two micro-batches.
         step: Most during the optimizer step.
@@ -104,6 +106,25 @@ class Measured(NamedTuple):
     @property
     def peak(self) -> int:
         return max(self.backward, self.step)
+
+
+@contextmanager
+def counting_what_is_gathered(live: LiveBytes) -> Iterator[None]:
+    """Count gathered parameters of FSDP2: their tensors are made once, and get and lose their memory in place."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    def counted(change: Any) -> Any:
+        def changed(tensor: torch.Tensor) -> None:
+            change(tensor)
+            live.resized(tensor)
+
+        return changed
+
+    with ExitStack() as patches:
+        for module in (_fsdp_param, _fsdp_param_group):
+            for name in {"alloc_storage", "free_storage"} & vars(module).keys():
+                patches.enter_context(mock.patch.object(module, name, counted(getattr(module, name))))
+        yield
 
 
 @contextmanager
@@ -188,8 +209,9 @@ def measure(case: Case) -> Measured:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from penstock.trainer.backends import deepspeed as backends
     from penstock.trainer.backends import deepspeed_settings
+    from penstock.trainer.backends.deepspeed import build_deepspeed_backend
+    from penstock.trainer.backends.fsdp2 import build_fsdp2_backend, rows_of
     from penstock.trainer.models.lora import load_adapted_policy
     from penstock.trainer.models.policy_model import load_policy
     from penstock.trainer.models.tiny_policy import create_policy
@@ -210,11 +232,18 @@ def measure(case: Case) -> Measured:
         if case.on_gpu:
             stack.enter_context(as_on_a_gpu())
         live = stack.enter_context(LiveBytes())
-        built = []
+        built: list[Any] = []
         for load in loaders:
-            built.append(backends.build_deepspeed_backend(load, folder, case.model, case.trainer, "cpu"))
-            for parameter in built[-1]._engine.module.parameters():
-                live.count(getattr(parameter, "ds_tensor", parameter).data)
+            if case.backend == "fsdp2":
+                stack.enter_context(counting_what_is_gathered(live))
+                built.append(build_fsdp2_backend(load, folder, case.model, case.trainer, "cpu"))
+                held = [rows_of(one) for one in built[-1]._model.parameters()]
+            else:
+                built.append(build_deepspeed_backend(load, folder, case.model, case.trainer, "cpu"))
+                held = [getattr(one, "ds_tensor", one).data for one in built[-1]._engine.module.parameters()]
+            for one in held:
+                live.count(one)
+            del held
         loading, backward, step = live.peak, 0, 0
         for _ in range(2):
             backward = step = 0

@@ -1,4 +1,4 @@
-"""The memory estimate of the planner against the bytes of DeepSpeed's tensors (tests/contract/memory_of_a_rank.py)."""
+"""The memory estimate of the planner against the bytes of a backend's tensors (tests/contract/memory_of_a_rank.py)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ CASES = [
     Case("float32", 0, tokens=64, optimizer="muon", num_ranks=1, on_gpu=False),
     Case("float32", 0, num_ranks=1, on_gpu=False),
     Case("float32", 2, on_gpu=False, tokens=64),
+    Case("bfloat16", 0, backend="fsdp2"),
+    Case("float32", 0, backend="fsdp2"),
+    Case("bfloat16", 0, backend="fsdp2", tokens=64),
+    Case("bfloat16", 0, backend="fsdp2", tokens=2048, gradient_checkpointing=True),
+    Case("bfloat16", 0, backend="fsdp2", lora=8),
+    Case("bfloat16", 0, backend="fsdp2", has_critic=True),
+    Case("float32", 0, backend="fsdp2", tokens=64, on_gpu=False),
 ]
 
 MICRO_BATCHES = [

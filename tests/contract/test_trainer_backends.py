@@ -1,5 +1,5 @@
 """The same training steps on every backend: plain torch is what DeepSpeed must equal, at any ZeRO stage and number of
-ranks, and however tensor and sequence parallelism share the work out."""
+ranks, and however tensor and sequence parallelism share the work out, and FSDP2, in any number of copies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def is_float32(case: Case) -> bool:
 
 def is_exact(case: Case) -> bool:
     """Whether nothing is rounded otherwise than on one process: the bits that round moments go by place in a tensor."""
-    return is_float32(case) and not (case.optimizer == "bfloat16 moments" and case.zero_stage > 0)
+    is_split = case.zero_stage > 0 or (case.backend == "fsdp2" and case.world_size > 1)
+    return is_float32(case) and not (case.optimizer == "bfloat16 moments" and is_split)
 
 
 def those(is_one: Callable[[Case], bool]) -> list[Any]:
@@ -80,7 +81,7 @@ def plain(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def deepspeed_results(form: str, folder: Path) -> dict[tuple, dict]:
+def results_of_ranks(form: str, folder: Path) -> dict[tuple, dict]:
     results: dict[tuple, dict] = {}
     for world in dict.fromkeys(case.ranks for case in cases_of(form)):
         port = free_port()
@@ -167,14 +168,14 @@ class TestTorchBackend(TrainerContract):
 
 
 @pytest.mark.integration
-class TestDeepSpeedBackend(TrainerContract):
+class TestBackendsOfRanks(TrainerContract):
     @pytest.fixture(params=those(is_exact))
     def case(self, request: pytest.FixtureRequest) -> Case:
         return request.param
 
     @pytest.fixture
-    def result(self, case: Case, deepspeed_results: dict) -> dict:
-        return deepspeed_results[dataclasses.astuple(case)]
+    def result(self, case: Case, results_of_ranks: dict) -> dict:
+        return results_of_ranks[dataclasses.astuple(case)]
 
     @pytest.fixture
     def reference(self, case: Case, references: dict) -> dict:
@@ -183,9 +184,9 @@ class TestDeepSpeedBackend(TrainerContract):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda _: True))
-def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case, deepspeed_results: dict) -> None:
-    result = deepspeed_results[dataclasses.astuple(case)]
-    has_replicas = case.world_size > case.tensor_parallel and case.zero_stage < 3
+def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case, results_of_ranks: dict) -> None:
+    result = results_of_ranks[dataclasses.astuple(case)]
+    has_replicas = case.world_size > case.tensor_parallel and not is_partitioned(case)
     before = [report.metrics.get("rank/desynchronised") for report in result["reports"]]
     assert (before, result["desynchronised"]) == (([0.0] * 3, 1.0) if has_replicas else ([None] * 3, None))
     spreads = [report.metrics.get("rank/loss_spread", 0.0) for report in result["reports"] if not report.skipped]
@@ -194,21 +195,19 @@ def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case,
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: is_float32(case) and case.adam_epsilon == 1.0))
-def test_gradients_are_those_of_plain_torch(
-    case: Case, deepspeed_results: dict, references: dict, folder: Path
-) -> None:
+def test_gradients_are_those_of_plain_torch(case: Case, results_of_ranks: dict, references: dict, folder: Path) -> None:
     start = weights_of(build(dataclasses.replace(REFERENCE, is_tied=case.is_tied), str(folder / case.policy)))
-    actual = change(deepspeed_results[dataclasses.astuple(case)], start)
+    actual = change(results_of_ranks[dataclasses.astuple(case)], start)
     assert relative_error(actual, change(references[plain(case)], start)) < 1e-5
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: case.optimizer == "muon" and is_exact(case)))
 def test_steps_of_muon_are_those_of_one_process(
-    case: Case, deepspeed_results: dict, references: dict, folder: Path
+    case: Case, results_of_ranks: dict, references: dict, folder: Path
 ) -> None:
     """On which it is torch's, bit for bit (tests/unit/trainer/test_optimizers.py)."""
-    mine, theirs = deepspeed_results[dataclasses.astuple(case)], references[plain(case)]
+    mine, theirs = results_of_ranks[dataclasses.astuple(case)], references[plain(case)]
     start = weights_of(build(dataclasses.replace(REFERENCE, is_tied=case.is_tied), str(folder / case.policy)))
     changes = change(mine, start), change(theirs, start)
     assert relative_error(*changes) < 1e-2
@@ -217,9 +216,9 @@ def test_steps_of_muon_are_those_of_one_process(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: case.has_early_logprobs))
-def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, deepspeed_results: dict) -> None:
-    result = deepspeed_results[dataclasses.astuple(case)]
-    without = deepspeed_results[dataclasses.astuple(dataclasses.replace(case, has_early_logprobs=False))]
+def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, results_of_ranks: dict) -> None:
+    result = results_of_ranks[dataclasses.astuple(case)]
+    without = results_of_ranks[dataclasses.astuple(dataclasses.replace(case, has_early_logprobs=False))]
     for mine, theirs in zip(result["reports"], without["reports"], strict=True):
         assert (mine.version, mine.skipped) == (theirs.version, theirs.skipped)
         shares = [report.metrics["trainer/early_logprobs_token_share"] for report in (mine, theirs)]
@@ -237,9 +236,9 @@ def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: not is_exact(case)))
 def test_what_is_rounded_to_bfloat16_trains_float32_masters_close_to_those_of_plain_torch(
-    case: Case, deepspeed_results: dict, references: dict
+    case: Case, results_of_ranks: dict, references: dict
 ) -> None:
-    result = deepspeed_results[dataclasses.astuple(case)]
+    result = results_of_ranks[dataclasses.astuple(case)]
     expected = references[plain(case)]
     assert result["sft_loss"] == pytest.approx(expected["sft_loss"], rel=1e-2)
     assert relative_error(result["weights"], expected["weights"]) < 1e-2
@@ -250,26 +249,41 @@ def test_what_is_rounded_to_bfloat16_trains_float32_masters_close_to_those_of_pl
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda _: True))
-def test_layers_are_compiled_only_where_configured(case: Case, deepspeed_results: dict) -> None:
-    assert deepspeed_results[dataclasses.astuple(case)]["has_compiled_layers"] == case.is_compiled
+def test_layers_are_compiled_only_where_configured(case: Case, results_of_ranks: dict) -> None:
+    assert results_of_ranks[dataclasses.astuple(case)]["has_compiled_layers"] == case.is_compiled
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: case.zero_stage == 3))
-def test_deepspeed_offloads_weights_only_where_configured(case: Case, deepspeed_results: dict) -> None:
-    told = deepspeed_results[dataclasses.astuple(case)]["offloads_parameters"]
+def test_deepspeed_offloads_weights_only_where_configured(case: Case, results_of_ranks: dict) -> None:
+    told = results_of_ranks[dataclasses.astuple(case)]["offloads_parameters"]
     assert (told is not None and told.device == "cpu") == case.offload_parameters
+
+
+def is_partitioned(case: Case) -> bool:
+    """Whether ranks have different parts of the policy, tensor parallelism aside."""
+    return case.zero_stage == 3 or case.backend == "fsdp2"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case",
+    those(lambda case: case.world_size == 2 and (is_partitioned(case) or case.zero_stage) and not case.has_adapters),
+)
+def test_a_rank_of_two_has_half_of_the_moments(case: Case, results_of_ranks: dict, references: dict) -> None:
+    mine, whole = results_of_ranks[dataclasses.astuple(case)], references[plain(case)]
+    assert 0 < mine["moment_bytes"] <= 0.55 * whole["moment_bytes"]
 
 
 def is_replicated(case: Case) -> bool:
     """Whether every rank has the whole policy, whose weights are trained."""
-    return case.zero_stage < 3 and not case.has_adapters and case.tensor_parallel * case.sequence_parallel == 1
+    return not is_partitioned(case) and not case.has_adapters and case.tensor_parallel * case.sequence_parallel == 1
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", those(lambda case: not is_float32(case) and is_replicated(case)))
 def test_between_steps_a_rank_holds_weights_optimizer_state_and_the_gradient_buffers_that_deepspeed_never_frees(
-    case: Case, deepspeed_results: dict
+    case: Case, results_of_ranks: dict
 ) -> None:
     """Bytes per parameter: 2 of weights, 4 of float32 copies, 4 of each state, and 4 of gradients where they stay."""
     share_of_embedding = case.shape.vocab_size * case.shape.hidden_size / case.shape.num_parameters
@@ -279,5 +293,5 @@ def test_between_steps_a_rank_holds_weights_optimizer_state_and_the_gradient_buf
         model=SimpleNamespace(dtype=case.dtype),
     )
     expected = 2 + (4 + states) / (case.world_size if case.zero_stage > 0 else 1) + 4 * keeps_gradients(config)
-    held = deepspeed_results[dataclasses.astuple(case)]["held_bytes"] / case.shape.num_parameters
+    held = results_of_ranks[dataclasses.astuple(case)]["held_bytes"] / case.shape.num_parameters
     assert held == pytest.approx(expected, rel=0.05)

@@ -44,6 +44,19 @@ def test_what_an_engine_rank_needs_comes_from_the_ranks_that_hold_it(zero_stage,
     assert sum(num_bytes for src, dst, num_bytes in report.links if dst == 0 and src in main) > 0.8 * total
 
 
+@pytest.mark.parametrize(("num_copies", "sources_of_rank_0"), [(1, {0, 1}), (2, {0, 2})])
+def test_rows_of_fsdp2_reach_the_engines_at_the_lower_bound(num_copies: int, sources_of_rank_0: set[int]) -> None:
+    fsdp2 = ["trainer.backend=fsdp2", "trainer.zero_stage=0", f"trainer.fsdp_copies={num_copies}"]
+    small = ["dataflow.stream_micro_batches=false", "cluster.pools.train.memory_gib=400"]
+    engine = ["rollout.engine.tensor_parallel_size=2", "rollout.num_engines=1"]
+    report = plan_report(compose_config(["experiment=math_qwen_8gpu", *fsdp2, *small, *engine]))
+    assert report.wire_bytes == report.lower_bound_bytes
+    total = sum(num_bytes for _, dst, num_bytes in report.links if dst == 0)
+    # The upper half of the rows is that of engine rank 0, but of q, k and v, which are stacked there.
+    main = {src for src, dst, num_bytes in report.links if dst == 0 and num_bytes > 0.2 * total}
+    assert main == sources_of_rank_0
+
+
 COLOCATED = [
     "experiment=math_qwen_8gpu",
     "cluster.colocated=true",

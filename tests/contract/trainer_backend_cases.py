@@ -76,6 +76,7 @@ class Case:
     is_varlen: bool = False
     is_compiled: bool = False
     optimizer: str = "adamw"
+    fsdp_copies: int = 1
 
     @property
     def shape(self) -> ModelShape:
@@ -123,6 +124,14 @@ CASES = [
     Case(world_size=2, zero_stage=1, has_adapters=True, streamed=True, is_tied=False),
     Case(world_size=2, zero_stage=0, optimizer="muon"),
     Case(world_size=2, zero_stage=2, optimizer="bfloat16 moments"),
+    Case("fsdp2", adam_epsilon=1.0),
+    Case("fsdp2", world_size=2, max_tokens=40, is_varlen=True),
+    Case("fsdp2", world_size=2, dtype="bfloat16"),
+    Case("fsdp2", world_size=2, streamed=True, adam_epsilon=1.0, is_tied=False),
+    Case("fsdp2", world_size=2, has_adapters=True, gradient_checkpointing=True, updates="with a reference"),
+    Case("fsdp2", world_size=2, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
+    Case("fsdp2", world_size=2, sequence_parallel=2, is_context=True, adam_epsilon=1.0),
+    Case("fsdp2", world_size=2, optimizer="bfloat16 moments"),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
@@ -210,6 +219,8 @@ LONG_CASES = [
         for n in (0, 1, 2)
     ),
     Case(sequence_parallel=4, is_context=True, world_size=4, zero_stage=1, dtype="bfloat16"),
+    Case("fsdp2", sequence_parallel=2, is_context=True, world_size=4, adam_epsilon=1.0, gradient_checkpointing=True),
+    Case("fsdp2", sequence_parallel=4, is_context=True, world_size=4, is_tied=False, has_adapters=True),
     Case(sequence_parallel=2, is_context=True, world_size=4, zero_stage=1, has_adapters=True, adam_epsilon=1.0),
     Case(sequence_parallel=2, is_context=True, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
     Case(
@@ -225,6 +236,19 @@ LONG_CASES = [
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", has_early_logprobs=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
+    Case("fsdp2", dtype="bfloat16", is_compiled=True, gradient_checkpointing=True),
+    Case("fsdp2", world_size=2, adam_epsilon=1.0, max_tokens=200, is_compiled=True),
+    Case("fsdp2", world_size=2, adam_epsilon=1.0, is_compiled=True, is_varlen=True, gradient_checkpointing=True),
+    Case("fsdp2", world_size=2, has_adapters=True, is_compiled=True, updates="with a reference"),
+    Case("fsdp2", world_size=2, has_adapters=True, dtype="bfloat16"),
+    Case("fsdp2", world_size=2, offload_parameters=True, offload_optimizer=True, adam_epsilon=1.0),
+    Case(
+        "fsdp2", world_size=2, max_tokens=40, adam_epsilon=1.0, updates="several with a critic", has_early_logprobs=True
+    ),
+    Case("fsdp2", world_size=4, has_adapters=True, is_tied=False, streamed=True),  # of 3 rows the last rank has none
+    Case("fsdp2", world_size=4, adam_epsilon=1.0, is_tied=False, fsdp_copies=2, streamed=True),
+    Case("fsdp2", world_size=4, has_adapters=True, fsdp_copies=4, updates="with a reference"),
+    Case("fsdp2", world_size=4, dtype="bfloat16", fsdp_copies=2, updates="several with a critic"),
 ]
 """Left to `make test-full`."""
 
@@ -308,6 +332,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         compile=case.is_compiled,
         offload_optimizer=case.offload_optimizer,
         offload_parameters=case.offload_parameters,
+        fsdp_copies=case.fsdp_copies,
         max_tokens_per_micro_batch=case.max_tokens,
         lora=LORA if case.has_adapters else None,
         optimizer=OptimizerConfig(
@@ -346,7 +371,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     reports.append(step(trainer, make_batch(3), 1))
     held = {} if case.dtype == "float32" else held_storages()
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
-    supervised = [trainer.supervised_step(examples) for _ in range(2)]
+    supervised = [trainer.supervised_step(examples) for _ in range(3)]
     saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
     to_save = of_all_ranks(trainer.held_weights(), case.world_size, rank)
     if rank == 0:
@@ -367,6 +392,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
         "offloads_parameters": getattr(getattr(trainer.backend, "_engine", None), "zero_offload_param", lambda: None)(),
         "has_compiled_layers": any(module._compiled_call_impl is not None for module in model_of(trainer).modules()),
+        "moment_bytes": moment_bytes(trainer.backend),
         "saved": saved,
         "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in ENGINES},
     }
@@ -383,6 +409,13 @@ def of_all_ranks(mine: HeldWeights, world_size: int, rank: int) -> list[HeldWeig
     all_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
     torch.distributed.gather_object(on_cpu(mine), all_ranks)
     return all_ranks or []
+
+
+def moment_bytes(backend: Any) -> int:
+    """Bytes of the optimizer's states of this process, which it has per parameter or per flat buffer."""
+    optimizer = backend._engine.basic_optimizer if hasattr(backend, "_engine") else backend._optimizer
+    moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
+    return sum(one.untyped_storage().nbytes() for one in moments)
 
 
 def held_storages() -> dict[int, int]:

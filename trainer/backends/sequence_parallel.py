@@ -35,6 +35,11 @@ def ulysses_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[s
     """Why Ulysses cannot run, one sentence each."""
     size, shape = trainer.sequence_parallel_size, model.shape
     key = "trainer.sequence_parallel_size"
+    if trainer.backend == "fsdp2":
+        yield (
+            f"{key}={size} with trainer.sequence_parallel=ulysses and trainer.backend=fsdp2: Ulysses is DeepSpeed's. "
+            "Use trainer.sequence_parallel=context, or trainer.backend=deepspeed."
+        )
     if shape.num_kv_heads % size:
         yield (
             f"{key}={size} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: Ulysses exchanges stretches "

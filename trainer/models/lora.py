@@ -101,12 +101,16 @@ class Adapters:
             for layer in self._layers.values():
                 layer.set_scale(_NAME, 1.0)
 
-    def copies(self) -> dict[str, Adapter]:
-        """HF name of each adapted weight -> a copy of its adapter, float32. Under ZeRO-3 only while gathered."""
+    def copies(self, whole: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, Adapter]:
+        """HF name of each adapted weight -> a copy of its adapter, float32. Under ZeRO-3 only while gathered.
+
+        Args:
+            whole: Gathers one A or B, where the ranks share it.
+        """
         return {
             name: Adapter(
-                layer.lora_A[_NAME].weight.detach().float().clone(),
-                layer.lora_B[_NAME].weight.detach().float().clone(),
+                whole(layer.lora_A[_NAME].weight).float().clone(),
+                whole(layer.lora_B[_NAME].weight).float().clone(),
                 layer.scaling[_NAME],
             )
             for name, layer in self._layers.items()

@@ -221,9 +221,7 @@ def compile_layers(model: nn.Module) -> None:
     Raises:
         ConfigError: If the model has no layers that transformers could recompute, which are what is compiled.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers_of(model)
     if not layers:
         kind = type(getattr(model, "hf_model", model)).__name__
         raise ConfigError([f"trainer.compile=true: {kind} has no layers of transformers' kind. Use compile=false."])
@@ -231,6 +229,13 @@ def compile_layers(model: nn.Module) -> None:
         # The default limit of 8 graphs is less than those combinations with a critic's and two kinds of layers, and
         # than the layers of a mixture.
         layer.compile(dynamic=True, recompile_limit=max(64, 8 * len(layers)))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a `PolicyModel` or `ValueModel`, by what transformers marks them with."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def hf_name(parameter_name: str) -> str:

@@ -39,9 +39,11 @@ class TrainingSharding:
     Attributes:
         tensors: Names and full shapes, tied ones once.
         num_replicas: Ranks that hold the same part of each tensor, or partition it among themselves.
-        is_partitioned: Each part is partitioned over them (ZeRO-3); otherwise every rank holds all of it.
+        is_partitioned: Each part is partitioned over them (ZeRO-3, FSDP2); otherwise every rank holds all of it.
         tp_size: Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank.
         splits: The part of each tensor that a tensor-parallel rank holds.
+        by_rows: Partitions are whole rows (FSDP2), not stretches of elements (ZeRO-3).
+        num_copies: So many times the ranks hold all of a partitioned model, one copy after the other (HSDP).
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -49,13 +51,17 @@ class TrainingSharding:
     is_partitioned: bool = False
     tp_size: int = 1
     splits: Splits = field(default_factory=dict)
+    by_rows: bool = False
+    num_copies: int = 1
 
     @property
     def description(self) -> str:
         """For error messages."""
-        held = "partitioned (ZeRO-3)" if self.is_partitioned else "replicated (ZeRO 0 to 2)"
+        kind = "FSDP2" if self.by_rows else "ZeRO-3"
+        held = f"partitioned ({kind})" if self.is_partitioned else "replicated (ZeRO 0 to 2)"
         split = f"AutoTP over {self.tp_size}, " if self.tp_size > 1 else ""
-        return f"{split}{held} over {self.num_replicas} ranks"
+        copies = f" in {self.num_copies} copies" if self.num_copies > 1 else ""
+        return f"{split}{held} over {self.num_replicas} ranks{copies}"
 
     def layout(self) -> Layout:
         """Where the ranks hold the model."""
@@ -64,5 +70,7 @@ class TrainingSharding:
             num_replicas=self.num_replicas,
             tp_size=self.tp_size,
             is_partitioned=self.is_partitioned,
+            by_rows=self.by_rows,
+            num_copies=self.num_copies,
             splits=self.splits,
         )

@@ -154,6 +154,19 @@ def test_the_states_of_a_7b_trainer_are_18_bytes_a_parameter_over_its_ranks():
     assert states == pytest.approx((18 * 7.616e9 / 4 + 2 * 5e7) / GIB, rel=1e-3)
 
 
+def test_fsdp2_keeps_12_bytes_a_parameter_over_the_ranks_of_a_copy_and_gives_gradients_back():
+    # By hand: float32 weights 4 and two moments 8 over 2 ranks; float32 gradients 4 over 2 in a step.
+    overrides = ["trainer.backend=fsdp2", "trainer.zero_stage=0", "trainer.fsdp_copies=2"]
+    config = compose_config(["experiment=math_qwen_8gpu", *overrides, "cluster.pools.train.memory_gib=400"])
+    rank = trainer_memory(config, config.cluster.pools["train"])
+    assert config.trainer.num_ranks == 4
+    parameters = config.model.shape.num_parameters / GIB
+    assert rank.device["optimizer"] == pytest.approx(12 / 2 * parameters)
+    assert rank.device["gradients"] == pytest.approx(4 / 2 * parameters)
+    assert rank.device["weights"] == 0
+    assert resident_gib(config, rank) == pytest.approx(12 / 2 * parameters + rank.device["base"])
+
+
 def test_tensor_parallel_ranks_share_all_but_the_embedding():
     # By hand: ZeRO-1 over 2 replicas: bf16 weights 2, float32 gradients 4, masters and moments 12 / 2. The embedding is
     # whole on every rank, the head is split.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from benchmarks.weights_plan import expected_splits
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.tensor_parallel import check_splittable, splits_of
-from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.config import MuonConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.flops import attention_share
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
@@ -41,6 +42,40 @@ def test_settings_that_cannot_run_together_are_all_named() -> None:
     assert [violation.split()[0] for violation in trainer_violations(MODEL, offloaded)] == [
         "trainer.offload_optimizer=true"
     ]
+
+
+FSDP2 = {"backend": "fsdp2", "num_ranks": 4, "max_tokens_per_micro_batch": 64, "optimizer": OptimizerConfig(lr=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"zero_stage": 3}, r"trainer\.zero_stage=3 with trainer\.backend=fsdp2.*deepspeed, or zero_stage=0"),
+        ({"tensor_parallel_size": 2}, r"trainer\.tensor_parallel_size=2 with .*deepspeed \(AutoTP\), or .*=1\."),
+        (
+            {"sequence_parallel_size": 2, "sequence_parallel": "ulysses"},
+            r"trainer\.sequence_parallel_size=2 with .*Ulysses is DeepSpeed's\. Use .*=context",
+        ),
+        ({"optimizer": OptimizerConfig(lr=1.0, muon=MuonConfig())}, r"trainer\.optimizer\.muon with .*backend=fsdp2"),
+        (
+            {"deepspeed": {"steps_per_print": 3}},
+            r"trainer\.deepspeed=\{'steps_per_print': 3\} with .*or leave them out",
+        ),
+        ({"fsdp_copies": 3}, r"trainer\.fsdp_copies=3 does not divide trainer\.num_ranks=4.*Use one of 1, 2, 4\."),
+        ({"offload_optimizer": True}, r"trainer\.offload_parameters=false with offload_optimizer=true and .*Set both"),
+        (
+            {"backend": "deepspeed", "fsdp_copies": 2},
+            r"trainer\.fsdp_copies=2 with trainer\.backend=deepspeed.*=fsdp2\.",
+        ),
+        ({"fsdp_copies": 2, "compile": True, "offload_optimizer": True, "offload_parameters": True}, None),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_fsdp2_cannot_do_is_one_line_with_the_choices(settings: dict, said: str | None) -> None:
+    model = MODEL.model_copy(update={"attention": "varlen"})
+    violations = trainer_violations(model, TrainerConfig(**FSDP2 | settings))
+    assert len(violations) == (said is not None), violations
+    assert said is None or re.match(said, violations[0]), violations
 
 
 def test_sharing_layers_and_sequences_at_once_is_refused() -> None:

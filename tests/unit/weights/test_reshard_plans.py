@@ -31,9 +31,15 @@ def _autotp(tensors: list[TensorSpec], ranks: int, kv_heads: int, *, is_partitio
     return training_layout(tensors, num_replicas=ranks // 2, tp_size=2, is_partitioned=is_partitioned, splits=splits)
 
 
+def _fsdp2(tensors: list[TensorSpec], ranks: int, num_copies: int = 1) -> Layout:
+    return training_layout(tensors, num_replicas=ranks, is_partitioned=True, by_rows=True, num_copies=num_copies)
+
+
 SOURCES: dict[str, Sources] = {
     "replicated": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks),
     "zero3": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks, is_partitioned=True),
+    "fsdp2": lambda tensors, ranks, _: _fsdp2(tensors, ranks),
+    "hsdp": lambda tensors, ranks, _: None if ranks % 2 else _fsdp2(tensors, ranks, num_copies=2),
     "autotp": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=False),
     "autotp_zero3": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=True),
     "autotp_wide": lambda tensors, ranks, kv: (
@@ -179,6 +185,10 @@ def test_a_tensor_that_the_training_ranks_lack_is_named() -> None:
     [
         ({}, r"replicated \(ZeRO 0 to 2\) over 1 ranks\. Engine layout: vllm, tensor-parallel over 2"),
         ({"num_replicas": 2, "is_partitioned": True}, r"partitioned \(ZeRO-3\) over 2 ranks\. Eng.* over 2"),
+        (
+            {"num_replicas": 4, "is_partitioned": True, "by_rows": True, "num_copies": 2},
+            r"partitioned \(FSDP2\) over 4 ranks in 2 copies\. Eng.* over 2",
+        ),
         ({"tp_size": 2}, r"AutoTP over 2, replicated .* over 1 ranks.* over 2"),
     ],
 )
