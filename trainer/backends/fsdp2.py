@@ -11,7 +11,7 @@ What is done here and why:
 - `fully_shard` averages gradients over ranks; our loss carries the global normaliser, so it is told to sum.
 - Every micro-batch is reduce-scattered at once, as in ZeRO-2 and 3: gradients that wait for the last one would take
   4 bytes per parameter on every rank. Copies of the model (HSDP) exchange their gradients with the last one only.
-- A parameter that a rank has not used has a gradient of zeros there, or ranks with other experts would wait for ever.
+- A parameter that a rank has not used has a gradient of zeros there, or ranks with other experts would wait for it.
 - torch keeps the group of the rest (embedding, head) gathered after a forward pass, for its backward pass. If there is
   none, it is freed here; else the next optimizer step would not be seen.
 """

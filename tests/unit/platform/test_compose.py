@@ -305,10 +305,10 @@ def test_a_value_out_of_range_states_the_range(override, words):
     ("override", "words"),
     [
         ("dataflow.on_expiry=tim", ["Choices: wait, trim, drop", "Did you mean trim?"]),
-        ("trainer.backend=deepsped", ['"deepsped"', "Choices: deepspeed, torch", "Did you mean deepspeed?"]),
+        ("trainer.backend=deepsped", ['"deepsped"', "Choices: deepspeed, fsdp2, torch", "Did you mean deepspeed?"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "Choices: 0, 1, 2, 3"]),
         ("rollout.engine.type=vlm", ["Write rollout/engine=CHOICE", "torch, vllm", "Did you mean vllm?"]),
-        ("trainer=torhc", ["trainer=torhc", "Choices: deepspeed, lora, torch", "Did you mean torch?"]),
+        ("trainer=torhc", ["trainer=torhc", "Choices: deepspeed, fsdp2, lora, torch", "Did you mean torch?"]),
         ("rollout/engine=sglang", ["rollout/engine=sglang", "torch, vllm"]),
         ("tracker=[jsonl,wandbb]", ["tracker=wandbb", "Did you mean wandb?"]),
         ("rollout/engin=torch", ["no config group", "Did you mean rollout/engine?"]),
