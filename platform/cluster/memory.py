@@ -19,7 +19,8 @@ divided by t.
                          with moments_dtype=bfloat16 20 bytes of 4e6 elements in place of 4·p; of Muon 12 bytes of
                          the largest matrix, or 4·p of what is none
     activations          T·b·(L·layer + 5H) and the head; with checkpointing L·H, or T·b·(L·H + layer + 2H + 2I);
-                         a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less
+                         a layer keeps 8H + 4Q + 4K + 4I, in float32 6H, with adapters 2H less; where s ranks split
+                         sequences by context, while one layer computes also T·b·s·8K of keys and values of the row
     head                 V·H·b of its gradient, and one tile of logits: T·v·(4 + 2b) + T·H·4, v ≤ 8192
     between steps        a rank keeps weights and optimizer, and its gradients if DeepSpeed never frees their buffer: at
                          Z = 3, and at Z = 1 in bfloat16 without offload_optimizer
@@ -58,6 +59,7 @@ from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, num_en
 from penstock.platform.config.pools import PoolConfig
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
+from penstock.trainer.backends.sequence_parallel import sequence_parallelism
 from penstock.trainer.config import MOMENTS_PIECE_ELEMENTS, ZERO_BUCKET_ELEMENTS, OptimizerConfig
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import BUCKET_BYTES
@@ -449,6 +451,10 @@ def _activation_moments(config: RunConfig, *, on_gpu: bool, trains_head: bool) -
     # Within the backward pass of a layer: gradients of the MLP's two products and of the residual stream.
     of_layer = layer * trainer.gradient_checkpointing + 2 * hidden + 2 * shape.intermediate_size / tp
     head = width * tokens * (kept + 5 * hidden) + _head_bytes(config, on_gpu=on_gpu, is_trained=trains_head)
+    if (
+        sequence_parallelism(config.model, trainer) == "context"
+    ):  # keys and values of the row, of each sequence; gradients
+        of_layer += 4 * trainer.sequence_parallel_size * 2 * shape.num_kv_heads * shape.head_dim
     return head, width * tokens * (kept + of_layer)
 
 

@@ -61,6 +61,7 @@ from penstock.platform.run.flow import StopRequestedError
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
 from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import locked, prepare_run_dir, read_environment
+from penstock.trainer.backends.sequence_parallel import sequence_parallelism
 
 MAX_ROLLBACKS_PER_HOUR = 5
 """A trainer that loses ranks more often has a cause that going back does not mend."""
@@ -433,6 +434,8 @@ def header_facts(config: RunConfig) -> dict[str, str]:
     rollouts = [view.rollout for view in config.rollout_views]
     backend = f"deepspeed {trainer.sharding}" if trainer.backend == "deepspeed" else trainer.sharding
     lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
+    if (sharing := sequence_parallelism(config.model, trainer)) is not None:
+        backend += f", sequences over {trainer.sequence_parallel_size} ranks ({sharing})"
     return {
         "policy": _policy(config),
         **({} if config.partner is None else {"partner": _policy(config.partner_view)}),

@@ -71,7 +71,7 @@ class Recording:
         parser: Reads tool calls, and reasoning if it is not split by marks.
 
     Attributes:
-        failure: Why the engines failed to sample the last turn that they failed to sample; None: they failed none.
+        failure: Why the engines did not sample the newest turn; None: they did.
     """
 
     def __init__(
@@ -149,13 +149,18 @@ class Recording:
                 answer = await self._next_turn(conversation, exchange, num_prompt)
             except TrajectoryError as error:
                 raise self._failed(place, form, error) from error
+            self.failure = None
             self._histories.record(place, request, answer_message(answer), answer.sampled_text)
         return answer
 
     def _failed(self, place: Place, form: Form, error: TrajectoryError) -> ApiError:
-        """Forget a turn that was not sampled to its end; returns the answer to the program."""
+        """Forget a turn that was not sampled to its end; returns the answer to the program.
+
+        A program that fails now fails by this, and not by a limit that has cut an earlier answer.
+        """
         self.failure, self._num_failed = error, self._num_failed + 1
         self._num_turns[form] -= 1
+        self._is_cut[form] = False
         conversation = self._conversations[place.thread]
         conversation.end()
         if not conversation.turns:

@@ -78,7 +78,8 @@ class AdamW(torch.optim.AdamW):
         step = int(state["step"])
         rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5
         random = torch.Generator(tensor.device).manual_seed(step + (index << 24))
-        flat = [one.detach().reshape(-1) for one in (tensor, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        live = [one.detach().view(-1) for one in (tensor, state["exp_avg"], state["exp_avg_sq"])]
+        flat = live[0], gradient.reshape(-1), *live[1:]
         for weight, g, kept_m, kept_v in zip(*(one.split(MOMENTS_PIECE_ELEMENTS) for one in flat), strict=True):
             m = kept_m.float().lerp_(g, 1 - beta1)
             v = kept_v.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -313,3 +313,18 @@ async def test_a_program_that_fails_after_a_turn_that_no_engine_sampled_fails_fo
     with pytest.raises(TrajectoryError, match="engine: planted") as failed:
         await run_agent(program, FailingOnce(lambda context: "okay"))
     assert failed.value.is_final
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+async def test_a_cut_answer_before_it_does_not_make_the_failure_of_an_engine_a_reward_of_0(recovers: bool) -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        plain = client.with_options(max_retries=0)
+        await chat(plain, [user("hello")])  # cut by the run's limit
+        with contextlib.suppress(openai.APIError):
+            await chat(plain, [user("bad")])
+        if recovers:
+            await chat(plain, [user("hi")], max_tokens=1)  # cut by its own
+        raise TrajectoryError("env", "exit code 1")
+
+    with pytest.raises(TrajectoryError, match="env: exit code 1" if recovers else "engine: planted"):
+        await run_agent(program, FailingOnce(lambda context: "a long answer"), max_new_tokens=3)
