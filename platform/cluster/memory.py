@@ -451,9 +451,8 @@ def _activation_moments(config: RunConfig, *, on_gpu: bool, trains_head: bool) -
     # Within the backward pass of a layer: gradients of the MLP's two products and of the residual stream.
     of_layer = layer * trainer.gradient_checkpointing + 2 * hidden + 2 * shape.intermediate_size / tp
     head = width * tokens * (kept + 5 * hidden) + _head_bytes(config, on_gpu=on_gpu, is_trained=trains_head)
-    if (
-        sequence_parallelism(config.model, trainer) == "context"
-    ):  # keys and values of the row, of each sequence; gradients
+    if sequence_parallelism(config.model, trainer) == "context":
+        # Keys and values of the whole row, those of each of its sequences, and the gradients of both.
         of_layer += 4 * trainer.sequence_parallel_size * 2 * shape.num_kv_heads * shape.head_dim
     return head, width * tokens * (kept + of_layer)
 
