@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.model_config import ModelConfig
-from tests.contract.trainer_backend_cases import CASES, LONG_CASES, LORA, UNTIED, Case
+from tests.contract.trainer_backend_cases import CASES, LONG_CASES, LORA_OF_ATTENTION, MIXTURE, Case
 
-MODEL = ModelConfig(max_context_tokens=32, shape=UNTIED, attention="varlen")
+MODEL = ModelConfig(max_context_tokens=32, shape=MIXTURE, attention="varlen")
 SHARDINGS: dict[str, dict[str, Any]] = {
     **{f"ZeRO-{stage}": {"zero_stage": stage} for stage in range(4)},
     "FSDP2": {"backend": "fsdp2"},
@@ -38,8 +38,10 @@ FEATURES = {
         {"sequence_parallel_size": 2, "sequence_parallel": "context"}, lambda case: case.is_context
     ),
     "copies of shards": Feature({"fsdp_copies": 2}, lambda case: case.fsdp_copies > 1),
+    "mixture of experts": Feature({}, lambda case: case.has_experts),
+    "experts on their ranks": Feature({"expert_parallel": True}, lambda case: case.is_expert_parallel),
     "bfloat16": Feature({}, lambda case: case.dtype == "bfloat16"),
-    "adapters": Feature({"lora": LORA}, lambda case: case.has_adapters),
+    "adapters": Feature({"lora": LORA_OF_ATTENTION}, lambda case: case.has_adapters),
     "critic": Feature({}, lambda case: "critic" in case.updates),
     "several updates a batch": Feature({}, lambda case: "several" in case.updates),
     "streamed batches": Feature({}, lambda case: case.streamed),

@@ -157,6 +157,9 @@ class TrainerConfig(BaseModel):
     fsdp_copies: int = Field(default=1, ge=1)
     """Copies of the model, each sharded over num_ranks / fsdp_copies ranks (HSDP): within a node, say, so that only
     gradients cross the network. For `fsdp2`."""
+    expert_parallel: bool = False
+    """Send tokens to the ranks that hold their experts, instead of gathering all experts of a layer on every rank. For
+    `fsdp2`."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences."""
     sequence_parallel_size: int = Field(default=1, ge=1)

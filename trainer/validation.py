@@ -23,6 +23,7 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             f"least {-(-longest // sharing)}."
         )
     violations += _of_fsdp2(trainer) if trainer.backend == "fsdp2" else _of_zero(model, trainer)
+    violations += _of_experts(model, trainer) if trainer.expert_parallel else []
     violations += muon_violations("trainer.optimizer", trainer.optimizer, trainer, is_adapted=trainer.lora is not None)
     return [*violations, *_of_combinations(model, trainer), *_of_parallelism(model, trainer)]
 
@@ -68,6 +69,11 @@ def _of_zero(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.fsdp_copies={trainer.fsdp_copies} with trainer.backend={trainer.backend}: ZeRO shards over all "
             "ranks that hold the same part of a weight. Use fsdp_copies=1, or trainer.backend=fsdp2."
         )
+    if trainer.expert_parallel:
+        yield (
+            f"trainer.expert_parallel=true with trainer.backend={trainer.backend}: experts stay on their ranks beside "
+            "FSDP2 only. Use trainer.backend=fsdp2, or expert_parallel=false."
+        )
     if trainer.offload_optimizer and trainer.zero_stage == 0:
         yield (
             "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
@@ -112,9 +118,28 @@ def _of_fsdp2(trainer: TrainerConfig) -> Iterator[str]:
         )
     if trainer.offload_optimizer != trainer.offload_parameters:
         yield (
-            f"trainer.offload_parameters={str(trainer.offload_parameters).lower()} with "
-            f"offload_optimizer={str(trainer.offload_optimizer).lower()} and trainer.backend=fsdp2: its parameters are "
+            f"trainer.offload_parameters={_as_typed(trainer.offload_parameters)} with "
+            f"offload_optimizer={_as_typed(trainer.offload_optimizer)} and trainer.backend=fsdp2: its parameters are "
             "the optimizer's master weights, so both are in one memory. Set both, or none."
+        )
+
+
+def _of_experts(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
+    """Check what experts that stay on their ranks cannot do; whether the model has a plan is asked of it."""
+    key, num_experts, ranks = "trainer.expert_parallel=true", model.shape.num_experts, trainer.num_shards
+    if not num_experts:
+        yield f"{key}: this model has no experts (model.shape.num_experts=0). Use expert_parallel=false."
+    elif num_experts % ranks:
+        fitting = [str(count) for count in range(1, num_experts + 1) if num_experts % count == 0]
+        yield (
+            f"{key}: model.shape.num_experts={num_experts} cannot be dealt out evenly to {ranks} ranks that share a "
+            f"copy of the model (num_ranks={trainer.num_ranks} / fsdp_copies={trainer.fsdp_copies}). Let one of "
+            f"{', '.join(fitting)} ranks share it, or use expert_parallel=false."
+        )
+    if trainer.lora is not None and any("experts" in target.split(".") for target in trainer.lora.targets):
+        yield (
+            f"{key} with adapters of experts (trainer.lora.targets={list(trainer.lora.targets)}): they are added to "
+            "the weights of all experts, and a rank has some. Adapt other layers, or use expert_parallel=false."
         )
 
 
@@ -150,12 +175,18 @@ def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str
             "where each compiled graph ends, so nothing is fused and start-up takes minutes. Use zero_stage=0, 1 or 2, "
             "or compile=false."
         )
-    for key, size in (("tensor_parallel_size", trainer.tensor_parallel_size), ("sequence_parallel_size", sharing)):
-        if trainer.compile and size > 1:
+    exchanges = {"tensor_parallel_size": 1, "sequence_parallel_size": 1, "expert_parallel": False}
+    for key, neutral in exchanges.items():
+        if trainer.compile and (value := getattr(trainer, key)) != neutral:
             yield (
-                f"trainer.compile=true with trainer.{key}={size}: layers that exchange data between ranks have not "
-                f"been compared with uncompiled ones. Use {key}=1 or compile=false."
+                f"trainer.compile=true with trainer.{key}={_as_typed(value)}: layers that exchange data between ranks "
+                f"have not been compared with uncompiled ones. Use {key}={_as_typed(neutral)} or compile=false."
             )
+
+
+def _as_typed(value: object) -> str:
+    """As a user writes it."""
+    return str(value).lower()
 
 
 def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str]:

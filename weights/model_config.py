@@ -157,6 +157,11 @@ class ModelShape(BaseModel):
         return num_tokens * self.kv_bytes_per_token(dtype_bytes) + self.state_elements * dtype_bytes
 
     @property
+    def num_expert_parameters(self) -> int:
+        """Parameters of all routed experts."""
+        return self.num_experts * sum(rows * columns for rows, columns in self.expert_weights.values())
+
+    @property
     def experts_per_token(self) -> int:
         """Routed experts that a token uses in each layer; 0: a dense model."""
         return (self.intermediate_size - self.shared_expert_size) // self.expert_size if self.num_experts else 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.model_probe import Question, ask
 from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.cluster import hardware
@@ -19,6 +20,7 @@ from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding,
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import VllmEngineConfig
+from penstock.trainer.backends.expert_parallel import modules_of_experts
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.hf_folder import (
     CONFIG_FILE,
@@ -101,6 +103,7 @@ def check_policy(config: RunConfig, command: Command, key: str, path: str) -> It
         return
     if key == "model.path":
         yield from check_lora_targets(config, folder)
+        yield from check_expert_plan(config, folder)
     problems += _check_rope(config, key, folder)
     problems += _check_vocabulary(config, key, folder)
     has_context = not list(_check_context(config, key, folder))  # `check_contexts` yields them
@@ -412,6 +415,21 @@ def _token_ids(path: str | None) -> dict[str, int]:
         if isinstance(one, dict) and isinstance(one.get("id"), int):
             ids[str(one.get("content"))] = one["id"]
     return ids
+
+
+def check_expert_plan(config: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Check that transformers has a plan by which the experts of this model stay on their ranks."""
+    if not (config.trainer.expert_parallel and config.model.shape.num_experts):
+        return
+    try:
+        model = model_without_memory(transformers_config(folder / CONFIG_FILE))
+    except Exception:  # noqa: BLE001 - each model refuses in its own way, and the trainer is asked for the reason
+        return
+    try:
+        modules_of_experts(model)
+    except ConfigError as refused:
+        for message in refused.violations:
+            yield error(message, "model.path")
 
 
 def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:

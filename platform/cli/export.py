@@ -157,8 +157,8 @@ def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:
     spec = trainer_spec(config)
     one_rank = spec.trainer.model_copy(
         update={"backend": "torch", "num_ranks": 1, "tensor_parallel_size": 1, "sequence_parallel_size": 1}
-        | {"zero_stage": 0, "fsdp_copies": 1, "deepspeed": {}, "compile": False}
-        | {"offload_optimizer": False, "offload_parameters": False}
+        | {"zero_stage": 0, "fsdp_copies": 1, "expert_parallel": False, "deepspeed": {}}
+        | {"compile": False, "offload_optimizer": False, "offload_parameters": False}
     )
     spec = replace(spec, trainer=one_rank, device="cpu", restore_from=str(checkpoint))
     trainer = build_trainer(spec)

@@ -205,15 +205,19 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     is_fsdp2 = trainer.backend == "fsdp2"
     stage, num_replicas = (3, trainer.num_shards) if is_fsdp2 else (trainer.zero_stage, num_replicas)
     exchanged = (num_replicas - 1) / num_replicas / per_s
-    gather_s = 2 * weights * num_micro_batches * exchanged if stage == 3 else 0.0
+    apart = shape.num_expert_parameters * width * trainer.expert_parallel  # these do not travel, but tokens do
+    gather_s = 2 * (weights - apart) * num_micro_batches * exchanged if stage == 3 else 0.0
     if trainer.offload_parameters:  # each rank's part comes from main memory before it is gathered
         gather_s += 2 * weights * num_micro_batches / num_replicas / MAIN_MEMORY_BYTES_PER_S
     reduced = {0: 2, 1: 2, 2: num_micro_batches + 1, 3: num_micro_batches}[stage]
-    reduce_s = reduced * trained * exchanged
+    reduce_s = reduced * (trained if trainer.lora is not None else trained - apart) * exchanged
     if is_fsdp2:
         copies = trainer.fsdp_copies
         reduce_s *= 4 / width
         reduce_s += 8 * trained / width / num_replicas * (copies - 1) / copies / per_s
+    # An all-to-all to experts and one back, forward and backward.
+    of_experts = 4 * shape.num_layers * shape.experts_per_token * shape.hidden_size * width * trainer.expert_parallel
+    experts_s = num_tokens / trainer.num_ranks * of_experts * exchanged
     # An all-to-all before and after attention for each of four tensors, forward and backward.
     of_token = 8 * shape.num_layers * shape.hidden_size * width
     of_sequence = of_token * (sp - 1) / sp
@@ -227,7 +231,7 @@ def train_s(config: RunConfig, workload: Workload) -> float:
     bandwidth = MAIN_MEMORY_BYTES_PER_S if trainer.offload_optimizer else device.memory_bytes_per_s * MEMORY_SHARE
     optimizer_s = 2 * 16 * owned / bandwidth
     fixed_s = TRAINING_STEP_S + MICRO_BATCH_S * num_micro_batches
-    return max(compute_s, gather_s) + reduce_s + sequence_s + tensor_s + optimizer_s + fixed_s
+    return max(compute_s, gather_s) + reduce_s + experts_s + sequence_s + tensor_s + optimizer_s + fixed_s
 
 
 def generate_s(config: RunConfig, workload: Workload) -> float:

@@ -276,6 +276,8 @@ def _fsdp2_training(config: RunConfig, optimizer: OptimizerConfig, trained: floa
     share, num_parameters = trained / trainer.num_shards, shape.num_parameters
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     layer, is_whole = (num_parameters - outside) / shape.num_layers, trained >= num_parameters
+    if trainer.expert_parallel:  # a rank never has those of the others
+        layer -= shape.num_expert_parameters / shape.num_layers * (1 - 1 / trainer.num_shards)
     trained_of_layer, trained_outside = (layer, outside) if is_whole else (trained / shape.num_layers, 0)
     head, in_layer = _activation_moments(config, on_gpu=on_gpu, trains_head=is_whole)
     head += width * (outside + layer)

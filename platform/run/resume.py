@@ -54,6 +54,7 @@ FREE_KEYS = (
     "rollout.request_timeout_s",
     "trainer.num_ranks",
     "trainer.fsdp_copies",
+    "trainer.expert_parallel",
     "trainer.zero_stage",
     "trainer.start_timeout_s",
     "trainer.step_timeout_s",

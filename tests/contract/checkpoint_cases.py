@@ -26,7 +26,8 @@ import torch
 from penstock.trainer import checkpoint
 from penstock.trainer.checkpoint import TrainerSnapshot, write_snapshot
 from penstock.trainer.policy_trainer import PolicyTrainer
-from tests.contract.trainer_backend_cases import REFERENCE, Case, build, make_batch, wait_for_all_ranks
+from penstock.weights.model_config import ModelShape
+from tests.contract.trainer_backend_cases import EXPERT_PARALLEL, REFERENCE, Case, build, make_batch, wait_for_all_ranks
 
 NUM_STEPS = 3
 
@@ -67,6 +68,7 @@ PAIRS = [
     same(fsdp2(**WITH_CRITIC)),
     Pair(fsdp2(), zero(2, 1)),
     Pair(zero(2, 1), fsdp2()),
+    Pair(fsdp2(**EXPERT_PARALLEL), dataclasses.replace(TORCH, has_experts=True)),
 ]
 LONG_PAIRS = [
     same(zero(0, optimizer="muon", dtype="bfloat16")),
@@ -113,6 +115,9 @@ LONG_PAIRS = [
     same(fsdp2(dtype="bfloat16")),
     same(fsdp2(offload_parameters=True, offload_optimizer=True)),
     same(fsdp2(4, fsdp_copies=2)),
+    same(fsdp2(**EXPERT_PARALLEL)),
+    Pair(fsdp2(4, **EXPERT_PARALLEL), fsdp2(has_experts=True)),
+    Pair(zero(3, has_experts=True), fsdp2(**EXPERT_PARALLEL)),
     *(Pair(zero(stage), fsdp2()) for stage in (0, 1, 3)),
     *(Pair(fsdp2(), zero(stage)) for stage in (0, 1, 3)),
     Pair(TORCH, fsdp2()),
@@ -147,8 +152,9 @@ def label(case: Case) -> str:
     return ",".join(changed).replace(" ", "_")
 
 
-def steps(trainer: PolicyTrainer, first: int) -> list[dict[str, float]]:
-    reports = [trainer.step(make_batch(10 + number), number) for number in range(first, first + NUM_STEPS)]
+def steps(trainer: PolicyTrainer, shape: ModelShape, first: int) -> list[dict[str, float]]:
+    numbers = range(first, first + NUM_STEPS)
+    reports = [trainer.step(make_batch(10 + number, shape=shape), number) for number in numbers]
     assert not any(report.skipped for report in reports)
     kept = ("loss/", "ratio/", "critic/", "mismatch/")
     return [{name: value for name, value in one.metrics.items() if name.startswith(kept)} for one in reports]
@@ -176,10 +182,10 @@ def copying_late() -> Iterator[Callable[[TrainerSnapshot], TrainerSnapshot]]:
 def save(case: Case, folder: Path, rank: int = 0, port: int = 0) -> list[dict[str, float]]:
     """Metrics of the three steps after the checkpoint."""
     trainer = build(case, str(folder / case.policy), rank, port)
-    steps(trainer, 0)
+    steps(trainer, case.shape, 0)
     with copying_late() as late:
         snapshot = late(trainer.snapshot(NUM_STEPS))
-        metrics = steps(trainer, NUM_STEPS)
+        metrics = steps(trainer, case.shape, NUM_STEPS)
     write_snapshot(snapshot, folder / label(case) / "saved", rank)
     write_snapshot(trainer.snapshot(2 * NUM_STEPS), folder / label(case) / "later", rank)
     wait_for_all_ranks()
@@ -192,7 +198,7 @@ def restore(pair: Pair, folder: Path, rank: int = 0, port: int = 0) -> list[dict
     assert trainer.restore(str(folder / label(pair.saver) / "saved")) == NUM_STEPS
     here = folder / label(pair.saver) / label(pair.goes_on)
     write_snapshot(trainer.snapshot(NUM_STEPS), here / "again", rank)
-    metrics = steps(trainer, NUM_STEPS)
+    metrics = steps(trainer, pair.goes_on.shape, NUM_STEPS)
     write_snapshot(trainer.snapshot(2 * NUM_STEPS), here / "later", rank)
     wait_for_all_ranks()
     return metrics

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
-from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Routes, Trajectory, dtype_for, unknown_routes
 from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.trainer.backends.base import Backend
@@ -49,6 +49,9 @@ VOCAB = 24
 TIED = tiny_shape(VOCAB)
 UNTIED = TIED.model_copy(update={"tie_word_embeddings": False, "attention_bias": True, "vocab_size": VOCAB + 1})
 """Qwen2 in place of Qwen3. An odd vocabulary: tensor-parallel ranks get unequal parts of the head."""
+MIXTURE = TIED.model_copy(update={"num_experts": 4, "expert_size": 32})
+"""Two of four experts for each token."""
+ENGINES = (("torch", 1), ("vllm", 1), ("vllm", 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,12 @@ class Case:
     is_compiled: bool = False
     optimizer: str = "adamw"
     fsdp_copies: int = 1
+    has_experts: bool = False
+    is_expert_parallel: bool = False
 
     @property
     def shape(self) -> ModelShape:
-        return TIED if self.is_tied else UNTIED
+        return MIXTURE if self.has_experts else TIED if self.is_tied else UNTIED
 
     @property
     def attention(self) -> Attention:
@@ -90,7 +95,12 @@ class Case:
 
     @property
     def policy(self) -> str:
-        return "policy" if self.is_tied else "untied"
+        return "mixture" if self.has_experts else "policy" if self.is_tied else "untied"
+
+    @property
+    def engines(self) -> tuple[tuple[str, int], ...]:
+        """What is published to: kind and tensor-parallel size."""
+        return ENGINES[:1] if self.has_experts else ENGINES
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:
@@ -106,12 +116,14 @@ ALGORITHMS = {
     "with a reference": algorithm_config(kl_coefficient=0.1),
 }
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+LORA_OF_ATTENTION = LORA.model_copy(update={"targets": ("q_proj", "v_proj", "o_proj")})
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     # It computes in bfloat16: the last bits of a gradient can change an element of a step by 1 to 2 % of the rate.
     "muon": {"muon": MuonConfig(), "lr": 2e-5},
     "bfloat16 moments": {"moments_dtype": "bfloat16"},
 }
+EXPERT_PARALLEL = {"has_experts": True, "is_expert_parallel": True}
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -132,6 +144,8 @@ CASES = [
     Case("fsdp2", world_size=2, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case("fsdp2", world_size=2, sequence_parallel=2, is_context=True, adam_epsilon=1.0),
     Case("fsdp2", world_size=2, optimizer="bfloat16 moments"),
+    Case("fsdp2", world_size=2, has_experts=True, adam_epsilon=1.0),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, adam_epsilon=1.0, max_tokens=40, gradient_checkpointing=True),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
@@ -249,6 +263,17 @@ LONG_CASES = [
     Case("fsdp2", world_size=4, adam_epsilon=1.0, is_tied=False, fsdp_copies=2, streamed=True),
     Case("fsdp2", world_size=4, has_adapters=True, fsdp_copies=4, updates="with a reference"),
     Case("fsdp2", world_size=4, dtype="bfloat16", fsdp_copies=2, updates="several with a critic"),
+    *(Case(zero_stage=n, world_size=2, has_experts=True, adam_epsilon=1.0) for n in (0, 1, 2, 3)),
+    Case("fsdp2", **EXPERT_PARALLEL, adam_epsilon=1.0),
+    Case("fsdp2", world_size=2, has_experts=True, dtype="bfloat16"),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, dtype="bfloat16", gradient_checkpointing=True),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, has_adapters=True, updates="with a reference"),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, adam_epsilon=1.0, updates="several with a critic", is_varlen=True),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, optimizer="bfloat16 moments"),
+    Case("fsdp2", world_size=2, **EXPERT_PARALLEL, adam_epsilon=1.0, offload_parameters=True, offload_optimizer=True),
+    Case("fsdp2", world_size=4, **EXPERT_PARALLEL, adam_epsilon=1.0, streamed=True),
+    Case("fsdp2", world_size=4, **EXPERT_PARALLEL, adam_epsilon=1.0, fsdp_copies=2, updates="several"),
+    Case("fsdp2", world_size=4, **EXPERT_PARALLEL, adam_epsilon=1.0, sequence_parallel=2, is_context=True),
 ]
 """Left to `make test-full`."""
 
@@ -258,11 +283,11 @@ def cases_of(form: str) -> list[Case]:
     return sorted(CASES + (LONG_CASES if form == "long" else []), key=lambda case: case.zero_stage == 3)
 
 
-ENGINES = (("torch", 1), ("vllm", 1), ("vllm", 2))
+def make_batch(seed: int, *, poisoned: bool = False, shape: ModelShape = TIED) -> list[GroupPayload]:
+    """Four groups of three, ragged, one of zero variance, some single-token answers.
 
-
-def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
-    """Four groups of three, ragged, one of zero variance, some single-token answers."""
+    Every third token of a mixture has experts that were recorded.
+    """
     rng = np.random.default_rng(seed)
     payloads = []
     for group in range(4):
@@ -287,15 +312,28 @@ def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
                     response="",
                     finish_reason="stop",
                     reward=1.0 if group == 2 else float(member % 2),
+                    routes=make_routes(len(token_ids), shape, seed),
                 )
             )
         payloads.append(GroupPayload(GroupId(group), tuple(members)))
     return payloads
 
 
+def make_routes(num_tokens: int, shape: ModelShape, seed: int) -> Routes | None:
+    """Of a token those of its position: tokens that are common to several sequences went to the same experts."""
+    if not shape.num_experts:
+        return None
+    chosen = np.random.default_rng(seed).permuted(
+        np.tile(np.arange(shape.num_experts), (num_tokens, shape.num_layers, 1)), axis=-1
+    )
+    routes = chosen[..., : shape.experts_per_token].astype(dtype_for(shape.num_experts))
+    routes[np.arange(num_tokens) % 3 > 0] = unknown_routes(1, routes)[0]
+    return routes
+
+
 def create_policies(folder: Path) -> None:
     """Write the policy of either kind, with random biases: transformers would begin with zeros."""
-    for case in (Case(), Case(is_tied=False)):
+    for case in (Case(), Case(is_tied=False), Case(has_experts=True)):
         path = folder / case.policy
         if case.is_tied:
             create_policy(ModelConfig(max_context_tokens=32, shape=case.shape), SPECIAL_TOKENS, str(path), seed=3)
@@ -333,8 +371,9 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         offload_optimizer=case.offload_optimizer,
         offload_parameters=case.offload_parameters,
         fsdp_copies=case.fsdp_copies,
+        expert_parallel=case.is_expert_parallel,
         max_tokens_per_micro_batch=case.max_tokens,
-        lora=LORA if case.has_adapters else None,
+        lora=None if not case.has_adapters else LORA_OF_ATTENTION if case.has_experts else LORA,
         optimizer=OptimizerConfig(
             **{"lr": 1.0 if case.adam_epsilon == 1.0 else 1e-3, **OPTIMIZERS[case.optimizer]},
             eps=case.adam_epsilon,
@@ -364,11 +403,11 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     held_before = {} if case.dtype == "float32" else held_storages()
     trainer = build(case, str(folder / case.policy), rank, port)
     step = streamed_step if case.streamed else early_logprobs_step if case.has_early_logprobs else PolicyTrainer.step
-    reports = [step(trainer, make_batch(1), 0)]
+    reports = [step(trainer, make_batch(1, shape=case.shape), 0)]
     before = weights_of(trainer)
-    reports.append(step(trainer, make_batch(2, poisoned=True), 1))
+    reports.append(step(trainer, make_batch(2, poisoned=True, shape=case.shape), 1))
     after = weights_of(trainer)
-    reports.append(step(trainer, make_batch(3), 1))
+    reports.append(step(trainer, make_batch(3, shape=case.shape), 1))
     held = {} if case.dtype == "float32" else held_storages()
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
     supervised = [trainer.supervised_step(examples) for _ in range(3)]
@@ -394,7 +433,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "has_compiled_layers": any(module._compiled_call_impl is not None for module in model_of(trainer).modules()),
         "moment_bytes": moment_bytes(trainer.backend),
         "saved": saved,
-        "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in ENGINES},
+        "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in case.engines},
     }
     result["desynchronised"] = desynchronised(trainer, is_last_replica=rank >= case.world_size - case.tensor_parallel)
     if rank == 0:

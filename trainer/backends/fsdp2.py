@@ -11,6 +11,8 @@ What is done here and why:
 - `fully_shard` averages gradients over ranks; our loss carries the global normaliser, so it is told to sum.
 - Every micro-batch is reduce-scattered at once, as in ZeRO-2 and 3: gradients that wait for the last one would take
   4 bytes per parameter on every rank. Copies of the model (HSDP) exchange their gradients with the last one only.
+- Experts that stay on their ranks (backends/expert_parallel.py) are groups over a mesh of one rank, and of its copies:
+  rounded to `model.dtype` and summed over copies like all else, but never gathered.
 - A parameter that a rank has not used has a gradient of zeros there, or ranks with other experts would wait for it.
 - torch keeps the group of the rest (embedding, head) gathered after a forward pass, for its backward pass. If there is
   none, it is freed here; else the next optimizer step would not be seen.
@@ -33,10 +35,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from penstock.dataflow.errors import ConfigError, WeightSyncError
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
+from penstock.trainer.backends.expert_parallel import place_experts
 from penstock.trainer.backends.sequence_parallel import context_group
 from penstock.trainer.backends.torch import (
     Loader,
@@ -76,7 +79,7 @@ class Fsdp2Backend:
 
         Args:
             model: After `shard`.
-            mesh: Copies of the model × ranks that share one.
+            mesh: `mesh_of` the ranks.
             trainer: Its settings.
             dtype: Of what is computed and saved.
             device: Of what is computed; parameters are elsewhere if they are off-loaded.
@@ -98,8 +101,8 @@ class Fsdp2Backend:
         self._clip_norm = trainer.optimizer.gradient_clip_norm
         self._num_ranks = trainer.num_ranks
         self._num_copies, self._copy = trainer.fsdp_copies, mesh.get_local_rank("copy")
-        self._num_shards, self._shard = mesh.size(1), mesh.get_local_rank("shard")
-        self._shard_group = mesh.get_group("shard")
+        self._shards = mesh["shard"]
+        self._num_shards, self._shard = self._shards.size(), self._shards.get_local_rank()
         # While a layer computes, the module has its gathered parameters, and these are still the rank's rows.
         self._parameters = tuple(hf_parameters(model))
         self._saved = tuple(saved_parameters(model, self.adapters))
@@ -129,7 +132,7 @@ class Fsdp2Backend:
         divide_gradients(self._masters, normaliser)
         gradients = [one.grad for one in self._masters if one.grad is not None]
         squares = torch.nn.utils.get_total_norm(gradients).to(self.device, torch.float64).square()
-        distributed.all_reduce(squares, group=self._shard_group)
+        distributed.all_reduce(squares, group=self._shards.get_group())
         norm = math.sqrt(float(squares))
         is_finite = math.isfinite(norm)
         if is_finite:
@@ -154,8 +157,10 @@ class Fsdp2Backend:
 
     def _whole(self, parameter: Any) -> Tensor:
         """The whole of a parameter, on every rank. Collective."""
-        whole: Tensor = parameter.detach().to(self.device).full_tensor()
-        return whole
+        size, stride = parameter.shape, parameter.stride()
+        rows = rows_of(parameter).to(self.device)
+        whole = DTensor.from_local(rows, self._shards, [Shard(0)], run_check=False, shape=size, stride=stride)
+        return whole.full_tensor()
 
     def gathered_adapters(self) -> dict[str, Adapter]:
         return self.adapters.copies(self._whole)
@@ -240,11 +245,11 @@ def build_fsdp2_backend(
     if not distributed.is_initialized():
         limit = timedelta(seconds=2 * trainer.step_timeout_s)  # so that the driver, which can go back, gives up first
         distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
-    shape = (trainer.fsdp_copies, trainer.num_ranks // trainer.fsdp_copies)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard"))
+    mesh = mesh_of(trainer, device)
     policy = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     dtype = TORCH_DTYPES[model.dtype]
-    shard(policy, mesh if trainer.fsdp_copies > 1 else mesh["shard"], dtype, is_offloaded=trainer.offload_parameters)
+    apart = place_experts(policy.hf_model, mesh["shard"]) if trainer.expert_parallel else []
+    shard(policy, mesh, dtype, apart, is_offloaded=trainer.offload_parameters)
     if trainer.compile:
         compile_layers(policy)
     computes_on = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -252,13 +257,22 @@ def build_fsdp2_backend(
     return Fsdp2Backend(policy, mesh, trainer, dtype, computes_on, group)
 
 
-def shard(model: WrappedModel, mesh: DeviceMesh, dtype: torch.dtype, *, is_offloaded: bool) -> None:
+def mesh_of(trainer: TrainerConfig, device: str) -> DeviceMesh:
+    """Copies of the model × one rank alone × the ranks that share a copy. Collective."""
+    shape = (trainer.fsdp_copies, 1, trainer.num_ranks // trainer.fsdp_copies)
+    return init_device_mesh(device, shape, mesh_dim_names=("copy", "alone", "shard"))
+
+
+def shard(
+    model: WrappedModel, mesh: DeviceMesh, dtype: torch.dtype, apart: Sequence[nn.Module] = (), *, is_offloaded: bool
+) -> None:
     """Shard each layer of a model, and the rest of it, over a mesh; trained parameters become float32.
 
     Args:
         model: Whole, in main memory; changed in place. One group at a time is copied to the device of the mesh.
-        mesh: Of ranks that share the model, or of copies × ranks.
+        mesh: `mesh_of` the ranks.
         dtype: Of gathered parameters.
+        apart: Its modules of experts, if each rank has its own.
         is_offloaded: Parameters, gradients and optimizer state stay in main memory.
 
     Raises:
@@ -276,11 +290,13 @@ def shard(model: WrappedModel, mesh: DeviceMesh, dtype: torch.dtype, *, is_offlo
         param_dtype=dtype if is_rounded else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if is_offloaded else OffloadPolicy()
-    for module in [*layers_of(model)[::-1], model]:  # what is inside another layer comes before it
+    for module in [*apart, *layers_of(model)[::-1], model]:  # what is inside another one comes before it
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        over = "alone" if module in apart else "shard"
+        ranks = mesh["copy", over] if mesh["copy"].size() > 1 else mesh[over]
+        fully_shard(module, mesh=ranks, mp_policy=policy, offload_policy=offload)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)  # gloo cannot scale while it reduces

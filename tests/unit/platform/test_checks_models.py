@@ -469,3 +469,12 @@ def test_prompts_that_spell_special_tokens_are_told_once_unless_they_are_meant(o
     assert "set env.special_tokens=tokens" in warning
     codec = TokenCodec(chat_tokenizer("chatml"), special_tokens="tokens")
     assert load_config("train", [*overrides, "env.special_tokens=tokens"], dry_run=True).warnings == []
+
+
+def test_experts_without_a_plan_do_not_stay_on_their_ranks(overrides, tmp_path):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    alone = [*overrides, "trainer=fsdp2", "trainer.num_ranks=2", "trainer.expert_parallel=true"]
+    write_model(tmp_path / "policy", model_type="granitemoe", architectures=["GraniteMoeForCausalLM"], **experts)
+    assert "trainer.expert_parallel=true: transformers has no plan for GraniteMoeForCausalLM" in problem(alone)
+    write_model(tmp_path / "policy", model_type="mixtral", architectures=["MixtralForCausalLM"], **experts)
+    load_config("train", alone)

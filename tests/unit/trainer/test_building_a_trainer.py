@@ -10,7 +10,7 @@ import pytest
 from benchmarks.weights_plan import expected_splits
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backends.tensor_parallel import check_splittable, splits_of
-from penstock.trainer.config import MuonConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import LoraConfig, MuonConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.flops import attention_share
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
@@ -76,6 +76,29 @@ def test_what_fsdp2_cannot_do_is_one_line_with_the_choices(settings: dict, said:
     violations = trainer_violations(model, TrainerConfig(**FSDP2 | settings))
     assert len(violations) == (said is not None), violations
     assert said is None or re.match(said, violations[0]), violations
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "settings", "said"),
+    [
+        (6, {}, "num_experts=6 cannot .* to 4 ranks .*num_ranks=4 / fsdp_copies=1.* one of 1, 2, 3, 6 ranks"),
+        (6, {"fsdp_copies": 2}, None),
+        (0, {}, "this model has no experts"),
+        (8, {"backend": "deepspeed"}, "with trainer.backend=deepspeed.*backend=fsdp2"),
+        (8, {"compile": True}, "trainer.compile=true with trainer.expert_parallel=true.*Use expert_parallel=false or"),
+        (8, {"lora": LoraConfig(targets=("experts.down_proj",))}, "with adapters of experts"),
+        (8, {"lora": LoraConfig(targets=("q_proj",))}, None),
+    ],
+    ids=str,
+)
+def test_experts_stay_on_their_ranks_only_where_each_has_as_many(
+    num_experts: int, settings: dict, said: str | None
+) -> None:
+    shape = MODEL.shape.model_copy(update={"num_experts": num_experts, "expert_size": 32 * bool(num_experts)})
+    trainer = TrainerConfig(**FSDP2 | {"expert_parallel": True} | settings)
+    violations = trainer_violations(MODEL.model_copy(update={"shape": shape}), trainer)
+    assert len(violations) == (said is not None), violations
+    assert said is None or ("trainer.expert_parallel=true" in violations[0] and re.search(said, violations[0]))
 
 
 def test_sharing_layers_and_sequences_at_once_is_refused() -> None:
