@@ -27,7 +27,7 @@ from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWr
 from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
 from tests.composed_once import compose_choices_once
-from tests.tiers import IS_FULL
+from tests.tiers import IS_FULL, leave_cases_to_the_full_tier
 from tests.tiny_policy import tiny_shape
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -39,6 +39,11 @@ TINY_MAX_CONTEXT = 512
 
 Tensors = dict[str, torch.Tensor]
 """HF name -> tensor, each once (a tied lm_head is left out)."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_cases_to_the_full_tier(items)
 
 
 @pytest.fixture(scope="session")

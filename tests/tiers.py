@@ -1,12 +1,14 @@
 """Two tiers: what `make test` runs during work, and everything, which `make test-full` runs.
 
-A test that is marked `full` runs only in the second. A test over many seeds or examples uses fewer in the first.
+A test that is marked `full` runs only in the second, and so do the cases of a test that is marked `some(n)`, but n of
+them, spread over all. A test over many seeds or examples uses fewer in the first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any, TypeVar
 
@@ -28,10 +30,20 @@ def examples(count: int) -> int:
     return by_tier(min(count, 20), count)
 
 
-def some_of(cases: Sequence[Any], count: int) -> list[Any]:
-    """All cases as parameters: `count` of them, spread over the list, in both tiers, the others in the full one."""
-    chosen = {round(index * (len(cases) - 1) / max(1, count - 1)) for index in range(count)}
-    return [case if index in chosen else pytest.param(case, marks=pytest.mark.full) for index, case in enumerate(cases)]
+def leave_cases_to_the_full_tier(tests: Iterable[pytest.Item]) -> None:
+    """Mark as `full` all cases of a test that is marked `some(n)`, but n of them."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for one in tests:
+        if one.get_closest_marker("some") and not one.get_closest_marker("full"):
+            cases[one.nodeid.partition("[")[0]].append(one)
+    for all_cases in cases.values():
+        mark = all_cases[0].get_closest_marker("some")
+        assert mark is not None
+        count, last = mark.args[0], len(all_cases) - 1
+        chosen = {round(index * last / max(1, count - 1)) for index in range(count)}
+        for index, one in enumerate(all_cases):
+            if index not in chosen:
+                one.add_marker(pytest.mark.full)
 
 
 def each_of(*axes: Collection[Any]) -> list[Any]:

@@ -70,6 +70,7 @@ def test_no_script_is_named_like_a_package_that_others_import() -> None:
     assert named_like_a_package(planted) == ["kernels.py", "datasets.py"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "program",
     [["benchmarks/vs_trl.py", "--help"], ["-c", AS_IN_TRLS_ENVIRONMENT]],
@@ -93,6 +94,7 @@ print(json.dumps(vs_trl.trl_spec(compose_config(["experiment=arithmetic"]), "pol
 """
 
 
+@pytest.mark.full
 def test_make_bench_gives_trl_each_setting_that_its_side_reads(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", READS_THE_DEMO, tmp_path],

@@ -25,14 +25,15 @@ RANKS = ("trainer.num_ranks=2", "trainer.zero_stage=2", "cluster.pools.cpu.count
 NODES = ("--nodes", "2")
 GUESSING = ("env.args={high: 1000}", "env.factory=guessing:GuessingGame", "env.episode.max_turns=5", "reward=episode")
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-SHORT, LONG = ("total_steps=60", "--longest-pause-s", "4"), ("total_steps=250",)
+PAUSES, LONG = ("--longest-pause-s", "4"), ("total_steps=250",)
 
 
 @pytest.mark.parametrize(
     ("seed", "kills", "overrides"),
     [
+        pytest.param(3518, 2, (*TORCH, "total_steps=20", *PAUSES), id="an_engine_and_the_driver"),
         # One of each kind: driver, engine, reward worker, the process of the reward, trainer rank.
-        pytest.param(314, 5, (*TORCH, *SHORT), id="each_kind_once"),
+        pytest.param(314, 5, (*TORCH, "total_steps=60", *PAUSES), id="each_kind_once", marks=pytest.mark.full),
         *(
             pytest.param(seed, 6, (*overrides, *LONG), id=f"seed{seed}", marks=pytest.mark.full)
             for seed, overrides in {

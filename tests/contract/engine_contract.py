@@ -161,6 +161,7 @@ class EngineContract:
         assert after.busy_s > during.busy_s > before.busy_s
         assert after.request_s - before.request_s > 2 * (after.busy_s - before.busy_s), "of 8 requests"
 
+    @pytest.mark.full
     async def test_a_profile_holds_what_was_computed_and_requests_go_on(self, harness: Harness) -> None:
         profiling = asyncio.create_task(harness.engine.profile("engine-0-step-1", 0.5))
         crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(4)], max_new_tokens=300)

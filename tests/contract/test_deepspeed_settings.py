@@ -73,6 +73,7 @@ def test_settings_for_another_backend_are_refused() -> None:
         compose_config(["experiment=arithmetic", "trainer.backend=torch", "trainer.deepspeed.steps_per_print=3"])
 
 
+@pytest.mark.full
 def test_the_dry_run_refuses_what_deepspeed_refuses() -> None:
     typed = ["trainer.deepspeed.zero_optimization.overlap_com=true"]
     with pytest.raises(ConfigError, match="overlap_com: Extra inputs are not permitted"):

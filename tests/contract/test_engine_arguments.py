@@ -141,6 +141,7 @@ def test_a_step_of_a_cpu_engine_computes_about_a_second_and_a_user_may_change_it
     assert (asked.max_num_batched_tokens, asked.block_size, theirs.block_tokens("cpu")) == (99, 64, 64)
 
 
+@pytest.mark.full
 def test_the_dry_run_refuses_what_vllm_refuses_with_all_other_mistakes() -> None:
     typed = ["+rollout.engine.args={block_size: large, quantization: fp8}", "trainer.num_ranks=0"]
     with pytest.raises(ConfigError):

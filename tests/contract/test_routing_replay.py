@@ -128,6 +128,7 @@ def without_routes(payload: GroupPayload) -> GroupPayload:
     return replace(payload, trajectories=tuple(replace(one, routes=None) for one in payload.trajectories))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_a_disturbed_choice_is_replayed_in_the_target_pass(folder: Path, noisy: None, share_prompts: bool) -> None:
     payload = GroupPayload(GroupId(0), tuple(answered(engine_of(folder))))
@@ -145,6 +146,7 @@ def test_a_disturbed_choice_is_replayed_in_the_target_pass(folder: Path, noisy: 
     assert found[0]["routing/max_load"] >= 1.0
 
 
+@pytest.mark.some(1)
 def test_it_is_replayed_in_proximal_and_reference_passes(folder: Path, noisy: None) -> None:
     payload = GroupPayload(GroupId(0), tuple(answered(engine_of(folder))))
     behavior = np.concatenate([one.behavior_logprobs[one.loss_mask] for one in payload.trajectories])

@@ -20,7 +20,6 @@ from penstock.platform.cluster.actor_factory import engine_spec
 from penstock.platform.cluster.memory import CUDA_CONTEXT_GIB, GIB, engine_memory, resident_gib
 from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.config.schema import RunConfig
-from tests.tiers import some_of
 
 pytestmark = [
     pytest.mark.integration,
@@ -96,7 +95,8 @@ def check_of_vllm(config: RunConfig, pool: str, free_gib: float, monkeypatch: py
     return request_memory(snapshot, cache) / GIB
 
 
-@pytest.mark.parametrize("case", some_of(list(product(RECIPES, MODELS, SIZES)), 12), ids=str)
+@pytest.mark.some(12)
+@pytest.mark.parametrize("case", list(product(RECIPES, MODELS, SIZES)), ids=str)
 def test_an_engine_starts_where_the_dry_run_says_so_whoever_starts_first(
     case: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

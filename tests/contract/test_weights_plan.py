@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("zero_stage", "tp_size", "sources_of_rank_0"),
     [
@@ -44,6 +45,7 @@ def test_what_an_engine_rank_needs_comes_from_the_ranks_that_hold_it(zero_stage,
     assert sum(num_bytes for src, dst, num_bytes in report.links if dst == 0 and src in main) > 0.8 * total
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("num_copies", "sources_of_rank_0"), [(1, {0, 1}), (2, {0, 2})])
 def test_rows_of_fsdp2_reach_the_engines_at_the_lower_bound(num_copies: int, sources_of_rank_0: set[int]) -> None:
     fsdp2 = ["trainer.backend=fsdp2", "trainer.zero_stage=0", f"trainer.fsdp_copies={num_copies}"]
@@ -78,6 +80,7 @@ def test_colocated_ranks_that_hold_everything_send_nothing():
     assert report.local_bytes == pytest.approx(2 * report.model_bytes, rel=0.001), "each engine has one model"
 
 
+@pytest.mark.full
 def test_colocated_ranks_that_hold_a_quarter_send_the_rest():
     report = plan_report(compose_config([*COLOCATED, "trainer.zero_stage=3"]))
     assert report.wire_bytes == report.lower_bound_bytes

@@ -127,31 +127,20 @@ EXPERT_PARALLEL = {"has_experts": True, "is_expert_parallel": True}
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
-    Case(zero_stage=2),
     Case(zero_stage=2, dtype="bfloat16"),  # the recipe for one GPU
     Case(streamed=True, adam_epsilon=1.0),
-    Case(zero_stage=2, adam_epsilon=1.0, is_varlen=True),
-    Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0, is_varlen=True),
     Case(world_size=2, zero_stage=1, has_adapters=True, streamed=True, is_tied=False),
     Case(world_size=2, zero_stage=0, optimizer="muon"),
-    Case(world_size=2, zero_stage=2, optimizer="bfloat16 moments"),
-    Case("fsdp2", adam_epsilon=1.0),
     Case("fsdp2", world_size=2, max_tokens=40, is_varlen=True),
-    Case("fsdp2", world_size=2, dtype="bfloat16"),
     Case("fsdp2", world_size=2, streamed=True, adam_epsilon=1.0, is_tied=False),
     Case("fsdp2", world_size=2, has_adapters=True, gradient_checkpointing=True, updates="with a reference"),
     Case("fsdp2", world_size=2, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case("fsdp2", world_size=2, sequence_parallel=2, is_context=True, adam_epsilon=1.0),
-    Case("fsdp2", world_size=2, optimizer="bfloat16 moments"),
-    Case("fsdp2", world_size=2, has_experts=True, adam_epsilon=1.0),
     Case("fsdp2", world_size=2, **EXPERT_PARALLEL, adam_epsilon=1.0, max_tokens=40, gradient_checkpointing=True),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
-    Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
-    Case(world_size=2, zero_stage=3, offload_parameters=True, adam_epsilon=1.0),
-    Case(world_size=2, sequence_parallel=2, is_context=True, zero_stage=2, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case(
         world_size=2,
@@ -164,6 +153,17 @@ CASES = [
 ]
 """On one and two ranks."""
 LONG_CASES = [
+    Case(zero_stage=2),
+    Case(zero_stage=2, adam_epsilon=1.0, is_varlen=True),
+    Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=2, optimizer="bfloat16 moments"),
+    Case("fsdp2", adam_epsilon=1.0),
+    Case("fsdp2", world_size=2, dtype="bfloat16"),
+    Case("fsdp2", world_size=2, optimizer="bfloat16 moments"),
+    Case("fsdp2", world_size=2, has_experts=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, offload_parameters=True, adam_epsilon=1.0),
+    Case(world_size=2, sequence_parallel=2, is_context=True, zero_stage=2, adam_epsilon=1.0),
     Case(zero_stage=0, optimizer="muon", updates="several with a critic"),
     Case(zero_stage=0, optimizer="muon", dtype="bfloat16"),
     Case(world_size=2, zero_stage=0, optimizer="muon", streamed=True, is_tied=False),

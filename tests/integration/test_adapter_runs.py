@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import TWO_ROUTES, Train, small_run
@@ -29,6 +31,7 @@ def load_environment(num_rows):
 """
 
 
+@pytest.mark.full
 @TWO_ROUTES
 def test_an_environment_of_verifiers_trains(train: Train, tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(VERIFIERS)
@@ -40,6 +43,7 @@ def test_an_environment_of_verifiers_trains(train: Train, tmp_path: Path) -> Non
     assert max(fresh_mismatches(run_dir)) < 1e-4
 
 
+@pytest.mark.full
 @TWO_ROUTES
 def test_two_datasets_of_reasoning_gym_train(train: Train, tmp_path: Path) -> None:
     datasets = ["env.args.dataset=chain_sum", "+env.streams={sums: {}, legs: {args: {dataset: leg_counting}}}"]

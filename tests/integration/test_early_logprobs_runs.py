@@ -53,6 +53,7 @@ def test_a_trainer_that_waits_for_a_batch_forwards_its_groups(
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
+@pytest.mark.full
 @TWO_ROUTES
 def test_and_does_not_where_it_is_switched_off(train: Train, tmp_path: Path) -> None:
     folder = run(train, tmp_path, "dataflow.early_logprobs=false")

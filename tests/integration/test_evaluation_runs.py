@@ -58,6 +58,7 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
     return [record.metrics for record in read_metrics(run_dir) if "eval/accuracy" in record.metrics]
 
 
+@pytest.mark.full
 def test_a_resumed_run_keeps_answers_and_the_best_policy_of_the_steps_that_were_not_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_run_takes_over_keys_and_a_branch_from_there_is_bit_equal_to_it(folder
     assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_with_what_was_set(folder: Path) -> None:
     run_dir = train(folder, "killed", lambda run_dir: print(set_keys(run_dir, "trainer.optimizer.lr=2e-3")), kill_at=4)
     with in_process(folder):
@@ -126,6 +127,7 @@ def test_a_killed_run_goes_on_with_what_was_set(folder: Path) -> None:
     assert [rates[step] for step in range(1, STEPS + 1)] == [1e-3] * CUT + [2e-3] * (STEPS - CUT)
 
 
+@pytest.mark.full
 def test_a_run_may_be_made_shorter_and_its_ledger_balances(folder: Path) -> None:
     run_dir = train(
         folder,

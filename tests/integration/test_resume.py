@@ -116,11 +116,13 @@ def uninterrupted_mixture(folder: Path) -> Path:
     return folder / "runs" / "mixture"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(by_tier(2, full=5)))
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, uninterrupted: Path, seed: int) -> None:
     kill_resume_and_compare(folder, uninterrupted, f"killed{seed}", seed)
 
 
+@pytest.mark.full
 def test_so_does_that_of_a_mixture_of_experts(folder: Path, uninterrupted_mixture: Path) -> None:
     kill_resume_and_compare(folder, uninterrupted_mixture, "killed_mixture", seed=0, num_experts=NUM_EXPERTS)
     shares = [value for _, name, value in learned(uninterrupted_mixture) if name == "routing/unknown_share"]
@@ -145,6 +147,7 @@ def kill_resume_and_compare(folder: Path, uninterrupted: Path, name: str, seed: 
     assert summary["tokens_trained"] == expected["tokens_trained"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_experts", [0, NUM_EXPERTS])
 def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path, num_experts: int) -> None:
     name, of_run = f"stale{num_experts}", ("dataflow.max_staleness=3", *EVERY_STEP, "rollout.num_engines=2")
@@ -210,6 +213,7 @@ def test_a_run_that_is_stopped_loses_nothing_and_its_ledger_has_one_end_for_each
     assert {state for group_id, state in ends if group_id in live} == {GroupState.TRAINED}
 
 
+@pytest.mark.full
 def test_going_back_behind_a_later_checkpoint_has_to_be_allowed(folder: Path) -> None:
     run_dir = folder / "runs" / "stopped"
     first, *_, last = CheckpointFolder(run_dir).versions()
@@ -220,6 +224,7 @@ def test_going_back_behind_a_later_checkpoint_has_to_be_allowed(folder: Path) ->
     assert CheckpointFolder(run_dir).versions() == [first, first + 1]
 
 
+@pytest.mark.full
 def test_the_same_command_started_again_continues_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = small_run_overrides(
         folder, "again", character_tokenizer(), *FRESH, *EVERY_STEP[2:], "total_steps=4", "checkpoint.every_steps=1"
@@ -273,6 +278,7 @@ def test_the_exported_policy_of_the_last_checkpoint_is_the_one_that_the_run_has_
     assert b"| steps | 20 of 20 |" in exported["README.md"]
 
 
+@pytest.mark.full
 def test_a_longer_run_continues_a_completed_one(folder: Path, uninterrupted: Path) -> None:
     del uninterrupted
     overrides = small_run_overrides(folder, "longer", character_tokenizer(), *FRESH, *EVERY_STEP[2:], "total_steps=2")

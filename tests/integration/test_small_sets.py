@@ -43,6 +43,7 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
     return [record.metrics for record in read_metrics(run_dir) if "eval/accuracy" in record.metrics]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("num_rows", [1, 6, pytest.param(20, marks=pytest.mark.full)])
 def test_a_set_of_few_rows_is_trained_with_untouched_defaults(tmp_path: Path, num_rows: int) -> None:
     summary = read_summary(train(tmp_path, num_rows))
@@ -50,6 +51,7 @@ def test_a_set_of_few_rows_is_trained_with_untouched_defaults(tmp_path: Path, nu
     assert summary["trained_groups"] == 8, "rows recur within a batch"
 
 
+@pytest.mark.full
 def test_a_run_without_evaluations_says_so_and_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +70,7 @@ def test_a_run_without_evaluations_says_so_and_is_resumed(
     assert evaluations(run_dir) == []
 
 
+@pytest.mark.full
 def test_a_run_that_is_evaluated_on_its_training_rows_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +89,7 @@ def test_a_run_that_is_evaluated_on_its_training_rows_says_so(
     assert dict(row for row in results)["evaluated on"] == "training tasks"
 
 
+@pytest.mark.full
 def test_sets_of_training_rows_and_of_others_are_evaluated_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"prompt": "10+10=", "answer": "20"}\n')
     run_dir = train(tmp_path, 5, "env.args.held_out={seen: train, new: other.jsonl}", steps=1)
@@ -94,6 +98,7 @@ def test_sets_of_training_rows_and_of_others_are_evaluated_side_by_side(tmp_path
     assert read_summary(run_dir)["evaluated_on"] == "held-out and training"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
 def test_groups_of_one_are_trained(tmp_path: Path, algorithm: str) -> None:
     run_dir = train(tmp_path, 6, f"algorithm={algorithm}", "dataflow.group_size=1", "evaluation.num_tasks=0")

@@ -128,6 +128,7 @@ def test_steps_without_tokens_do_not_spoil_the_fit() -> None:
     assert full[0] == pytest.approx(full[1], rel=0.5)
 
 
+@pytest.mark.full
 def test_the_step_time_of_a_synthetic_run_is_predicted(tmp_path: Path) -> None:
     outcome = must_complete(KNOWN, seed=3)
     ends = [end for end, _, _ in outcome.trained.steps]

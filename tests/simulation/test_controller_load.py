@@ -18,6 +18,7 @@ def test_a_live_group_holds_at_most_24_kib_beyond_what_asyncio_takes() -> None:
     assert group_kib - bare_kib <= 24.0, f"{group_kib:.2f} KiB per group of {GROUP_SIZE}, {bare_kib:.2f} bare"
 
 
+@pytest.mark.full
 def test_a_completion_takes_no_more_calls_with_more_live_groups() -> None:
     calls(100, steps=1)  # what is loaded and cached at the first time is no completion's
     few, many = calls(100, steps=8), calls(400, steps=2)

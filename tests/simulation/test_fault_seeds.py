@@ -54,6 +54,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_invariant_breaks_under_faults(name: str) -> None:
     found = [found for seed in seeds_of(name, NUM_SEEDS) if (found := violation(name, seed)) is not None]
@@ -82,6 +83,7 @@ def clean(overrides: list[str], seeds: range) -> Sweep:
     return sweep
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("eta", "policy"), each_of([0, 1, 2, 4, 8], ["wait", "trim", "drop"]))
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
     small = ["batch=3", "group_size=2", "engines=2", "slots=8", "steps=20", f"eta={eta}", f"on_expiry={policy}"]
@@ -122,6 +124,7 @@ def test_every_policy_sees_the_same_lengths() -> None:
 LONG_RUN = ["batch=4", "group_size=4", "engines=2", "slots=16", "steps=60", "sigma=1"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("eta", [1, 2])
 @pytest.mark.parametrize("policy", ["wait", "trim"])
 def test_waiting_and_trimming_train_the_lengths_that_are_there(policy: str, eta: int) -> None:
@@ -134,6 +137,7 @@ def test_waiting_and_trimming_train_the_lengths_that_are_there(policy: str, eta:
         assert (sweep.bias.length_bias, sweep.bias.kept_p99) == pytest.approx((1.0, 1.0))
 
 
+@pytest.mark.full
 def test_dropping_is_biased_to_short_answers() -> None:
     bias = run_seeds(parse_faulty([*LONG_RUN, "on_expiry=drop", "eta=1"]), range(1)).bias
     assert bias.length_bias is not None

@@ -629,6 +629,7 @@ CASES = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("bug", CASES)
 def test_some_seed_finds_that(bug: str) -> None:
     case = CASES[bug]
@@ -643,6 +644,7 @@ def test_some_seed_finds_that(bug: str) -> None:
     pytest.fail(f"{SEEDS} seeds found {found[:3] or 'nothing'}")
 
 
+@pytest.mark.full
 def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several old groups may be due in one batch; a test that looks one version ahead sees it too late (DESIGN §3)."""
     due_counts = ConsumptionGate.due_counts
@@ -690,12 +692,14 @@ def test_a_limit_that_a_stall_of_the_driver_uses_up_is_found(monkeypatch: pytest
     pytest.fail(f"{SEEDS} seeds found nothing")
 
 
+@pytest.mark.full
 def test_requests_that_count_as_silent_for_a_stall_of_the_driver_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.rollout.trajectory.runner.LATE_S", 1e9)
     found = [simulate(parse_faulty(STALLED), seed).violation for seed in range(SEEDS)]
     assert any(violation and ("stall:" in violation or "fence:" in violation) for violation in found), found[:3]
 
 
+@pytest.mark.full
 def test_a_checkpointer_that_gives_up_after_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     is_due = Checkpointer.is_due
 

@@ -50,6 +50,7 @@ def test_the_last_line_is_one_json_object_with_what_was_promised() -> None:
     assert (figures["seeds"], figures["violations"], figures["groups"]) == (3, 0, 24)
 
 
+@pytest.mark.full
 def test_the_speedup_compares_runs_with_the_same_faults() -> None:
     result = run_sweep(*SMALL, "eta=0", "faults=heavy", "--seeds", "3", "--json")
     figures = json.loads(result.stdout.splitlines()[-1])
@@ -87,12 +88,14 @@ def test_seeds_are_a_range_or_one_seed() -> None:
         parse_seeds("5:5")
 
 
+@pytest.mark.full
 def test_members_on_the_engine_of_their_prefix_finish_sooner_than_on_any_idle_one() -> None:
     figures = prefix_routing(range(1))
     assert 1.2 <= figures["ratio"] <= figures["ceiling"]
     assert figures["prefix_aware"]["recomputed_prefix_share"] <= 0.3
 
 
+@pytest.mark.full
 def test_redundant_groups_raise_the_useful_rate_under_exponential_stragglers() -> None:
     figures = redundant_groups(range(1))
     assert 1.15 <= figures["b=1"]["ratio"] <= figures["b=4"]["ratio"] <= figures["ceiling"]

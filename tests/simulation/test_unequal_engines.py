@@ -64,6 +64,7 @@ async def spent(
     return Spent(asyncio.get_running_loop().time() - started, sum(lengths))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("seed", "routing"), [(0, "prefix_aware"), (1, "prefix_aware"), (2, "prefix_aware"), (0, "least_loaded")]
 )

@@ -113,6 +113,7 @@ async def calls_together(answer: Answering) -> Any:
 WAYS = {"one call": one_call, "together": calls_together, "ranks": call_ranks, "engine": update_an_engine}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("way", WAYS)
 async def test_an_answer_that_arrived_while_the_driver_stood_still_is_in_time(way: str) -> None:
     async def answer() -> str:

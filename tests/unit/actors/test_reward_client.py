@@ -311,6 +311,7 @@ async def test_a_cancelled_trajectory_affects_no_other_when_its_worker_dies() ->
     assert len(place.processes[1].labels) == 1
 
 
+@pytest.mark.full
 async def test_after_a_stall_of_the_driver_no_living_worker_counts_as_lost(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:

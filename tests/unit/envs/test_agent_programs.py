@@ -187,6 +187,7 @@ async def test_a_function_gets_a_client_and_one_that_fails_costs_its_own_attempt
         assert len(host.pids) == 1
 
 
+@pytest.mark.full
 async def test_the_process_of_a_function_that_blocks_is_replaced(play: Callable[..., Any]) -> None:
     async with play("planted_agents:agent", timeout_s=1.0) as (once, host):
         with pytest.raises(TrajectoryError, match="neither a request that could be answered nor an end within 1 s"):

@@ -175,6 +175,7 @@ async def cancel(host: EpisodeHost, text: str) -> None:
     await asyncio.wait([playing])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("how", "text"),
     [(fail, "raise"), (fail, "sleep"), (fail, "block"), (fail, "exit"), (cancel, "sleep"), (lose_the_engine, "")],

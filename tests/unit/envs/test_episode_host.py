@@ -132,6 +132,7 @@ async def test_episodes_are_spread_over_the_processes(
         assert sorted(processes.values()) == shares
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -125,6 +125,7 @@ def tiered(number: int, line: str) -> Any:
     return pytest.param(line, marks=pytest.mark.full if is_full else ())
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("line", [tiered(number, line) for number, line in enumerate(HERE)])
 def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
     from penstock.platform.cli.main import app
@@ -144,6 +145,7 @@ def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) ->
     assert (of_runs[words[0]] if words[0] in of_runs else said[words[1]]) in result.output
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("line", [line for line, words in commands().items() if words[0] in OF_A_STARTED_RUN])
 def test_the_commands_that_continue_a_run_find_its_checkpoints(
     folder: Path, line: str, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,6 @@ from tests.hostile_acts import ACTS, FINE, HostileAct, says
 from tests.hostile_play import EPISODES, REWARDS, STRICT, Played, no_process_left, play_steps_and_tools
 from tests.hostile_programs import PROGRAMS
 from tests.hostile_reaches import REACHES, lay_outside
-from tests.tiers import some_of
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -147,8 +146,10 @@ async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     await made.shutdown()
 
 
+@pytest.mark.some(4)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("act", some_of(ACTS, 12), ids=lambda act: act.name)
+@pytest.mark.some(12)
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
 async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]
 ) -> None:
@@ -203,6 +204,7 @@ async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
     assert not found.leaves_process
 
 
+@pytest.mark.full
 async def test_temporary_files_of_a_reward_go_with_its_process(folder: Path) -> None:
     before = set(folder.iterdir())
     runner = RewardRunner(REWARDS)
@@ -228,6 +230,7 @@ def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(trap: Tra
     assert not asyncio.run(survives(trap))
 
 
+@pytest.mark.full
 async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_may() -> None:
     once = RewardRunner(REWARDS.model_copy(update={"max_attempts": 1}))
     thrice = RewardRunner(REWARDS.model_copy(update={"max_attempts": 3}))

@@ -120,6 +120,7 @@ async def test_tools_are_described_and_called_and_a_server_that_dies_fails_the_a
             await playing.step(call("die"))
 
 
+@pytest.mark.full
 async def test_a_server_that_hangs_fails_the_attempt_and_is_killed(program: Path) -> None:
     async with episode(stdio(program), timeout_s=1.0) as playing:
         await playing.reset(TASK)

@@ -113,6 +113,7 @@ async def test_none_leaves_a_part_out_and_is_no_opinion_of_a_reward_that_is_alon
     assert await score(alone, task(kind="code"), "2") == Score(None, {}), "a part of weight 0 is only recorded"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("fields", "reward"),
     [

@@ -118,6 +118,7 @@ def test_arguments_out_of_range_are_refused(args: dict[str, object], problem: st
         load_task_source(EnvConfig(factory="python_code", args=args), 0)
 
 
+@pytest.mark.full
 async def test_penstock_env_check_finds_nothing_wrong() -> None:
     reward = RewardConfig(fn="tests.unit.envs.test_python_tasks:REWARD", timeout_s=30)
     findings = await check_environment(EnvConfig(factory="python_code"), reward)

@@ -25,7 +25,6 @@ from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
 from tests.answers import answered
-from tests.tiers import some_of
 from tests.tiny_policy import tiny_shape
 
 NAMES = [
@@ -89,7 +88,8 @@ async def test_policies_answer_twenty_tasks_and_their_verifiers_score_it(tmp_pat
         assert reasoning_gym_reward(gold, **task.fields)["reward"] == 1.0
 
 
-@pytest.mark.parametrize("name", some_of(NAMES, 5))
+@pytest.mark.some(5)
+@pytest.mark.parametrize("name", NAMES)
 async def test_they_pass_the_check_of_environments(name: str) -> None:
     findings = await check_environment(EnvConfig(factory="reasoning_gym", args={"dataset": name}))
     assert [finding.is_good for finding in findings] == [True] * 4 + [None]

@@ -300,6 +300,7 @@ async def test_an_agent_whose_repository_passes_the_hidden_tests_gets_1_and_its_
     assert 0 < counts["agent_s"] < 60
 
 
+@pytest.mark.some(2)
 @isolated
 @pytest.mark.parametrize(
     ("kind", "reward", "counts"),
@@ -325,6 +326,7 @@ async def test_tests_whose_command_is_not_there_are_counted(play: Any) -> None:
     assert (reply["reward"], reply["counts"]["tests_not_found"]) == (0.0, 1)
 
 
+@pytest.mark.some(1)
 @isolated
 @pytest.mark.parametrize(
     ("kind", "limits"),
@@ -367,6 +369,7 @@ async def test_an_agent_that_never_asks_fails_the_attempt_with_what_it_said(play
         await play("asks nothing")
 
 
+@pytest.mark.some(2)
 @isolated
 @pytest.mark.parametrize(
     ("tests", "args", "reward", "parts"),
@@ -661,6 +664,7 @@ def test_without_isolation_it_is_refused_unless_that_is_allowed(
     load_task_source(configured(tmp_path, ["true"], 0, allow_unisolated=True), 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["fixes", "leaves daemons", "fixes and hangs"])
 async def test_without_isolation_limits_hold_and_nothing_is_left(
     play: Any, tmp_path: Path, port: int, kind: str

@@ -54,6 +54,7 @@ def test_scores_are_those_of_the_classifier_alone(judge, max_batch, monkeypatch)
     assert sizes == {1: [1] * 7, 3: [3, 3, 1], 32: [7]}[max_batch]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be loaded; tests/gpu/test_reward_model.py compares it")
 async def test_the_model_goes_where_its_pool_is(judge) -> None:
     config = RewardConfig(fn="penstock.envs.rewards.reward_model:RewardModelReward", args={"path": judge})

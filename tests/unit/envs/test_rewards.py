@@ -37,6 +37,7 @@ async def code() -> AsyncIterator[PythonCodeReward]:
     await reward._sandbox.close()
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("response", "passed"),
     [
@@ -327,6 +328,7 @@ async def test_code_is_scored_through_the_whole_path() -> None:
     assert results == [right, Score(0.0, {"code": 0.0, "code/passed": 0.0, "format": 0.0}), right]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("other", ["length", "judge"])
 async def test_a_pure_part_is_called_once_for_equal_texts_next_to_one_that_is_not_pure(module: str, other: str) -> None:
     parts = {name: RewardPartConfig(fn=f"{module}:{name}") for name in ("counted", other)}

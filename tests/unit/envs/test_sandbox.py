@@ -128,6 +128,7 @@ async def test_nothing_stays_from_one_program_to_the_next(sandbox: Sandbox) -> N
     assert second.stdout == "[] 3.141592653589793\n"
 
 
+@pytest.mark.some(1)
 async def test_programs_of_one_answer_run_in_turn_and_the_first_that_hits_a_limit_is_the_last(sandbox: Sandbox) -> None:
     leaves = "import os, sys; os.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); print(sys.stdin.read())"
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint(os.listdir())"
@@ -238,6 +239,7 @@ def test_a_file_that_would_lie_outside_is_refused(name: str) -> None:
         Program("", files={name: b""})
 
 
+@pytest.mark.some(1)
 async def test_programs_run_at_the_same_time_and_each_gets_its_own_answer(sandbox: Sandbox) -> None:
     started = time.monotonic()
     results = await asyncio.gather(*(run(sandbox, f"import time; time.sleep(0.5); print({n})") for n in range(8)))

@@ -164,6 +164,7 @@ async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> 
     assert await runner.score_many([pair("die once"), pair("fine")]) == [Score(1.0, {}), Score(1.0, {})]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("num_kills", "is_loaded"), [(2, True), (3, False)])
 async def test_a_process_killed_from_outside_while_it_loads_is_replaced_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kills: int, is_loaded: bool
@@ -216,6 +217,7 @@ async def test_a_cancellation_is_an_answer_as_any_other(runner_of: Factory, name
     assert (fine, runner.pid) == (Score(1.0, {}), first_pid)
 
 
+@pytest.mark.full
 async def test_an_async_function_that_blocks_its_loop_is_found_and_killed(runner_of: Factory) -> None:
     runner = runner_of("obey_async", timeout_s=0.5)
     results = await runner.score_many([pair("fine"), pair("block"), pair("fine")])

@@ -115,6 +115,7 @@ async def play() -> AsyncIterator[Callable[..., Any]]:
         await host.close()
 
 
+@pytest.mark.full
 async def test_a_single_turn_is_played_and_its_rubric_is_the_reward(play: Callable[..., Any]) -> None:
     right = await play("single", "ANSWER")
     assert right.shown == [[{"role": "system", "content": "Add."}, {"role": "user", "content": right.question}]]

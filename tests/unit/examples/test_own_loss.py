@@ -63,6 +63,7 @@ def test_what_has_no_entry_is_said() -> None:
     assert "asymmetric:Settings has no @Entry" in result.stderr
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("override", "words"),
     [

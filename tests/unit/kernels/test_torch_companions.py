@@ -71,6 +71,7 @@ def test_builds_that_fit_are_left_alone(tmp_path: Path) -> None:
     assert output.splitlines()[:3] == ["this is torchvision", "this is torchaudio", "this is torchcodec"]
 
 
+@pytest.mark.full
 def test_what_is_installed_here_lets_transformers_and_vllm_import_their_models(tmp_path: Path) -> None:
     for program in (
         "import penstock; from transformers.models.llama import modeling_llama; print('imported')",

@@ -35,6 +35,7 @@ def run_tests(names: tuple[str, ...], **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_interpreted_kernels_give_what_the_references_give() -> None:
     run_tests(INTERPRETED, TRITON_INTERPRET="1")
 

@@ -135,6 +135,7 @@ def test_an_auxiliary_model_with_the_policys_tokenizer_is_accepted(overrides, tm
     load_config("train", [*overrides, AUXILIARY[key], f"{key}={other}"])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("key", AUXILIARY)
 def test_an_auxiliary_model_with_another_vocabulary_or_tokenizer_is_refused(overrides, tmp_path, key):
     other = auxiliary_model(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
@@ -218,6 +219,7 @@ BROKEN_CONFIGS = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("kind", BROKEN_CONFIGS)
 @pytest.mark.parametrize("key", ["model.path", "critic.path"])
 def test_a_config_json_that_cannot_be_read_is_named_with_what_it_holds(overrides, tmp_path, kind, key):
@@ -281,6 +283,7 @@ def longrope(original: int, **fields: object) -> dict[str, object]:
 PHI = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -39,6 +39,7 @@ def test_help_is_light():
     assert loaded_with("penstock.platform.cli.main", heavy) == "[]"
 
 
+@pytest.mark.full
 def test_a_simulation_loads_no_models():
     assert loaded_with("penstock.platform.simulator.simulation", {"vllm", "transformers", "deepspeed"}) == "[]"
 

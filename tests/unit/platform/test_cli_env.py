@@ -82,6 +82,7 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "code", "found"),
     [
@@ -107,6 +108,7 @@ def test_what_is_built_in_passes() -> None:
     assert exit_code == 0, output
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("reward", "code", "found"),
     [
@@ -150,6 +152,7 @@ def test_a_reward_is_required_for_answers_and_not_for_episodes() -> None:
     assert (exit_code, "has episodes with their own reward" in output) == (2, True)
 
 
+@pytest.mark.full
 def test_a_reward_in_a_sandbox_needs_grants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret")
     words = ("check", "checked_envs:Answered", "--reward", "checked_envs:asking")

@@ -58,6 +58,7 @@ def test_the_example_of_the_guide_prints_what_the_guide_says(tmp_path: Path) -> 
     assert done.stdout == printed
 
 
+@pytest.mark.full
 async def test_the_service_asks_for_its_token_and_ends_the_program_of_a_client_that_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

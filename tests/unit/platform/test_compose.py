@@ -215,6 +215,7 @@ def test_what_a_key_of_another_library_is_answered_with_is_accepted(key):
     follow(advice[1])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", ["loss", "advantage", "correction"])
 def test_the_advice_to_choose_a_part_of_an_algorithm_is_accepted(part, tmp_path):
     own = tmp_path / "experiment" / "mine.yaml"

@@ -119,6 +119,7 @@ def test_no_preset_repeats_a_default(path: Path) -> None:
     assert [*repeated(values, RunConfig, {}), *repeated_arguments(values, {})] == []
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_an_experiment_sets_only_what_it_changes(path: Path, tmp_path: Path) -> None:
     values, below = whole(path), composed_below(path, tmp_path)

@@ -267,6 +267,7 @@ def test_a_resumed_run_remembers_what_was_set_when_it_began(tmp_path):
     assert saved_config.changed_config(saved, [], run_dir).is_typed("model.max_context_tokens")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 10, 20])
 def test_small_sets_start_with_untouched_defaults(tmp_path, num_rows):
     config = load_config("train", text(tmp_path, num_rows)).config

@@ -108,6 +108,7 @@ def test_a_driver_whose_version_cannot_be_read_is_a_warning(monkeypatch: pytest.
     assert "needs 580.65.06 or newer" in diagnosis.advice
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("capability", "is_cpu_build", "status"), [("7.5", False, "bad"), ("7.5", True, "warn"), ("8.0", False, None)]
 )

@@ -123,6 +123,7 @@ def test_a_name_on_the_hub_takes_its_place_too(run_dir: Path) -> None:
     assert "org/model" not in refused("experiment=arithmetic", "model.path=nowhere")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -89,6 +89,7 @@ def test_the_result_of_both_answers_is_shown(call: Call) -> None:
     assert f"/train/2 answered with {TEXT!r}: reward 0.5, right 0, short 0.5" in text.message
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -125,6 +126,7 @@ def test_a_reward_that_has_no_opinion_on_any_answer_is_a_warning(call: Call) -> 
     assert "a function without `return` gives None" in warned.message
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("rows", "found"),
     [

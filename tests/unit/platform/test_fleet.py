@@ -481,6 +481,7 @@ async def tokens_per_engine_second(*, changes: bool) -> float:
     return num_tokens / engine_s
 
 
+@pytest.mark.full
 def test_engines_that_join_and_leave_are_used_for_most_of_their_time() -> None:
     steady, changing = (run_virtual(tokens_per_engine_second(changes=changes)) for changes in (False, True))
     assert steady == pytest.approx(8 / TOKEN_S, rel=0.1), "all slots are used"

@@ -173,6 +173,7 @@ def test_each_tensor_is_merged_in_float32_and_written_in_the_form_of_the_base(me
     assert AutoTokenizer.from_pretrained("out").encode("1+2=") == character_tokenizer().encode("1+2=")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_of_the_policies_and_their_files_change_no_bit(method: str) -> None:
     shutil.copytree("a", "whole")

@@ -23,7 +23,7 @@ from penstock.platform.config.compose import compose_all
 from penstock.platform.config.field_errors import _alternatives as kinds_of
 from penstock.platform.config.schema import RunConfig
 from tests.command_line import ENVIRONMENT, run_cli
-from tests.tiers import by_tier, some_of
+from tests.tiers import by_tier
 
 LONG = "n" * 300
 MODULES = {
@@ -175,8 +175,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.some(12)
 @pytest.mark.usefixtures("user", "few_tasks")
-@pytest.mark.parametrize("refused", some_of(REFUSED, 30), ids=[words[:60] for words, _ in REFUSED])
+@pytest.mark.parametrize("refused", REFUSED, ids=[words[:60] for words, _ in REFUSED])
 def test_what_cannot_work_is_refused_by_name(refused):
     overrides, named = refused
     found = violations(*overrides.split(" "))
@@ -291,6 +292,7 @@ def has_ended(pid: str) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_a_module_that_loops_at_import_is_ended_with_what_it_has_started(user, monkeypatch):
     monkeypatch.setattr(imports, "IMPORT_TIMEOUT_S", 5.0)
     (user / "starts_and_loops.py").write_text(
@@ -325,6 +327,7 @@ def make_run(folder: Path, name: str = "arithmetic") -> Path:
     return folder
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

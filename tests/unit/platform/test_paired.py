@@ -36,6 +36,7 @@ def test_it_is_antisymmetric_and_narrows_with_the_level_and_the_number_of_answer
     assert paired_difference([0.5, -0.25, 0.0, 0.75], 4, level=0.5)[2] < high
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("num_tasks", [50, 200])
 @pytest.mark.parametrize("num_answers", [1, 4, 32])
 @pytest.mark.parametrize(("spread", "shift"), [(0.0, 0.0), (0.15, 0.05), (0.1, 0.2)])

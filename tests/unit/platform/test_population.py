@@ -118,6 +118,7 @@ def quadratic(folder: Path, seed: int, generations: int, *, out: Console | None 
     assert done == 0
 
 
+@pytest.mark.full
 def test_a_population_beats_independent_members_at_equal_steps(tmp_path: Path) -> None:
     from examples.quadratic_member import Quadratic
 

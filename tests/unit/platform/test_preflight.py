@@ -46,6 +46,7 @@ def test_equal_nodes_have_no_findings() -> None:
     assert said(node(1), node(2)) == []
 
 
+@pytest.mark.full
 def test_nodes_whose_processes_have_the_same_number_write_to_the_run_directory_at_once(tmp_path: Path) -> None:
     """As in containers, where the numbers begin at 1 on every node."""
     (tmp_path / "sign").write_text("sign")

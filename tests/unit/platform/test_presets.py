@@ -70,6 +70,7 @@ def test_a_planted_value_without_a_source_is_found(tmp_path: Path, monkeypatch: 
     assert without_source(folder / "planted.yaml") == ["algorithm/loss", "algorithm.epochs"]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_printed_with_formulas_settings_sources_and_differences(name: str) -> None:
     printed, preset = shown(name), preset_of(name)

@@ -54,6 +54,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_packaged_shape_of_a_model_has_its_number_of_parameters(name: str) -> None:
     path = yaml.safe_load((CONF_DIR / "model" / f"{name}.yaml").read_text())["path"]
@@ -85,6 +86,7 @@ def test_the_recipe_for_preferences_reads_the_pairs_of_a_user() -> None:
     assert plan_placement(config, "dpo")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("task", by_tier(TASKS[:1], TASKS))
 def test_each_model_is_planned_for_each_task_on_each_scale_or_is_too_large_for_it(task: str, scale: str) -> None:

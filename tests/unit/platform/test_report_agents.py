@@ -229,6 +229,7 @@ LOOK = """async page => {
 }"""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_the_tree_of_an_episode_is_folded_linked_and_fits_phones_and_wide_screens(agent_run: Path) -> None:
     path = write_report(agent_run)

@@ -35,6 +35,7 @@ class Ranks:
             self.parts.observe(self.step, rates, {}, equal_engines=True)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("healthy_steps", [0, 25, 300])
 def test_a_rank_at_half_its_speed_is_named_within_20_steps(num_ranks: int, healthy_steps: int) -> None:
@@ -67,6 +68,7 @@ def test_it_is_said_once_with_both_numbers() -> None:
     assert "0.50 of the median of the other ranks (60)" in sentence
 
 
+@pytest.mark.full
 def test_a_simulated_rank_of_half_the_speed_is_named_and_slows_every_step() -> None:
     healthy, slowed = (
         simulate(SimulationConfig(steps=20, rank_speeds=speeds, train_s_per_token=1e-2), 0)

@@ -216,12 +216,14 @@ def test_a_signal_before_the_run_queues_the_job(job: type[Job]) -> None:
     assert started.asked()[-1] == f"requeue {os.getpid() % 20}"
 
 
+@pytest.mark.full
 def test_a_failed_run_is_not_repeated(job: type[Job]) -> None:
     started = job(TWO_NODES, CASE="2")
     assert started.end()[0] == 2
     assert started.asked() == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("restarts", "requeues"), [("", True), pytest.param("9", True, marks=pytest.mark.full), ("10", False)]
 )
@@ -243,6 +245,7 @@ def test_the_job_is_queued_at_once_if_ray_starts_nowhere(job: type[Job]) -> None
     assert started.asked()[-1] == f"requeue {os.getpid() % 20}"
 
 
+@pytest.mark.full
 def test_nodes_that_do_not_come_end_the_job_at_a_limit(job: type[Job]) -> None:
     started = job([*TWO_NODES], CASE="0", WAIT_S="0.5", BROKEN="g0n1")
     code, errors = started.end()

@@ -233,6 +233,7 @@ def test_what_this_machine_lacks_is_a_warning_of_a_dry_run_and_ends_a_sweep(tmp_
         check_trials(grid, tmp_path)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_a_run_that_did_not_complete_is_run_again(tmp_path: Path, status: str) -> None:
     config = next(iter(two_trials(tmp_path)[1].values()))
@@ -375,6 +376,7 @@ def test_a_stopped_trial_is_kept_and_completed_without_the_option(tmp_path: Path
     assert find_stopped(config, stops_early=False) is None
 
 
+@pytest.mark.full
 def test_trials_side_by_side_run_at_the_same_time_after_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

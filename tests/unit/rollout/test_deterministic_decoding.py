@@ -77,6 +77,7 @@ def mine(tiny_model_config: ModelConfig) -> Answer:
     return alone(tiny_model_config)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "steps", "after"), [(0, 0, 12), (5, 3, 7), (12, 40, 20), (30, 25, 30)])
 def test_a_request_samples_the_same_bits_alone_and_among_others_early_and_late_in_any_slot(
     tiny_model_config: ModelConfig, mine: Answer, before: int, steps: int, after: int

@@ -70,6 +70,7 @@ def saved(trainer: PolicyTrainer, folder: Path, version: int = 3) -> WrittenFile
     return write_snapshot(trainer.snapshot(version), folder, 0)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_trainer_goes_on_bit_for_bit(
     kind: str, policy: str, batch: list[GroupPayload], tmp_path: Path
@@ -122,6 +123,7 @@ def test_training_meanwhile_does_not_change_what_is_written(
     assert not all(torch.equal(tensor, before[name]) for name, tensor in state_of(trainer).items())
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", [*KINDS, "critic alone"])
 def test_an_optimizer_step_waits_for_the_copy(
     kind: str, policy: str, batch: list[GroupPayload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def test_compiled_layers_are_equal_and_compile_once_for_all_layers_and_lengths(
     assert list(compiled.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.full
 def test_attention_by_lengths_stays_outside_of_the_graphs(
     policy: str, compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,6 +244,7 @@ def test_a_pace_of_another_ratio_begins_again() -> None:
     assert Pace(0.5).restored({}) == Pace(0.5), "a checkpoint from before the setting"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ratio", "expected"), [(2.5, [7, 8, 7]), (0.5, [1, 2, 1]), (1.0, [3, 3, 3])])
 def test_the_critic_is_updated_by_its_ratio_and_a_resumed_one_likewise(
     policy, judge, batch, tmp_path, ratio: float, expected: list[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
@@ -48,6 +49,7 @@ def trained_on(trainer: PolicyTrainer, num_batches: int, rng: np.random.Generato
     return found
 
 
+@pytest.mark.full
 def test_a_return_that_the_prompt_decides_is_foreseen_and_the_critic_goes_on_from_where_it_was_saved(
     policy: str, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def count_forwards(trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch) -> l
     return seen
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("kind", "ahead"), each_of(KINDS, [(0, 1, 2), (2,), (1, 0), ()]))
 def test_weights_and_metrics_are_those_without_early_logprobs(policy, batch, kind, ahead) -> None:
     mine, plain = make(policy, kind), make(policy, kind)

@@ -213,6 +213,7 @@ def regression(config: OptimizerConfig, seed: int, num_steps: int = 2000) -> flo
     return float((inputs @ weight.detach() - targets).square().mean() / targets.square().mean())
 
 
+@pytest.mark.full
 def test_2000_steps_of_a_regression_end_where_those_in_float32_end(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"lr": 1e-2, "betas": (0.9, 0.999)}
     exact = regression(OptimizerConfig(**settings), seed=0)

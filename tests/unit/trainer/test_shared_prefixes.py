@@ -224,6 +224,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("max_tokens", [200, 46])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_step_is_the_same(policy, shared_batch, name, max_tokens) -> None:

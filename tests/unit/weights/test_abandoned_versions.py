@@ -66,6 +66,7 @@ def test_the_next_process_removes_what_a_killed_one_has_left_and_nothing_of_livi
     assert (living.folder / "v7.safetensors").stat().st_size == 1 << 20
 
 
+@pytest.mark.full
 def test_a_killed_process_that_has_not_been_waited_for_counts_as_dead(
     two_processes: list[Process], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_message_from_main_memory_is_refused_as_nccl_refuses_it(backends: list
     on_every_rank(2, send)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("codec", [None, "full", "delta", "int8_delta"])
 def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec: CodecName | None) -> None:
     store, members = serve_store(HOST), Members(NUM_TRAINING, ENGINES)

@@ -20,6 +20,7 @@ EXTRA = "mtp.layers.0.weight"
 """A layer that predicts the token after the next one, which neither transformers nor an engine loads."""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
 def test_the_tower_stays_and_the_language_model_is_replaced(model_type: str, tmp_path: Path) -> None:
     source, target = make_model(model_type, tmp_path / "source", 0), tmp_path / "policy"
@@ -40,6 +41,7 @@ def test_the_tower_stays_and_the_language_model_is_replaced(model_type: str, tmp
         torch.testing.assert_close(parameter.detach(), trained[name], rtol=0, atol=0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
 def test_what_is_served_without_a_trainer_is_the_language_model(model_type: str, is_tied: bool, tmp_path: Path) -> None:

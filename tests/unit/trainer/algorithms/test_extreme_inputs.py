@@ -197,6 +197,7 @@ def findings(num_combinations: int) -> dict[str, str]:
     return {combination: what for combination, what in found.items() if what is not None}
 
 
+@pytest.mark.full
 def test_losses_and_gradients_of_all_combinations_are_finite() -> None:
     assert findings(by_tier(1_000, full=5_000)) == {}
 

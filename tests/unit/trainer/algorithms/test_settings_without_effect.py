@@ -185,6 +185,7 @@ def trained(policy: str) -> Trained:
     return Trained(policy)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}={case.value}-{case.rest}")
 def test_it_is_named_and_changes_no_bit_of_what_is_trained(case: Case, trained, batch, aged, references) -> None:
     is_synchronous = case.key == "staleness_decay"  # then all tokens are of the newest version
@@ -198,6 +199,7 @@ def test_it_is_named_and_changes_no_bit_of_what_is_trained(case: Case, trained, 
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("key", ACTING)
 def test_a_setting_without_a_warning_has_an_effect(key: str, trained, aged, references) -> None:
     value, rest = ACTING[key]
@@ -242,6 +244,7 @@ def test_every_row_is_tried_where_it_holds_and_where_it_does_not() -> None:
     assert {path_of(key) for key in ACTING} == CONDITIONS - {"algorithm.kl.apply_to"}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_no_experiment_has_a_setting_without_effect(experiment: str) -> None:
     config = compose_all([f"experiment={experiment}"]).config

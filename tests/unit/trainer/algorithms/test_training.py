@@ -22,7 +22,6 @@ from penstock.trainer.batches.samples import batch_samples, policy_sequences, re
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.algorithms import algorithm_config, resolved
-from tests.tiers import some_of
 from tests.unit.trainer.torch_trainer import logprobs_of, scored, trainer_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[4] / "conf" / "algorithm").glob("*.yaml"))
@@ -122,7 +121,8 @@ def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
 
 
-@pytest.mark.parametrize("name", some_of([*PRESETS, *VARIANTS], 8))
+@pytest.mark.some(8)
+@pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
 def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name, policy, aged, references) -> None:
     settings = settings_of(name)
     whole = gradient(trainer_of(policy, 1000, **settings), [(aged, references)])
@@ -140,6 +140,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
 def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, references) -> None:
     trainer = trainer_of(policy, 60, **settings_of(name))
@@ -189,6 +190,7 @@ def nll_of(policy: str, payloads: list[GroupPayload]) -> dict[str, np.ndarray]:
     return {one.trajectory_id: -logprobs_of(model, one) for group in payloads for one in group.trajectories}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean", *SUMS])
 def test_the_anchor_is_the_mean_over_the_tokens_of_answers_that_pass(aggregation: str, policy, aged) -> None:
     """VAPO's normaliser, whatever the aggregation of the policy loss; of each mini-batch by itself."""
@@ -333,6 +335,7 @@ def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
     assert close(parts, after)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "aggregation"),
     [
