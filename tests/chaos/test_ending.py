@@ -18,9 +18,7 @@ from safetensors.torch import load_file
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import ENVIRONMENT, read_summary, run_cli
-from tests.in_process import train_in_process
 from tests.small_run import small_run_overrides
-from tests.tiers import IS_FULL
 
 # The first of them also makes the warm policy of the session.
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -50,7 +48,8 @@ def test_a_signal_ends_every_process(
     assert summary["policy_version"] in (None, 0), "nothing was trained"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_evaluated(
     signum: signal.Signals, workspace: Path, train_overrides: list[str]
 ) -> None:
@@ -63,13 +62,9 @@ def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_eva
     assert summary["policy_version"] >= step, f"{signum.name} {later_s:.2f} s after step {step}"
     policy = workspace / "runs" / name / "policy"
     overrides = [*train_overrides, "rollout/engine=torch", f"model.path={policy}"]
-    if IS_FULL:
-        evaluated = run_cli("eval", *overrides, cwd=workspace)
-        assert evaluated.returncode == 0, evaluated.stderr
-        accuracy = json.loads(evaluated.stdout.splitlines()[-1])["accuracy"]
-    else:
-        train_in_process(workspace, [*overrides, "trainer.backend=torch", "total_steps=1", "name=goes_on"])
-        accuracy = read_summary(workspace / "runs" / "goes_on")["eval_before"]
+    evaluated = run_cli("eval", *overrides, cwd=workspace)
+    assert evaluated.returncode == 0, evaluated.stderr
+    accuracy = json.loads(evaluated.stdout.splitlines()[-1])["accuracy"]
     assert accuracy > 0.0
 
 

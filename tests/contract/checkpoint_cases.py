@@ -59,14 +59,14 @@ TORCH = dataclasses.replace(REFERENCE)
 UNTIED_TORCH = dataclasses.replace(REFERENCE, is_tied=False)
 
 PAIRS = [
-    same(zero(1)),
     same(zero(3, **WITH_CRITIC)),
-    Pair(zero(1), zero(3)),
-    same(fsdp2(**WITH_CRITIC)),
     Pair(fsdp2(), zero(2, 1)),
     Pair(zero(2, 1), fsdp2()),
 ]
 LONG_PAIRS = [
+    same(fsdp2(**WITH_CRITIC)),
+    Pair(zero(1), zero(3)),
+    same(zero(1)),
     Pair(fsdp2(**EXPERT_PARALLEL), dataclasses.replace(TORCH, has_experts=True)),
     Pair(zero(1), TORCH),
     same(zero(1, optimizer="bfloat16 moments")),

@@ -406,7 +406,7 @@ def test_arguments_of_loading_are_those_of_transformers_and_not_values_of_the_mo
         assert why in said
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_trainer_takes_every_family_and_masks_sequences_that_share_a_row(model_type: str, tmp_path: Path) -> None:
     from penstock.trainer.model_support import unsupported

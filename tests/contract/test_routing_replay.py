@@ -128,7 +128,7 @@ def without_routes(payload: GroupPayload) -> GroupPayload:
     return replace(payload, trajectories=tuple(replace(one, routes=None) for one in payload.trajectories))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_a_disturbed_choice_is_replayed_in_the_target_pass(folder: Path, noisy: None, share_prompts: bool) -> None:
     payload = GroupPayload(GroupId(0), tuple(answered(engine_of(folder))))

@@ -32,7 +32,7 @@ def check_gradients(family: str, found: dict[str, torch.Tensor], expected: dict[
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), f"{family}: {name}"
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("family", PLAIN)
 def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folder: Path) -> None:
     from penstock.trainer.model_support import form_of

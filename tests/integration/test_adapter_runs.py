@@ -55,6 +55,7 @@ def test_two_datasets_of_reasoning_gym_train(train: Train, tmp_path: Path) -> No
     assert max(mismatches) < 1e-4
 
 
+@pytest.mark.full
 @TWO_ROUTES
 def test_an_environment_of_gymnasium_trains(train: Train, tmp_path: Path) -> None:
     actions = "env.args.action_names=[s, n, e, w, p, d]"

@@ -41,6 +41,7 @@ OVERRIDES = [
 ]
 
 
+@pytest.mark.full
 def test_a_prompt_beyond_the_context_fails_its_group_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad_tasks.py").write_text(BAD_TASKS)
     train_in_process(tmp_path, small_run_overrides(tmp_path, "bad_data", character_tokenizer(), *OVERRIDES))

@@ -100,7 +100,7 @@ def test_a_branch_equals_the_run_that_was_changed_there_and_leaves_its_parent_as
     assert f"{parent}, step {CUT}, with its groups" in (branched / "report.html").read_text()
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_of_a_checkpoint_can_be_the_last_that_is_kept(folder: Path, ahead: Path, part: str) -> None:
     name, checkpoint = f"upto_{part}", CheckpointFolder(ahead).read(CUT)

@@ -172,7 +172,7 @@ for version in (3, 4, 5):
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("num_files", [1, 4, 7, 10, 13])
 def test_a_kill_in_the_middle_of_a_copy_leaves_only_complete_checkpoints(
     folder: Path, tmp_path: Path, num_files: int

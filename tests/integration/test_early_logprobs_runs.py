@@ -28,6 +28,7 @@ def run(train: Train, folder: Path, *overrides: str) -> Path:
     return small_run(train, folder, "ahead", character_tokenizer(), *settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("train", "overrides"),
     [

@@ -86,6 +86,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "policy" / "model.safetensors")
 
 
+@pytest.mark.full
 def test_a_run_takes_over_keys_and_a_branch_from_there_is_bit_equal_to_it(folder: Path) -> None:
     said: list[str] = []
 
@@ -143,6 +144,7 @@ def test_a_run_may_be_made_shorter_and_its_ledger_balances(folder: Path) -> None
     assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed"))
 
 
+@pytest.mark.full
 def test_what_a_run_cannot_take_over_is_refused_by_name_and_changes_nothing(folder: Path) -> None:
     refusals: list[str] = []
 

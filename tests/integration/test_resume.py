@@ -179,6 +179,7 @@ def test_ready_and_open_groups_go_on_and_nothing_is_trained_twice(folder: Path, 
     }, "spooled groups that no checkpoint names are removed"
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_loses_nothing_and_its_ledger_has_one_end_for_each_group(folder: Path) -> None:
     overrides = small_run_overrides(
         folder, "stopped", character_tokenizer(), "dataflow.max_staleness=2", *EVERY_STEP[1:], "checkpoint.keep=9"

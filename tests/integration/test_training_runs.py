@@ -36,7 +36,7 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.full)])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.full), "vllm"])
 def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     engine: str, workspace: Path, train_overrides: list[str]
 ) -> None:
@@ -64,6 +64,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     assert summary["peak_memory_gib"] >= round(max(read_metric(run_dir, "memory/pss_gib")), 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -71,7 +72,6 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
         pytest.param(
             "zero3_adapters_into_two_workers",
             ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3", *ADAPTERS],
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "autotp_into_the_slots_of_two_workers",
@@ -80,7 +80,6 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "trainer.tensor_parallel_size=2",
                 "weights.transport=cuda_ipc",  # on CPU a file per engine rank
             ],
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "autotp_streaming_into_the_parameters_of_one_worker",
@@ -89,7 +88,6 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "weights.staging=bucket",
                 "weights.transport=process_group",
             ],
-            marks=pytest.mark.full,
         ),
     ],
 )
@@ -129,20 +127,19 @@ STREAMED_PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
         pytest.param(
             "zero3_two_ranks_overlapped_by_a_publish_all_trackers_with_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "the_same_into_two_engines",
             [*OVERLAPPED, "rollout/engine=torch", "rollout.num_engines=2"],
-            marks=pytest.mark.full,
         ),
-        pytest.param("the_same_with_two_vllm_engines", [*OVERLAPPED, "rollout.num_engines=2"], marks=pytest.mark.full),
+        pytest.param("the_same_with_two_vllm_engines", [*OVERLAPPED, "rollout.num_engines=2"]),
         pytest.param(
             "two_torch_engines_gathered_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [
@@ -155,7 +152,6 @@ STREAMED_PAIRS = [
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "engines_of_two_layouts_in_two_pools",
@@ -164,7 +160,6 @@ STREAMED_PAIRS = [
                 "cluster.extra_rollout_pools={second: {num_engines: 1, engine: {type: torch, max_num_seqs: 64}}}",
                 "weights.transport=process_group",
             ],
-            marks=pytest.mark.full,
         ),
         pytest.param(
             "ulysses_taking_turns",
@@ -176,13 +171,11 @@ STREAMED_PAIRS = [
                 "trainer.sequence_parallel_size=2",
                 "model.attention=varlen",
             ],
-            marks=pytest.mark.full,
         ),
-        pytest.param("preference_pairs_of_a_streamed_batch", STREAMED_PAIRS, marks=pytest.mark.full),
+        pytest.param("preference_pairs_of_a_streamed_batch", STREAMED_PAIRS),
         pytest.param(
             "preference_pairs_of_a_streamed_batch_over_two_ranks",
             [*STREAMED_PAIRS, "trainer.num_ranks=2"],
-            marks=pytest.mark.full,
         ),
     ],
 )

@@ -104,7 +104,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, NUM_DRAWS, DRAWS_PER_TEST))
 def test_no_refusal_names_a_key_that_the_user_has_not_set(
     first: int, machine: pytest.MonkeyPatch, tmp_path: Path

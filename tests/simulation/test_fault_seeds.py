@@ -54,7 +54,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_invariant_breaks_under_faults(name: str) -> None:
     found = [found for seed in seeds_of(name, NUM_SEEDS) if (found := violation(name, seed)) is not None]
@@ -83,7 +83,7 @@ def clean(overrides: list[str], seeds: range) -> Sweep:
     return sweep
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("eta", "policy"), each_of([0, 1, 2, 4, 8], ["wait", "trim", "drop"]))
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
     small = ["batch=3", "group_size=2", "engines=2", "slots=8", "steps=20", f"eta={eta}", f"on_expiry={policy}"]

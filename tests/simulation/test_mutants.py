@@ -629,7 +629,7 @@ CASES = {
 }
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("bug", CASES)
 def test_some_seed_finds_that(bug: str) -> None:
     case = CASES[bug]

@@ -269,6 +269,7 @@ async def test_a_process_that_is_killed_costs_its_own_machines_and_the_pool_is_f
     assert opened.alive() == []
 
 
+@pytest.mark.full
 async def test_the_wait_is_bounded_says_what_it_waits_for_and_does_not_count_as_reset(machines: Machines) -> None:
     async with machines(max_open=1, wait_timeout_s=1.2, timeout_s=1.0, args={"open_s": 2.0}) as opened:
         async with opened.host.open(task()) as played:  # opening takes longer than a reset or the wait may

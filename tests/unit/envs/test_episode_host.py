@@ -205,6 +205,7 @@ async def test_a_task_that_the_process_cannot_read_costs_no_other_episode(
         assert host.pids == before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("text", ["block", "spin"])
 async def test_a_hang_costs_its_own_episode_and_the_process_only_when_the_others_have_ended(
     make_host: Callable[..., Any], text: str

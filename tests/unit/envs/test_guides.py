@@ -125,7 +125,7 @@ def tiered(number: int, line: str) -> Any:
     return pytest.param(line, marks=pytest.mark.full if is_full else ())
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("line", [tiered(number, line) for number, line in enumerate(HERE)])
 def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
     from penstock.platform.cli.main import app
@@ -200,6 +200,7 @@ async def test_the_agent_program_of_the_guide_prints_its_reward(folder: Path) ->
         await host.close()
 
 
+@pytest.mark.full
 async def test_the_tools_of_the_guide_s_server_lead_to_full_reward(folder: Path) -> None:
     config = EnvConfig(factory="my_mcp:Shop")
     source: Any = load_task_source(config, 0)

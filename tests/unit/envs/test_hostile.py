@@ -146,9 +146,8 @@ async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     await made.shutdown()
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.some(12)
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
 async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]

@@ -176,6 +176,7 @@ def test_a_server_is_a_command_or_a_url() -> None:
         McpServer()
 
 
+@pytest.mark.full
 async def test_an_environment_process_that_is_killed_leaves_no_server(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

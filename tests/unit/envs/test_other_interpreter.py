@@ -149,6 +149,7 @@ def test_our_processes_do_not_import_what_is_only_there(python: str) -> None:
     assert import_paths(config).keys() & {"env.factory", "env.args.rows"} == set()
 
 
+@pytest.mark.full
 def test_a_dry_run_plays_it_and_names_a_missing_one(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

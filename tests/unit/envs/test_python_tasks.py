@@ -24,6 +24,7 @@ Form = Literal["function", "program"]
 REWARD = PythonCodeReward.build(RewardContext(SandboxConfig(allow_unisolated=True)), mode="all")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("form", ["function", "program"])
 @pytest.mark.parametrize("num_steps", [1, MAX_STEPS])
 async def test_gold_passes_all_tests_and_neither_a_constant_nor_the_input_does(form: Form, num_steps: int) -> None:

@@ -24,6 +24,7 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.full
 def test_check_plays_games_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     for words in (["nim:NimGame"], ["drafts:Drafts"]):

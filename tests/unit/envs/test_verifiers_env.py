@@ -126,6 +126,7 @@ async def test_a_single_turn_is_played_and_its_rubric_is_the_reward(play: Callab
     assert (await play("single", "no idea")).reward == -3.5
 
 
+@pytest.mark.full
 async def test_the_environment_ends_several_turns_and_they_share_its_lock(play: Callable[..., Any]) -> None:
     several = await asyncio.gather(*[play("turns", "?", "!", "ANSWER") for _ in range(8)])
     for played in several:

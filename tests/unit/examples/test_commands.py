@@ -83,7 +83,7 @@ def test_the_docstring_of_an_example_has_the_command_of_the_table(name: str) -> 
     assert found == [COMMANDS[name]]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", map(tiered, COMMANDS))
 def test_the_command_of_an_example_passes_the_dry_run(name: str, folder: Path) -> None:
     overrides = [word for word in COMMANDS[name] if not word.startswith("model.path=")]
@@ -91,7 +91,7 @@ def test_the_command_of_an_example_passes_the_dry_run(name: str, folder: Path) -
     assert f"{name}:" in f"{config.reward.fn} {config.env.factory} {config.env.args}"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", map(tiered, CHECKS))
 def test_an_example_passes_the_check_of_environments(name: str, folder: Path) -> None:
     byte_tokenizer().save_pretrained(write_model(folder / "policy"))

@@ -32,6 +32,7 @@ def layouts(rows: int, columns: int, rng: np.random.Generator) -> list[torch.Ten
     return [values, values.t().contiguous().t(), wide[:, 1:-2]]
 
 
+@pytest.mark.some(3)
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
 def test_a_product_is_that_of_float64_up_to_rounding(rows: int, inner: int, columns: int) -> None:

@@ -34,6 +34,7 @@ def run(folder: Path, program: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_without_penstock_such_a_torchvision_cannot_be_imported(tmp_path: Path) -> None:
     package(tmp_path, "torchvision", "0.28.0+cu130", NEEDS_ITS_OPERATORS)
     assert "operator torchvision::nms does not exist" in run(tmp_path, "import torchvision")

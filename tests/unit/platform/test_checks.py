@@ -32,6 +32,7 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

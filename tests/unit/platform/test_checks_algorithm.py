@@ -62,6 +62,7 @@ SIZES = (CONTEXT, "dataflow.group_size=8")
 SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "model.attention=varlen"]
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -208,6 +208,7 @@ def test_a_missing_folder_for_published_versions_is_refused(overrides):
     assert "weights.directory=/no/such is not a folder" in problem([*overrides, "weights.directory=/no/such"])
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -189,6 +189,7 @@ def test_a_partner_has_the_shape_of_its_own_checkpoint(overrides, tmp_path):
     assert "partner.model.shape.num_layers=3 differs from the checkpoint's 5" in found
 
 
+@pytest.mark.full
 def test_targets_of_adapters_that_the_model_has_not_are_refused_with_the_nearest(overrides):
     lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,k_porj]"]
     assert "trainer.lora.targets: k_porj names no linear layer" in problem(lora)
@@ -219,7 +220,7 @@ BROKEN_CONFIGS = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", BROKEN_CONFIGS)
 @pytest.mark.parametrize("key", ["model.path", "critic.path"])
 def test_a_config_json_that_cannot_be_read_is_named_with_what_it_holds(overrides, tmp_path, kind, key):
@@ -237,6 +238,7 @@ def test_a_config_json_that_is_a_directory_is_refused(overrides, tmp_path):
     assert "config.json is a directory" in problem(overrides)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [[], pytest.param(["trainer=lora"], marks=pytest.mark.full)])
 def test_weights_that_are_not_complete_are_refused_with_both_sizes(overrides, tmp_path, lora):
     file = tmp_path / "policy" / "model.safetensors"
@@ -283,7 +285,7 @@ def longrope(original: int, **fields: object) -> dict[str, object]:
 PHI = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -368,6 +370,7 @@ def test_a_dtype_that_the_user_has_not_set_becomes_the_only_one_that_the_engine_
     assert "vLLM on cpu: bfloat16 only." in problem([*overrides, "model.dtype=float32"])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("typed", "roles"),
     [

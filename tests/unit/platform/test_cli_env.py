@@ -82,7 +82,7 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "code", "found"),
     [
@@ -108,7 +108,7 @@ def test_what_is_built_in_passes() -> None:
     assert exit_code == 0, output
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("reward", "code", "found"),
     [

@@ -194,6 +194,7 @@ def test_an_environment_is_played_and_its_episodes_are_scored(call: Call) -> Non
     assert {one.severity for one in call("Good", "reward=episode")} == {"note"}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("factory", "severity", "found"),
     [

@@ -175,7 +175,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(6)
 @pytest.mark.usefixtures("user", "few_tasks")
 @pytest.mark.parametrize("refused", REFUSED, ids=[words[:60] for words, _ in REFUSED])
 def test_what_cannot_work_is_refused_by_name(refused):
@@ -234,6 +234,7 @@ def try_value(path: str, value: str) -> None:
     assert all(problem.isprintable() for problem in problems), words[-1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("user", "few_tasks")
 def test_an_odd_value_of_each_key_ends_in_no_traceback():
     each = [(path, values[index % len(values)]) for index, (path, (_, values)) in enumerate(MUTATIONS.items())]

@@ -73,6 +73,7 @@ def test_each_recipe_is_in_the_guide_and_says_that_it_was_not_run() -> None:
         assert "Not run yet" in head, name
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("preference")])
 def test_a_recipe_fits_its_devices(name: str) -> None:
     config = compose_config([f"experiment={name}"])
@@ -86,7 +87,7 @@ def test_the_recipe_for_preferences_reads_the_pairs_of_a_user() -> None:
     assert plan_placement(config, "dpo")
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("task", by_tier(TASKS[:1], TASKS))
 def test_each_model_is_planned_for_each_task_on_each_scale_or_is_too_large_for_it(task: str, scale: str) -> None:

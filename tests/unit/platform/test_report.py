@@ -354,6 +354,7 @@ async def test_a_live_report_is_served_to_this_machine(run_dir: Path) -> None:
     await asyncio.gather(serving, return_exceptions=True)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("steps", [60, pytest.param(10_000, marks=pytest.mark.full)])
 def test_the_page_fits_phones_and_wide_screens_and_its_scripts_run(tmp_path: Path, steps: int) -> None:

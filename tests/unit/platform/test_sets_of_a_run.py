@@ -165,7 +165,7 @@ def test_the_dry_run_plans_every_set() -> None:
     assert "evaluation.sets.sampled.temperature=1.0, not the default null" in output, "greedy answers are all the same"
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

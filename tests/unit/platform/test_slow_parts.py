@@ -35,7 +35,7 @@ class Ranks:
             self.parts.observe(self.step, rates, {}, equal_engines=True)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("healthy_steps", [0, 25, 300])
 def test_a_rank_at_half_its_speed_is_named_within_20_steps(num_ranks: int, healthy_steps: int) -> None:
@@ -49,6 +49,7 @@ def test_a_rank_at_half_its_speed_is_named_within_20_steps(num_ranks: int, healt
         assert list(ranks.parts.named) == [f"trainer rank {num_ranks - 1}"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_of_10_000_healthy_steps_hardly_any_names_a_rank(num_ranks: int) -> None:
     runs = [Ranks(num_ranks, seed) for seed in range(100)]

@@ -120,6 +120,7 @@ def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "load_config", load)
 
 
+@pytest.mark.full
 def test_all_errors_of_all_runs_are_reported_before_anything_runs(tmp_path: Path) -> None:
     grid = parse_grid(
         ["experiment=arithmetic", "algorithm=grpo,gspoo", "dataflow.max_staleness=0,-1", "total_stepps=3"]
@@ -211,6 +212,7 @@ def test_a_run_that_ends_without_completing_has_failed(tmp_path: Path, monkeypat
     assert "ended without completing" in notes[-1]
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish(next(iter(two_trials(tmp_path / "sweep")[1].values())))
     monkeypatch.setattr(sweep, "run_penstock", lambda *_: pytest.fail("it ran"))

@@ -141,6 +141,7 @@ TEXT = st.text(min_size=1) | st.lists(
 ).map("".join)
 
 
+@pytest.mark.full
 @given(TEXT)
 @settings(max_examples=examples(60), deadline=None)
 def test_a_run_is_resumed_with_the_stop_text_that_it_saved(text: str) -> None:

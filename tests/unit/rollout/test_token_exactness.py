@@ -163,7 +163,7 @@ async def play(
     return codec, conversations, engines, trajectories
 
 
-@pytest.mark.some(1)
+@pytest.mark.full
 @pytest.mark.parametrize("template", sorted(END_OF_TURN))
 async def test_the_trainers_sequence_is_the_engines_and_the_mask_is_exactly_what_they_sampled(template: str) -> None:
     codec, conversations, engines, trajectories = await play(template, 0)

@@ -150,7 +150,7 @@ def in_rows(config: Any, form: ModelForm, max_tokens: int) -> tuple[list[np.ndar
     return found, gradient, len(plan.ranks[0])
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_computed_as_its_tiny_instance_chooses(
     family: str, record_property: Callable[[str, object], None]

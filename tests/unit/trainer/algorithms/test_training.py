@@ -121,7 +121,7 @@ def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
 def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name, policy, aged, references) -> None:
     settings = settings_of(name)
@@ -140,7 +140,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
 
 
-@pytest.mark.some(14)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
 def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, references) -> None:
     trainer = trainer_of(policy, 60, **settings_of(name))
