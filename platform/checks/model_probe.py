@@ -34,6 +34,7 @@ _ASKING = (
     "trainer/model_support.py",
     "trainer/models/model_form.py",
     "trainer/models/policy_model.py",
+    "trainer/models/varlen_attention.py",
     "weights/layout/checkpoint_names.py",
     "weights/layout/tracing.py",
 )

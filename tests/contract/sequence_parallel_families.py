@@ -23,6 +23,8 @@ from penstock.trainer.models.policy_model import PolicyModel, load_policy
 from penstock.weights.model_config import Attention, ModelConfig
 from tests.contract.test_model_families import CONTEXT, PLAIN, VOCAB_SIZE, model_config
 
+FAMILIES = {"ulysses": PLAIN, "context": (*PLAIN, "gpt_oss")}
+"""By who splits their rows; sinks are of all heads, of which Ulysses gives a rank some."""
 LENGTHS = (40, 90, 25, 12, 60)
 SHARING = (0, 1)
 """They begin with the same 30 tokens, which the row has once."""
@@ -79,7 +81,7 @@ def main() -> None:
         optimizer=OptimizerConfig(lr=1e-3),
     )
     results = {}
-    for family in PLAIN:
+    for family in FAMILIES[way]:
         policy = load(folder / family, "varlen")
         if way == "ulysses":
             register_ulysses(policy, with_attention(folder / family, "varlen"), trainer)

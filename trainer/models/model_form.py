@@ -6,7 +6,7 @@ Three choices, each of them exact, and whether recorded experts can be replayed:
                 padded: one sequence per row, padded on the right, which nothing on its left can see
     head        fused: logprobs from hidden states and the head's weight
                 model: from the model's own logits (soft caps, scales), chunk by chunk
-    attention   the configured one, or the model's own (eager) where that computes something else (sinks, soft caps)
+    attention   the configured one, else varlen (sinks), else the model's own (eager: soft caps)
 
 The instance runs in float32 on the trainer's device, with its kernels, and through the trainer's own code. What it
 computes of each sequence alone, by its own attention and head, is the truth that every choice is compared with. A class
@@ -33,7 +33,7 @@ from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels import expert_choice
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
-from penstock.trainer.models import policy_model
+from penstock.trainer.models import policy_model, varlen_attention
 from penstock.trainer.models.policy_model import PolicyModel, check_exists
 from penstock.trainer.models.tiny_instance import VOCABULARY, tiny_config, tiny_model
 from penstock.trainer.models.varlen_attention import register_varlen
@@ -95,7 +95,8 @@ class _Asked:
 @cache
 def _kept(settings: str, attention: Attention, device: str, asked: _Asked) -> ModelForm:
     kind = torch.cuda.get_device_name() if device == "cuda" else device
-    code = [Path(file).read_text() for file in (__file__, policy_model.__file__, expert_choice.__file__)]
+    files = (__file__, policy_model.__file__, varlen_attention.__file__, expert_choice.__file__)
+    code = [Path(file).read_text() for file in files]
     asked_of = [settings, attention, kind, version("torch"), version("transformers"), *code]
     digest = hashlib.sha256(json.dumps(asked_of).encode()).hexdigest()
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
@@ -148,7 +149,7 @@ class _Comparison:
         because = [] if head == "fused" else ["its logits are more than its head makes of hidden states"]
         choices: dict[Attention, list[tuple[Rows, Attention]]] = {
             "varlen": [("packed", "varlen"), ("packed", "sdpa"), ("padded", "sdpa")],
-            "sdpa": [("packed", "sdpa"), ("padded", "sdpa")],
+            "sdpa": [("packed", "sdpa"), ("padded", "sdpa"), ("packed", "varlen")],
             "eager": [],
         }
         for rows, chosen in (*choices[attention], ("padded", "eager")):

@@ -2,6 +2,9 @@
 
     out[i] = Σ_j softmax_j(scale · q[i]·k[j]) v[j]    over j of the sequence of i with i − window < j ≤ i
 
+A sink (gpt-oss) is one more score of each head under the softmax, whose value is zero: here one more key, which every
+query sees.
+
 Sequences may begin with tokens of the one before, which are there once. Then keys and values are first gathered, once
 per layer, so that each sequence has those that it shares before its own, however many branches lead there.
 
@@ -9,8 +12,8 @@ Where ranks have a stretch of the row each (context parallelism), a rank compute
 values of all, one layer at a time: they are gathered again for the backward pass instead of being kept.
 
 On a GPU in a 16-bit dtype this is one call of `torch.nn.attention.varlen.varlen_attn`, whose kernel (Flash Attention)
-shares key/value heads without copies and computes no pair of two sequences. Anywhere else, it is one call of sdpa per
-sequence, which computes the same and needs the memory of one sequence at a time.
+shares key/value heads without copies and computes no pair of two sequences. Anywhere else, and with sinks, which that
+does not take, it is one call of sdpa per sequence, which computes the same and needs the memory of one at a time.
 
 Shape legend: R rows, L row length, T = R · L tokens, S sequences, U keys of all sequences (T if nothing is shared),
 H heads (of queries; keys may have fewer), D width.
@@ -155,7 +158,7 @@ def varlen_attention(
         scaling: Of the scores; None: D^−½.
         dropout: 0.
         softcap: None.
-        s_aux: None.
+        s_aux: `[H]`, the score of each head's sink; None: there is none.
         position_bias: None.
 
     Returns:
@@ -164,11 +167,13 @@ def varlen_attention(
     Raises:
         ConfigError: If the model needs more than this attention does, or does not pass the boundaries on.
     """
+    num_heads = query.shape[1]
+    num_sinks = num_heads if s_aux is None else len(s_aux)
     needs = {
         "an attention mask": attention_mask is not None,
         f"dropout of attention weights ({dropout:g})": dropout > 0,
         "capped attention scores (softcap)": softcap is not None,
-        "attention sinks": s_aux is not None,
+        f"as many sinks as it has heads ({num_sinks}, and ranks of Ulysses have {num_heads})": num_sinks != num_heads,
         "a bias by position": position_bias is not None,
         f"values of another width ({value.shape[-1]}) than keys ({key.shape[-1]})": value.shape[-1] != key.shape[-1],
     }
@@ -181,26 +186,33 @@ def varlen_attention(
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     window = layer_window(module.config, module.layer_idx)
     if boundaries.group is None:
-        out = _attend(query, key, value, boundaries, scaling, window)
+        out = _attend(query, key, value, boundaries, scaling, window, s_aux)
     else:
-        given = (query, key, value, boundaries, scaling, window)
+        given = (query, key, value, boundaries, scaling, window, s_aux)
         out = checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
     return out.unflatten(0, (num_rows, length)), None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: SequenceBoundaries,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`[T, H, D]` of this rank's queries."""
     if boundaries.group is not None:
         key, value = (_Gathered.apply(one, boundaries.group) for one in (key, value))
     if boundaries.keys is not None:
         key, value = (one.index_select(0, boundaries.keys) for one in (key, value))
-    has_kernel = query.is_cuda and query.dtype in _KERNEL_DTYPES
+    has_kernel = query.is_cuda and query.dtype in _KERNEL_DTYPES and sinks is None
     if has_kernel and boundaries.keys is not None:
         has_kernel = _shows_all_keys_to_the_last_query(query.device, query.dtype)
-    compute = _by_kernel if has_kernel else _by_sequence
-    return compute(query, key, value, boundaries, scale, window)
+    if has_kernel:
+        return _by_kernel(query, key, value, boundaries, scale, window)
+    return _by_sequence(query, key, value, boundaries, scale, window, sinks)
 
 
 class _Gathered(torch.autograd.Function):
@@ -272,17 +284,33 @@ def _must_be_told_of_shared_heads(kernel: Callable[..., Any]) -> bool:
 
 
 def _by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: SequenceBoundaries, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: SequenceBoundaries,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`[T, H, D]`, one call of sdpa per sequence."""
+    width = query.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    if sinks is not None:  # a query holds its sink's score in one more element, and the sink's key is 1 there
+        query = torch.cat([query, (sinks.to(query.dtype) / scale)[None, :, None].expand(len(query), -1, 1)], dim=-1)
+        key, value = F.pad(key, (0, 1)), F.pad(value, (0, 1))
     pieces = []
     keys_and_values = (one.split(boundaries.key_lengths) for one in (key, value))
     for q, k, v in zip(query.split(boundaries.lengths), *keys_and_values, strict=True):
         first = len(k) - len(q)  # place of the first query among the keys
         band = None
-        if first or (window is not None and len(k) > window):
+        if first or sinks is not None or (window is not None and len(k) > window):
             band = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
             band = band if window is None else band.triu(first + 1 - window)
+        if sinks is not None:
+            assert band is not None
+            of_sink = F.one_hot(torch.tensor(width), width + 1).to(k).expand(1, k.shape[1], -1)
+            k, v = torch.cat([k, of_sink]), F.pad(v, (0, 0, 0, 0, 0, 1))
+            band = F.pad(band, (0, 1), value=True)
         piece = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -292,7 +320,7 @@ def _by_sequence(
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        pieces.append(piece[0].transpose(0, 1))
+        pieces.append(piece[0].transpose(0, 1)[..., :width])
     return torch.cat(pieces)
 
 

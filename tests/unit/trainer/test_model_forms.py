@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[tuple[Rows, Head, str], Mapping[str, object]]] = {
     "qwen3_moe": (PLAIN, EXPERTS),
     "olmoe": (PLAIN, EXPERTS),
     "mixtral": (PLAIN, EXPERTS),
-    "gpt_oss": (("padded", "fused", "eager"), EXPERTS | {"sliding_window": 8}),
+    "gpt_oss": (("packed", "fused", "varlen"), EXPERTS | {"sliding_window": 8}),
     "granite": (("packed", "model", "sdpa"), {"logits_scaling": 6.0, "attention_multiplier": 0.1}),
     "granitemoe": (("packed", "model", "sdpa"), EXPERTS | {"logits_scaling": 6.0}),
     "cohere": (("packed", "model", "sdpa"), {"logit_scale": 0.3}),

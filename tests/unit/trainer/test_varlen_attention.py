@@ -51,7 +51,13 @@ def inputs(num_heads: int = 4, num_kv_heads: int = 2, **options: object) -> list
 
 
 def by_mask(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, shared: tuple[int, ...]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    shared: tuple[int, ...],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`[1, T, H, D]`: every score, in float64, and a mask that leaves those within a sequence and the window."""
     allowed = torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
@@ -63,15 +69,25 @@ def by_mask(
         start += length
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
     scores = (query.double() @ key.double().mT * scale).masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, sum(LENGTHS), 1)], dim=-1)
+    return (scores.softmax(-1)[..., : sum(LENGTHS)] @ value.double()).transpose(1, 2)
 
 
-def check_against_mask(tensors: list[Tensor], index: int, shared: tuple[int, ...] = ()) -> None:
+def by_kernel(*given: object) -> Tensor:
+    """In place of one call per sequence, without its sinks."""
+    return varlen_attention._by_kernel(*given[:-1])
+
+
+def check_against_mask(
+    tensors: list[Tensor], index: int, shared: tuple[int, ...] = (), sinks: Tensor | None = None
+) -> None:
     """Output and gradients of layer `index` are those of a mask."""
-    boundaries = SequenceBoundaries.of(LENGTHS, CPU, shared)
-    out, weights = varlen_attention.varlen_attention(layer(index), *tensors, None, boundaries=boundaries, scaling=0.3)
-    expected = by_mask(*tensors, 0.3, (None, 4)[index], shared)
+    given = {"boundaries": SequenceBoundaries.of(LENGTHS, CPU, shared), "scaling": 0.3, "s_aux": sinks}
+    out, weights = varlen_attention.varlen_attention(layer(index), *tensors, None, **given)
+    expected = by_mask(*tensors, 0.3, (None, 4)[index], shared, sinks)
     assert weights is None
+    tensors = tensors if sinks is None else [*tensors, sinks]
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad(out, tensors, upstream)
@@ -84,6 +100,14 @@ def check_against_mask(tensors: list[Tensor], index: int, shared: tuple[int, ...
 @pytest.mark.parametrize("shared", SHARED)
 def test_one_call_per_sequence_is_what_a_mask_gives(shared: str, index: int, num_kv_heads: int) -> None:
     check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared])
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+@pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
+@pytest.mark.parametrize("shared", SHARED)
+def test_a_sink_is_one_more_score_of_its_head(shared: str, index: int, num_kv_heads: int) -> None:
+    sinks = torch.tensor([-3.0, 0.0, 0.5, 4.0], requires_grad=True)
+    check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared], sinks)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -165,7 +189,7 @@ def arithmetic_kernel() -> Iterator[list[tuple[int, int]]]:
 def test_the_kernel_is_told_what_a_mask_gives(
     shared: str, longest: tuple[int, int], index: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
+    monkeypatch.setattr(varlen_attention, "_by_sequence", by_kernel)
     with arithmetic_kernel() as calls:
         check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared])
     assert calls == [longest]
@@ -194,7 +218,7 @@ def test_the_kernel_of_torch_2_11_is_not_told_of_shared_heads(monkeypatch: pytes
             query, key, value, *places, scale=scale, window_size=window_size, enable_gqa=True
         )  # fmt: skip
 
-    monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
+    monkeypatch.setattr(varlen_attention, "_by_sequence", by_kernel)
     monkeypatch.setattr(varlen_attention, "varlen_attn", kernel_of_2_11)
     with arithmetic_kernel():
         check_against_mask(inputs(num_kv_heads=2), 1)
@@ -238,7 +262,7 @@ def test_no_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3Config, Qwen3Model
 
     register_varlen()
-    monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
+    monkeypatch.setattr(varlen_attention, "_by_sequence", by_kernel)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, attn_implementation="varlen",
@@ -256,7 +280,7 @@ def test_no_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
 def test_torchs_operators_take_the_call_and_its_backward(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The true signatures: by shapes alone (meta) through autograd, then what torch calls on a GPU by fake tensors."""
-    monkeypatch.setattr(varlen_attention, "_by_sequence", varlen_attention._by_kernel)
+    monkeypatch.setattr(varlen_attention, "_by_sequence", by_kernel)
     tensors = inputs(device="meta", dtype=torch.bfloat16)
     boundaries = SequenceBoundaries.of(LENGTHS, torch.device("meta"))
     with Recorder() as recorder:
@@ -353,7 +377,7 @@ def test_rows_of_padded_sequences_score_like_one_row(policy) -> None:
     [
         ({"softcap": 50.0}, "capped attention scores"),
         ({"dropout": 0.1}, "dropout of attention weights (0.1)"),
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"s_aux": torch.zeros(8)}, "as many sinks as it has heads (8, and ranks of Ulysses have 4)"),
         ({"position_bias": torch.zeros(1)}, "a bias by position"),
         ({"attention_mask": torch.ones(1, 1, 23, 23)}, "an attention mask"),
         ({"boundaries": None}, "does not tell it where sequences begin"),
