@@ -40,8 +40,8 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 """ZeRO-3 last: while one of its models lives, transformers loads every model partitioned."""
 VOCABULARY = 32
 SIZES = {
-    "demo": ({"hidden_size": 128, "num_layers": 4}, 32, 29),
-    "larger": ({"hidden_size": 512, "num_layers": 8}, 4, 256),
+    "demo": ({"hidden_size": 128, "num_layers": 4}, 16, 29),
+    "larger": ({"hidden_size": 512, "num_layers": 8}, 1, 256),
 }
 """Shape, groups of eight, and tokens of an answer with its prompt."""
 RESULT = Path(__file__).parent / "results" / "sharding_time.md"
@@ -86,60 +86,55 @@ def batch_of(size: str) -> list[GroupPayload]:
     return [GroupPayload(GroupId(group), tuple(answer(group, one) for one in range(8))) for group in range(num_groups)]
 
 
-def run_rank(rank: int, port: int, folder: Path, num_steps: int) -> None:
+def run_rank(rank: int, port: int, folder: Path, size: str, num_steps: int) -> None:
     """Train with every kind in turn; rank 0 writes the seconds of each step."""
     import torch
 
     from penstock.trainer.build import build_trainer
     from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for size in SIZES:
-        trainers = {}
-        for name, sharding in SHARDINGS.items():
-            trainer = TrainerConfig(
-                num_ranks=NUM_RANKS,
-                max_tokens_per_micro_batch=2048,
-                optimizer=OptimizerConfig(lr=1e-4),
-                **sharding,
-            )
-            spec = TrainerSpec(
-                model_path=str(folder / size),
-                model=model_of(size),
-                trainer=trainer,
-                algorithm=AlgorithmConfig(),
-                device="cpu",
-                threads=1,
-                seed=0,
-                temperature=1.0,
-                max_new_tokens=SIZES[size][2],
-            )
-            trainers[name] = build_trainer(spec, rank, master_port=port)
-        seconds[size] = {name: [] for name in trainers}
-        names, batch = list(trainers), batch_of(size)
-        for step in range(NUM_WARMUP + num_steps):
-            for name in names[step % len(names) :] + names[: step % len(names)]:
-                torch.distributed.barrier()
-                start = time.perf_counter()
-                trainers[name].step(batch, step)
-                torch.distributed.barrier()
-                if step >= NUM_WARMUP:
-                    seconds[size][name].append(time.perf_counter() - start)
+    trainers = {}
+    for name, sharding in SHARDINGS.items():
+        trainer = TrainerConfig(
+            num_ranks=NUM_RANKS, max_tokens_per_micro_batch=2048, optimizer=OptimizerConfig(lr=1e-4), **sharding
+        )
+        spec = TrainerSpec(
+            model_path=str(folder / size),
+            model=model_of(size),
+            trainer=trainer,
+            algorithm=AlgorithmConfig(),
+            device="cpu",
+            threads=1,
+            seed=0,
+            temperature=1.0,
+            max_new_tokens=SIZES[size][2],
+        )
+        trainers[name] = build_trainer(spec, rank, master_port=port)
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    names, batch = list(trainers), batch_of(size)
+    for step in range(NUM_WARMUP + num_steps):
+        for name in names[step % len(names) :] + names[: step % len(names)]:
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            trainers[name].step(batch, step)
+            torch.distributed.barrier()
+            if step >= NUM_WARMUP:
+                seconds[name].append(time.perf_counter() - start)
     if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps(seconds))
+        (folder / f"{size}.json").write_text(json.dumps(seconds))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def measure(num_steps: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step by size and kind."""
+def measure(size: str, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of each step by kind."""
     from penstock.rollout.tokenization.tokenizers import character_tokenizer
     from penstock.trainer.models.tiny_policy import create_policy
 
     with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES:
-            create_policy(model_of(size), character_tokenizer(), str(Path(folder) / size), seed=0)
-        command = [sys.executable, __file__, "--steps", str(num_steps), "--folder", folder, "--port", str(free_port())]
+        create_policy(model_of(size), character_tokenizer(), str(Path(folder) / size), seed=0)
+        command = [sys.executable, __file__, "--steps", str(num_steps), "--size", size, "--folder", folder]
+        command += ["--port", str(free_port())]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
         ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(NUM_RANKS)]
         try:
@@ -149,7 +144,7 @@ def measure(num_steps: int) -> dict[str, dict[str, list[float]]]:
                 rank.kill()
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}")
-        measured: dict[str, dict[str, list[float]]] = json.loads((Path(folder) / "seconds.json").read_text())
+        measured: dict[str, list[float]] = json.loads((Path(folder) / f"{size}.json").read_text())
         return measured
 
 
@@ -176,14 +171,15 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        run_rank(arguments.rank, arguments.port, arguments.folder, arguments.steps)
+        run_rank(arguments.rank, arguments.port, arguments.folder, arguments.size, arguments.steps)
         return
-    page = report(measure(arguments.steps))
+    page = report({size: measure(size, arguments.steps) for size in SIZES})
     RESULT.write_text(page)
     print(page)
 
