@@ -34,7 +34,7 @@ from tests.rank_processes import run_ranks
 from tests.tiers import IS_FULL
 from tests.unit.weights.models import PADDING, vllm_rank
 
-pytestmark = pytest.mark.timeout(1800)  # of a test that starts the worlds, each with four processes, for all others
+pytestmark = pytest.mark.timeout(3600)  # of a test that starts the worlds, each with four processes, for all others
 
 PROGRAM = "tests.contract.trainer_backend_cases"
 
@@ -95,7 +95,7 @@ def results_of_ranks(form: str, folder: Path) -> dict[tuple, dict]:
     for world in dict.fromkeys(case.ranks for case in cases_of(form)):
         port = free_port()
         arguments = [(form, rank, port, folder, *world) for rank in range(world[0])]
-        run_ranks(PROGRAM, arguments, timeout_s=900)
+        run_ranks(PROGRAM, arguments, timeout_s=1800)
         results |= pickle.loads((folder / "-".join(map(str, ["ranks", *world]))).read_bytes())
     return results
 

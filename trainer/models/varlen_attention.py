@@ -308,7 +308,8 @@ def _by_sequence(
             band = band if window is None else band.triu(first + 1 - window)
         if sinks is not None:
             assert band is not None
-            of_sink = F.one_hot(torch.tensor(width), width + 1).to(k).expand(1, k.shape[1], -1)
+            of_sink = k.new_zeros(1, k.shape[1], width + 1)
+            of_sink[..., width] = 1
             k, v = torch.cat([k, of_sink]), F.pad(v, (0, 0, 0, 0, 0, 1))
             band = F.pad(band, (0, 1), value=True)
         piece = F.scaled_dot_product_attention(

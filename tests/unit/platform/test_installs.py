@@ -162,10 +162,11 @@ def test_what_is_left_out_of_the_image_is_not_needed_by_the_installation() -> No
 
 def test_the_workflow_calls_targets_that_there_are() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
-    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if step.get("run", "").startswith("make")]
+    jobs = {name: [step.get("run", "") for step in job["steps"]] for name, job in workflow["jobs"].items()}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {step.split()[1] for step in steps} <= targets
-    assert steps[-3:] == ["make lint", "make test", "make docs"]
+    assert {step.split()[1] for steps in jobs.values() for step in steps if step.startswith("make")} <= targets
+    assert jobs["test"][-3:] == ["make lint", "make test", "make docs"]
+    assert jobs["full"][-1] == "make test-full"
 
 
 def test_the_citation_is_of_this_version() -> None:
