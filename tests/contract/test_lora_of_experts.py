@@ -12,6 +12,7 @@ from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.models.lora import Adapter, Adapters, load_adapted_policy, merged
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
+from penstock.trainer.models.varlen_attention import SequenceBoundaries
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.training import training_layout
 from penstock.weights.transport.adapters import adapter_manifest, adapter_tensors
@@ -40,7 +41,8 @@ def test_the_adapted_model_is_that_of_the_merged_weights(
         for one in adapters.parameters():
             one.normal_(0, 0.2)
     ids, index = torch.randint(5, 200, (1, 20), generator=torch.Generator().manual_seed(0)), torch.arange(19)
-    call = (ids, torch.arange(20)[None], None, index, ids[0, 1:], 1.0)
+    boundaries = SequenceBoundaries.of((20,), ids.device) if model.attention == "varlen" else None
+    call = (ids, torch.arange(20)[None], None, index, ids[0, 1:], 1.0, boundaries)
     whole = load_policy(str(folder), model, gradient_checkpointing=False)
     additions = adapters.copies()
     with torch.no_grad():
