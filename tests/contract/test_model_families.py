@@ -34,6 +34,7 @@ from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from penstock.trainer.models import model_form
 from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, load_policy
+from penstock.trainer.models.varlen_attention import SequenceBoundaries
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
@@ -361,10 +362,12 @@ def logprobs_of(
     policy = copy.deepcopy(policy).float()
     ids = torch.tensor([*prompt, *tokens])
     index = torch.arange(len(prompt) - 1, len(ids) - 1)
+    is_varlen = policy.causal_lm.config._attn_implementation == "varlen"
+    boundaries = SequenceBoundaries.of((len(ids),), ids.device) if is_varlen else None
     with torch.no_grad():
         # fmt: off
         ours, _ = policy(
-            ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], temperature,
+            ids[None], torch.arange(len(ids))[None], None, index, ids[index + 1], temperature, boundaries,
             routes=None if routes is None else torch.from_numpy(signed_routes(padded_routes(routes, len(ids)))),
         )
         # fmt: on
