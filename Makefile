@@ -100,11 +100,11 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the everyday tests (16 minutes on two cores)
+test: setup  ## Run the everyday tests (16 to 19 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
-test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (more than two hours)
+test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (more than an hour)
 	$(call pytest_in_two,not soak and ,--timeout=3600)
 
 PART ?= 1/1

@@ -1,6 +1,6 @@
 """What a training step takes with FSDP2, ZeRO-2 and ZeRO-3 on two ranks, side by side.
 
-    python benchmarks/sharding_time.py [--steps 20]     (4 minutes; writes benchmarks/results/sharding_time.md)
+    python benchmarks/sharding_time.py [--steps 20]     (6 minutes; writes benchmarks/results/sharding_time.md)
 
 Two processes of one thread each hold a trainer of every kind, and train the same batch with each of them in turn; the
 order turns, too. A step is one forward and backward pass per micro-batch and AdamW. Seconds are those of rank 0, from

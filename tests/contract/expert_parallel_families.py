@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, TrainerConfig
-from penstock.trainer.spec import TrainerSpec
-from tests.contract.replica_families import EXAMPLES, OPTIMIZER
+from penstock.trainer.config import TrainerConfig
+from tests.contract.replica_families import EXAMPLES, OPTIMIZER, spec_of
 from tests.contract.test_model_families import CONTEXT, model_config
 from tests.contract.trainer_backend_cases import make_batch, weights_of
 
@@ -52,18 +51,7 @@ def train(
 ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]], int]:
     """Logprobs of the answers of `EXAMPLES`, each weight before and after one step on rank 0, and what was sent."""
     model = model_config(folder).model_copy(update={"dtype": "float32"})
-    spec = TrainerSpec(
-        model_path=str(folder),
-        model=model,
-        trainer=trainer,
-        algorithm=AlgorithmConfig(),
-        device="cpu",
-        threads=1,
-        seed=0,
-        temperature=0.7,
-        max_new_tokens=CONTEXT,
-    )
-    policy = build_trainer(spec, rank, master_port=port)
+    policy = build_trainer(spec_of(folder, model, trainer), rank, master_port=port)
     logprobs = torch.from_numpy(policy.token_logprobs(EXAMPLES))
     before, batch = weights_of(policy), [payload for seed in (1, 2) for payload in make_batch(seed, shape=model.shape)]
     with SentTokens(rank) as sent:

@@ -16,7 +16,7 @@ import torch
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
-from penstock.weights.model_config import Attention
+from penstock.weights.model_config import Attention, ModelConfig
 from tests.contract.sequence_parallel_families import with_attention
 from tests.contract.test_model_families import CONTEXT, PLAIN
 from tests.contract.trainer_backend_cases import make_batch, weights_of
@@ -31,13 +31,10 @@ STAGES = (2, 3)
 EXAMPLES = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3, 6] * 20), ([4] * 5, [10, 11, 12, 13])]
 
 
-def train(
-    folder: Path, attention: Attention, trainer: TrainerConfig, rank: int = 0, port: int = 0
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs of the answers of `EXAMPLES` and the change of each weight in one step, on rank 0."""
-    spec = TrainerSpec(
+def spec_of(folder: Path, model: ModelConfig, trainer: TrainerConfig) -> TrainerSpec:
+    return TrainerSpec(
         model_path=str(folder),
-        model=with_attention(folder, attention),
+        model=model,
         trainer=trainer,
         algorithm=AlgorithmConfig(),
         device="cpu",
@@ -46,7 +43,13 @@ def train(
         temperature=0.7,
         max_new_tokens=CONTEXT,
     )
-    policy = build_trainer(spec, rank, master_port=port)
+
+
+def train(
+    folder: Path, attention: Attention, trainer: TrainerConfig, rank: int = 0, port: int = 0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logprobs of the answers of `EXAMPLES` and the change of each weight in one step, on rank 0."""
+    policy = build_trainer(spec_of(folder, with_attention(folder, attention), trainer), rank, master_port=port)
     logprobs = torch.from_numpy(policy.token_logprobs(EXAMPLES))
     before = weights_of(policy)
     policy.step([*make_batch(1), *make_batch(2)], 0)

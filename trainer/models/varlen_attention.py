@@ -167,13 +167,18 @@ def varlen_attention(
     Raises:
         ConfigError: If the model needs more than this attention does, or does not pass the boundaries on.
     """
-    num_heads = query.shape[1]
-    num_sinks = num_heads if s_aux is None else len(s_aux)
+    if s_aux is not None and len(s_aux) != query.shape[1]:
+        raise ConfigError(
+            [
+                f"trainer.sequence_parallel=ulysses: {type(module).__name__} has {len(s_aux)} attention sinks, one for "
+                f"each head, and a rank of Ulysses has {query.shape[1]} heads: it would use those of others. Use "
+                "trainer.sequence_parallel=context."
+            ]
+        )
     needs = {
         "an attention mask": attention_mask is not None,
         f"dropout of attention weights ({dropout:g})": dropout > 0,
         "capped attention scores (softcap)": softcap is not None,
-        f"as many sinks as it has heads ({num_sinks}, and ranks of Ulysses have {num_heads})": num_sinks != num_heads,
         "a bias by position": position_bias is not None,
         f"values of another width ({value.shape[-1]}) than keys ({key.shape[-1]})": value.shape[-1] != key.shape[-1],
     }

@@ -110,6 +110,12 @@ def test_a_sink_is_one_more_score_of_its_head(shared: str, index: int, num_kv_he
     check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared], sinks)
 
 
+def test_sinks_of_other_heads_are_refused_with_what_splits_sequences_instead() -> None:
+    given = {"boundaries": SequenceBoundaries.of(LENGTHS, CPU), "s_aux": torch.zeros(8)}
+    with pytest.raises(ConfigError, match=r"has 8 attention sinks, .* has 4 heads.*trainer\.sequence_parallel=context"):
+        varlen_attention.varlen_attention(layer(0), *inputs(), None, **given)
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("index", [0, 1], ids=["full", "window"])
 @pytest.mark.parametrize("shared", SHARED)
@@ -377,7 +383,6 @@ def test_rows_of_padded_sequences_score_like_one_row(policy) -> None:
     [
         ({"softcap": 50.0}, "capped attention scores"),
         ({"dropout": 0.1}, "dropout of attention weights (0.1)"),
-        ({"s_aux": torch.zeros(8)}, "as many sinks as it has heads (8, and ranks of Ulysses have 4)"),
         ({"position_bias": torch.zeros(1)}, "a bias by position"),
         ({"attention_mask": torch.ones(1, 1, 23, 23)}, "an attention mask"),
         ({"boundaries": None}, "does not tell it where sequences begin"),
