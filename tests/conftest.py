@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from penstock.dataflow.ports import WeightManifest
+from penstock.platform.checks import tasks as checks
 from penstock.platform.config import compose
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.layout.algebra import TensorSpec
@@ -27,6 +28,7 @@ from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWr
 from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
 from tests.composed_once import compose_choices_once
+from tests.first_calls_once import check_first_calls_once
 from tests.tiers import IS_FULL, leave_cases_to_the_full_tier
 from tests.tiny_policy import tiny_shape
 
@@ -61,11 +63,12 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _composed_once() -> Iterator[None]:
-    """In `make test`, configurations are composed from earlier results of Hydra."""
+def _checked_once() -> Iterator[None]:
+    """In `make test`, configurations are composed from earlier results of Hydra, and checked with those of rewards."""
     with pytest.MonkeyPatch.context() as patch:
         if not IS_FULL:
             patch.setattr(compose, "_compose", compose_choices_once)
+            patch.setattr(checks, "check_first_calls", check_first_calls_once)
         yield
 
 

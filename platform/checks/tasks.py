@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -38,7 +39,7 @@ from penstock.platform.checks.model_files import num_positions
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, Fit, absent, error, note, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.weights.hf_folder import local_path, model_folder
+from penstock.weights.hf_folder import CONFIG_FILE, local_path, model_folder
 
 if TYPE_CHECKING:
     from penstock.rollout.tokenization.tokenizers import TokenCodec
@@ -656,10 +657,24 @@ def _too_long(
 
 def _load_codec(config: RunConfig) -> TokenCodec | None:
     """The tokenizer of the policy; None if there is no policy, which has its own finding."""
-    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, load_codec, make_codec
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, make_codec
 
     path = config.model.path
     if config.model.from_scratch:
         return make_codec(NEW_TOKENIZERS[config.model.tokenizer](), config.env)
     folder = None if path is None else model_folder(path)
-    return load_codec(path, config.env) if path and folder and (folder / "config.json").exists() else None
+    if path is None or folder is None or not (folder / CONFIG_FILE).exists():
+        return None
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    return _codec_of(path, config.env.model_dump_json(), tuple((name, s.st_mtime_ns, s.st_size) for name, s in stats))
+
+
+@lru_cache(maxsize=1)
+def _codec_of(path: str, env: str, _files: tuple[tuple[str, int, int], ...]) -> TokenCodec:
+    """The tokenizer of a folder whose files (name, time and size) are the same as before.
+
+    Five checks ask for it, and reading a large vocabulary takes a second.
+    """
+    from penstock.rollout.tokenization.tokenizers import load_codec
+
+    return load_codec(path, EnvConfig.model_validate_json(env))
