@@ -122,7 +122,7 @@ PLAIN = (
 )  # fmt: skip
 """Packed rows, the fused head and varlen compute these, and Ulysses splits their rows."""
 IN_BFLOAT16 = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_5")
-"""vLLM's CPU build has gated delta layers in bfloat16 only, and only with heads of 128."""
+"""vLLM's CPU build has gated delta layers in bfloat16 only, and only with heads of 64 and 128."""
 IMAGES = {"image_processor_type": "Qwen2VLImageProcessorFast", "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
@@ -557,6 +557,9 @@ def test_what_vllm_cannot_serve_here_is_refused_with_its_own_words(tmp_path: Pat
     assert refused_by_vllm(hybrid, device_is_here=False) == []
     assert only_dtype(hybrid, "float32", 1, CONTEXT) == "bfloat16"
     assert only_dtype(good, "float32", 1, CONTEXT) is None
+    narrow = make_model("qwen3_5_text", tmp_path / "narrow-hybrid", 0, linear_key_head_dim=32, linear_value_head_dim=32)
+    (said,) = refused_by_vllm(narrow)
+    assert "linear_attn has linear heads of 32 (keys) and 32 (values), which its kernel for CPUs refuses: Un" in said
     foreign = make_model("qwen3", tmp_path / "foreign", 0)
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen99ForCausalLM"]}))

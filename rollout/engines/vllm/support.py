@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm
+import vllm._custom_ops as ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -49,7 +50,7 @@ def unsupported(
             initialize_model(config)
     except Exception as error:  # noqa: BLE001
         return [f"{where} cannot build it: {_line(error)}"]
-    if device_is_here and (problem := _of_attention(config) or _of_dtype(config, dtype)):
+    if device_is_here and (problem := _of_attention(config) or _of_gated_delta(config, dtype)):
         return [f"{where}: {problem}"]
     if not is_traced:
         return []
@@ -88,22 +89,46 @@ def only_dtype(folder: Path, dtype: DType, tp_size: int, context: int) -> DType 
             initialize_model(config)
     except Exception:  # noqa: BLE001 - `unsupported` says why
         return None
-    return "bfloat16" if current_platform.is_cpu() and _gated_delta(config) else None
+    return "bfloat16" if current_platform.is_cpu() and _gated_delta(config)[0] else None
 
 
-def _of_dtype(config: Any, dtype: DType) -> str:
-    layer = _gated_delta(config)
-    if not current_platform.is_cpu() or not layer or dtype == "bfloat16":
+def _of_gated_delta(config: Any, dtype: DType) -> str:
+    """Whether vLLM's kernel for CPUs computes gated delta layers of such heads (it is given one token) and dtype."""
+    name, layer = _gated_delta(config)
+    if layer is None or not current_platform.is_cpu():
+        return ""
+    if not hasattr(layer, "forward_cpu"):
+        return f"{name} is a {type(layer).__name__}, which has no form for CPUs. Use a GPU"
+    num_heads, value_size, key_size = layer.get_state_shape()[1]
+    query, value = (torch.zeros(1, 1, num_heads, size, dtype=torch.bfloat16) for size in (key_size, value_size))
+    decay, beta = torch.zeros(1, 1, num_heads), torch.zeros(1, 1, num_heads, dtype=torch.bfloat16)
+    state, slots = torch.zeros(1, num_heads, key_size, value_size), torch.zeros(1, dtype=torch.int32)
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    try:
+        ops.chunk_gated_delta_rule_cpu(
+            *(query, query, value, decay, beta, state),
+            output_final_state=True,
+            cu_seqlens=ends,
+            head_first=False,
+            use_qk_l2norm_in_kernel=True,
+            initial_state_indices=slots,
+        )
+    except RuntimeError as error:
+        sizes = f"linear heads of {key_size} (keys) and {value_size} (values)"
+        return (
+            f"{name} has {sizes}, which its kernel for CPUs refuses: {_line(error)} Use a GPU, or a model with others"
+        )
+    if dtype == "bfloat16":
         return ""
     return (
-        f"it computes gated delta layers ({layer}) in bfloat16 only, and model.dtype={dtype}. Use model.dtype=bfloat16"
+        f"it computes gated delta layers ({name}) in bfloat16 only, and model.dtype={dtype}. Use model.dtype=bfloat16"
     )
 
 
-def _gated_delta(config: Any) -> str:
-    """Name of the first such layer; empty if there is none."""
+def _gated_delta(config: Any) -> tuple[str, Any]:
+    """The first such layer and its name."""
     layers = config.compilation_config.static_forward_context.items()
-    return next((name for name, layer in layers if isinstance(layer, GatedDeltaNetAttention)), "")
+    return next(((name, layer) for name, layer in layers if isinstance(layer, GatedDeltaNetAttention)), ("", None))
 
 
 def _line(error: Exception) -> str:
