@@ -420,14 +420,20 @@ def test_the_trainer_takes_every_family_and_masks_sequences_that_share_a_row(mod
     if model.rows == "padded":
         return  # a row has one sequence
     policy = load_policy(str(folder), model, gradient_checkpointing=False).eval()
+    is_varlen = model.attention == "varlen"
     before, ids = torch.arange(90, 120), torch.arange(2, 82)
     positions = torch.cat([torch.arange(len(before)), torch.arange(len(ids))])
     segments = torch.cat([torch.zeros(len(before)), torch.ones(len(ids))])
-    mask = (segments[:, None] == segments[None]).tril()[None, None]
+    mask = None if is_varlen else (segments[:, None] == segments[None]).tril()[None, None]
+    of_one, of_both = (
+        SequenceBoundaries.of(lengths, ids.device) if is_varlen else None
+        for lengths in ((len(ids),), (len(before), len(ids)))
+    )
     index = torch.arange(len(ids) - 1)
     with torch.no_grad():
-        alone, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[1:], 1.0)
-        packed, _ = policy(torch.cat([before, ids])[None], positions[None], mask, index + len(before), ids[1:], 1.0)
+        alone, _ = policy(ids[None], torch.arange(len(ids))[None], None, index, ids[1:], 1.0, of_one)
+        row = torch.cat([before, ids])
+        packed, _ = policy(row[None], positions[None], mask, index + len(before), ids[1:], 1.0, of_both)
     np.testing.assert_allclose(packed.numpy(), alone.numpy(), atol=1e-5)
 
 
