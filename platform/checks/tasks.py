@@ -10,7 +10,6 @@ import inspect
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -56,6 +55,8 @@ MOST_PROMPTS = 0.9
 """Share of the prompts for which a default context is made long enough; the longest may be far from all others."""
 MAX_CUT_SHARE = 0.1
 """As the healthy range of `length/truncated_share`."""
+_newest_codec: list[tuple[Any, TokenCodec]] = []
+"""The tokenizer that was read last, and what it was read from; empty at first."""
 
 
 class TaskSample(NamedTuple):
@@ -656,8 +657,11 @@ def _too_long(
 
 
 def _load_codec(config: RunConfig) -> TokenCodec | None:
-    """The tokenizer of the policy; None if there is no policy, which has its own finding."""
-    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, make_codec
+    """The tokenizer of the policy; None if there is no policy, which has its own finding.
+
+    Five checks ask for it, and reading a large vocabulary takes a second, so it is kept while its files stay the same.
+    """
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, load_codec, make_codec
 
     path = config.model.path
     if config.model.from_scratch:
@@ -665,16 +669,8 @@ def _load_codec(config: RunConfig) -> TokenCodec | None:
     folder = None if path is None else model_folder(path)
     if path is None or folder is None or not (folder / CONFIG_FILE).exists():
         return None
-    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-    return _codec_of(path, config.env.model_dump_json(), tuple((name, s.st_mtime_ns, s.st_size) for name, s in stats))
-
-
-@lru_cache(maxsize=1)
-def _codec_of(path: str, env: str, _files: tuple[tuple[str, int, int], ...]) -> TokenCodec:
-    """The tokenizer of a folder whose files (name, time and size) are the same as before.
-
-    Five checks ask for it, and reading a large vocabulary takes a second.
-    """
-    from penstock.rollout.tokenization.tokenizers import load_codec
-
-    return load_codec(path, EnvConfig.model_validate_json(env))
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    key = path, config.env, [(name, one.st_mtime_ns, one.st_size) for name, one in stats]
+    if not _newest_codec or _newest_codec[0][0] != key:
+        _newest_codec[:] = [(key, load_codec(path, config.env))]
+    return _newest_codec[0][1]
