@@ -64,7 +64,7 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _checked_once() -> Iterator[None]:
-    """In `make test`, configurations are composed from earlier results of Hydra, and checked with those of rewards."""
+    """In `make test`, Hydra composes the same choice, and a check calls the same reward, once per process."""
     with pytest.MonkeyPatch.context() as patch:
         if not IS_FULL:
             patch.setattr(compose, "_compose", compose_choices_once)

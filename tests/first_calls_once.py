@@ -17,7 +17,7 @@ from penstock.platform.checks import tasks as checks
 from penstock.platform.config.findings import Finding
 from penstock.platform.config.schema import RunConfig
 
-_MODULES = re.compile(r'"factory":\s*"([^":]*):')
+_MODULES = re.compile(r'"([\w.]+):\w+"')  # of import paths, whatever key has them
 _found: dict[tuple[str, ...], list[Finding]] = {}
 call_every_time = checks.check_first_calls
 
@@ -29,7 +29,7 @@ def check_first_calls_once(
     settings = "\n".join(part.model_dump_json() for part in (config.env, config.reward, config.sandbox))
     modules = [sys.modules.get(name) for name in _MODULES.findall(settings)]
     files = [module.__file__ for module in modules if module is not None and module.__file__ is not None]
-    key = settings, repr((train[0], train[-1])), *(Path(file).read_text() for file in files)
+    key = settings, repr([*train, *held_out]), *(Path(file).read_text() for file in files)
     if key not in _found:
         _found[key] = list(call_every_time(config, source, reward, train, held_out))
     yield from _found[key]
