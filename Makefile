@@ -104,11 +104,11 @@ test: setup  ## Run the everyday tests (16 to 19 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
-test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (more than an hour)
+test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (four hours on two cores)
 	$(call pytest_in_two,not soak and ,--timeout=3600)
 
 PART ?= 1/1
-soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; continues if interrupted (PART=1/4)
+soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain, odd values of every key; continues if interrupted (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
 
 simulate-faults: setup  ## Run the controller in virtual time with faults and checks (SEEDS=0:20 ARGS="faults=heavy eta=2")

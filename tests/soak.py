@@ -17,14 +17,16 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "runs" / "soak.jsonl"
 BIN = Path(sys.executable).parent
 SEEDS, SEEDS_OF_A_JOB = 10_000, 250
-PYTEST = [str(BIN / "pytest"), "-m", "", "--timeout=7200"]
+PYTEST = [str(BIN / "pytest"), "--timeout=7200", "-m"]
 
 
 def jobs() -> dict[str, list[str]]:
     """Name -> command; the long ones first, so that parts take about as long as each other."""
     found = {
-        "the RLHF chain": [*PYTEST, "tests/integration/test_rlhf_chain.py"],
-        "2,000 publishes": [*PYTEST, "tests/contract/test_soak.py"],
+        "the RLHF chain": [*PYTEST, "soak", "tests/integration/test_rlhf_chain.py"],
+        "2,000 publishes": [*PYTEST, "", "tests/contract/test_soak.py"],
+        "odd values of every key": [*PYTEST, "soak", "tests/unit/platform/test_mutated_configurations.py"],
+        "drawn models, data and machines": [*PYTEST, "soak", "tests/property/test_untouched_defaults.py"],
     }
     for start in range(0, SEEDS, SEEDS_OF_A_JOB):
         seeds = f"{start}:{start + SEEDS_OF_A_JOB}"

@@ -26,6 +26,7 @@ from tests.tiers import by_tier
 
 NUM_DRAWS = by_tier(24, 1000)
 DRAWS_PER_TEST = by_tier(12, 50)
+DRAWS_BEFORE_SOAK = 200
 GIB = 1 << 30
 EXPERIMENTS = ("text", "arithmetic", "gsm8k_qwen_1gpu", "math_qwen_8gpu")
 FAMILIES = {
@@ -105,7 +106,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(0, NUM_DRAWS, DRAWS_PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.soak if first >= DRAWS_BEFORE_SOAK else ())
+        for first in range(0, NUM_DRAWS, DRAWS_PER_TEST)
+    ],
+)
 def test_no_refusal_names_a_key_that_the_user_has_not_set(
     first: int, machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -243,6 +243,7 @@ def test_an_odd_value_of_each_key_ends_in_no_traceback():
 
 
 @pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.parametrize("path", MUTATIONS)
 @pytest.mark.usefixtures("user", "few_tasks")
 def test_no_odd_value_of_any_key_ends_in_a_traceback(path):
