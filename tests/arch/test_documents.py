@@ -51,10 +51,9 @@ def make_targets() -> frozenset[str]:
 
 
 @cache
-def is_penstock_command(name: str) -> bool:
-    program = [sys.executable, "-c", "from penstock.platform.cli.main import main; main()", name, "--help"]
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(program, capture_output=True, check=False, timeout=60, env=environment).returncode == 0
+def penstock() -> Any:
+    """The command line, with its commands."""
+    return typer.main.get_command(main.app)
 
 
 def problems(words: list[str]) -> list[str]:
@@ -65,7 +64,8 @@ def problems(words: list[str]) -> list[str]:
         return [f"make {target}: no such target" for target in targets if target not in make_targets()]
     if program != "penstock":
         return []
-    found = [] if arguments and is_penstock_command(arguments[0]) else [f"{' '.join(words)}: no such command"]
+    exists = arguments and arguments[0] in (*penstock().commands, "--help")
+    found = [] if exists else [f"{' '.join(words)}: no such command"]
     experiments = [word.partition("=")[2] for word in arguments if word.startswith("experiment=")]
     missing = [name for name in experiments if not (ROOT / "conf" / "experiment" / f"{name}.yaml").exists()]
     return [*found, *(f"experiment={name}: no such file in conf/experiment" for name in missing)]
@@ -270,11 +270,10 @@ def options_of_programs() -> frozenset[str]:
 
 def unknown_options(text: str) -> list[str]:
     """Options in a document that no program of it has, and those of `penstock` commands that the command has not."""
-    app: Any = typer.main.get_command(main.app)
-    known = options_of(app) | options_of_programs() | FOREIGN_OPTIONS
+    known = options_of(penstock()) | options_of_programs() | FOREIGN_OPTIONS
     found = [option for option in OPTION.findall(text) if option not in known]
     for words in (words for words in commands(text) if Path(words[0]).name == "penstock"):
-        command, rest = app, words[1:]
+        command, rest = penstock(), words[1:]
         while rest and rest[0] in getattr(command, "commands", {}):
             command, rest = command.commands[rest[0]], rest[1:]
         typed = [word.partition("=")[0] for word in rest if OPTION.match(word)]

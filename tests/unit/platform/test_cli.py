@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from penstock.dataflow.errors import TrainingError
@@ -37,6 +38,11 @@ def loaded_with(module: str, heavy: set[str]) -> str:
 def test_help_is_light():
     heavy = {"torch", "ray", "vllm", "hydra", "transformers", "pydantic"}
     assert loaded_with("penstock.platform.cli.main", heavy) == "[]"
+
+
+def test_every_command_has_help(invoke):
+    names = typer.main.get_command(cli.app).commands
+    assert {name: invoke(name, "--help").exit_code for name in names} == dict.fromkeys(names, 0)
 
 
 @pytest.mark.full
