@@ -46,4 +46,6 @@ def page(results: ElementTree.Element) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     sys.stdout.write(page(ElementTree.parse(sys.argv[1]).getroot()))
