@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -18,6 +18,11 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.trainer.policy_trainer import HeldWeights, PolicyTrainer
 
 HUB = "hub:"
 CARD = "README.md"
@@ -146,6 +151,8 @@ def saved_policy(run_dir: Path, step: int | None) -> SavedPolicy | None:
 def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:
     """Write the policy of a checkpoint in Hugging Face form, on the CPU of this process, whatever trained it.
 
+    It is read in float32, as the checkpoint has it, and written in the run's type, as its engines had it.
+
     Args:
         config: Configuration of the run.
         checkpoint: Folder of the checkpoint.
@@ -153,20 +160,35 @@ def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:
     """
     from penstock.platform.cluster.actor_factory import trainer_spec
     from penstock.trainer.build import build_trainer, save_policy
+    from penstock.weights.dtypes import TORCH_DTYPES
 
     spec = trainer_spec(config)
     one_rank = spec.trainer.model_copy(
         update={"backend": "torch", "num_ranks": 1, "tensor_parallel_size": 1, "sequence_parallel_size": 1}
+        | {"max_tokens_per_micro_batch": spec.trainer.max_group_tokens}
         | {"zero_stage": 0, "fsdp_copies": 1, "expert_parallel": False, "deepspeed": {}}
         | {"compile": False, "offload_optimizer": False, "offload_parameters": False}
     )
-    spec = replace(spec, trainer=one_rank, device="cpu", restore_from=str(checkpoint))
+    in_float32 = spec.model.model_copy(update={"dtype": "float32"})
+    spec = replace(spec, model=in_float32, trainer=one_rank, device="cpu", restore_from=str(checkpoint))
     trainer = build_trainer(spec)
     try:
         trainer.restore(str(checkpoint))
-        save_policy(trainer, str(target), spec.model_path)
+        save_policy(trainer, str(target), spec.model_path, [_rounded(trainer, TORCH_DTYPES[config.model.dtype])])
     finally:
         trainer.close()
+
+
+def _rounded(trainer: PolicyTrainer, dtype: torch.dtype) -> HeldWeights:
+    """The weights of the trained models in a type; adapters, which are merged in float32, as they are."""
+    held = trainer.held_weights()
+    return {
+        prefix: {
+            **held[prefix],
+            **{name: held[prefix][name].to(dtype) for name, _ in backend.training_sharding().tensors},
+        }
+        for prefix, backend in trainer.backends().items()
+    }
 
 
 def model_card(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cli import export
 from penstock.platform.cli.export import model_card
 from penstock.platform.cli.main import app
+from penstock.platform.cluster.actor_factory import trainer_spec
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer
+from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.checkpoint import VALUE, write_snapshot
+from penstock.trainer.models.tiny_policy import create_policy
 
 SUMMARY = {"eval_before": 0.4, "eval_after": 0.85, "policy_version": 60, "version": "0.1.0"}
 
@@ -137,3 +145,33 @@ def test_without_the_hub_the_message_says_what_gives_the_right(run_dir: Path, mo
     assert "--to hub:me/made: `hf auth login` gives the right to write: ConnectionError: 401" in run(
         str(run_dir), "--to", "hub:me/made"
     )
+
+
+@pytest.mark.parametrize("adapters", [[], ["trainer=lora"]], ids=["weights", "adapters"])
+def test_a_checkpoint_is_exported_whatever_trained_it(adapters: list[str], tmp_path: Path) -> None:
+    """bfloat16 and rows over four ranks, of which the one process that exports has neither."""
+    settings = ["model.dtype=bfloat16", "trainer.num_ranks=4", "trainer.zero_stage=2", "model.max_context_tokens=128"]
+    rows = ["trainer.sequence_parallel_size=4", "trainer.max_tokens_per_micro_batch=32"]
+    config = compose_config(["experiment=text", *adapters, *settings, *rows, f"model.path={tmp_path / 'start'}"])
+    create_policy(config.model, byte_tokenizer(), str(tmp_path / "start"), seed=0)
+    spec = trainer_spec(config)
+    as_one = {"backend": "torch", "num_ranks": 1, "sequence_parallel_size": 1, "zero_stage": 0}
+    trainer = build_trainer(
+        replace(
+            spec,
+            model=spec.model.model_copy(update={"dtype": "float32"}),
+            trainer=spec.trainer.model_copy(update=as_one | {"max_tokens_per_micro_batch": 128}),
+        )
+    )
+    for fragment in trainer.backend.fragments():
+        fragment.values[VALUE].add_(0.01 * torch.randn_like(fragment.values[VALUE]))
+    write_snapshot(trainer.snapshot(3), tmp_path / "checkpoint", 0)
+    save_policy(trainer, str(tmp_path / "trained"), spec.model_path)
+    trainer.close()
+    export.export_policy(config, tmp_path / "checkpoint", tmp_path / "exported")
+    trained, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("trained", "exported"))
+    assert trained.keys() == exported.keys()
+    assert {weight.dtype for weight in exported.values()} == {torch.bfloat16}
+    of_weights = 4e-4 if adapters else 0.0  # weights below 0.1 are rounded before adapters are added, then the sum is
+    for name, weight in trained.items():
+        torch.testing.assert_close(exported[name].float(), weight, rtol=2**-8, atol=of_weights)
