@@ -1,7 +1,7 @@
 """Counts the computation of a trainer: model FLOPs, tokens per second, utilization of the device (MFU), its speed.
 
-Symbols: n tokens of a sequence, m of them loss tokens, W weights of the layers, V vocabulary, H hidden, L layers,
-A query heads times their size.
+Symbols: n tokens of a sequence, m of them loss tokens, W weights of the layers that a token is multiplied with (of the
+experts those it uses), V vocabulary, H hidden, L layers, A query heads times their size.
 
     forward   2·W·n + 2·V·H·m + 2·L·A·n²        (causal attention: QKᵀ and AV over half of n × n)
     forward and backward are three times that; recomputed activations are no model FLOPs and do not count
@@ -88,8 +88,7 @@ def attention_share(shape: ModelShape) -> float:
 @cache
 def _layer_weights(shape: ModelShape) -> int:
     """W."""
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    return shape.num_parameters - embeddings
+    return shape.active_parameters - shape.vocab_size * shape.hidden_size
 
 
 @dataclass(slots=True)

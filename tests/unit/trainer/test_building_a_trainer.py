@@ -140,5 +140,5 @@ def test_published_names_are_those_of_the_checkpoint(policy) -> None:
 
 
 def test_attention_share_counts_products() -> None:
-    # 2 layers × (attention 32·8·2·(4+2) + MLP 3·32·64 + norms 64) + final norm 32; 2·2·4·8 attention products
-    assert attention_share(MODEL.shape) == pytest.approx(2 * 2 * 4 * 8 / (2 * (3072 + 6144 + 64) + 32))
+    # 2 layers × (attention 32·8·2·(4+2) + MLP 3·32·64); 2·2·4·8 attention products
+    assert attention_share(MODEL.shape) == pytest.approx(2 * 2 * 4 * 8 / (2 * (3072 + 6144)))

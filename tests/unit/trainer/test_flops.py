@@ -5,23 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from penstock.trainer.backends.rank_consistency import fingerprint
 from penstock.trainer.flops import FlopCounter, forward_flops, peak_flops
+from penstock.trainer.models.tiny_policy import create_policy
+from tests.tiny_policy import SPECIAL_TOKENS
 
 from .torch_trainer import MODEL, trainer_of
 
 
-def test_model_flops_are_those_that_torch_counts_with_half_of_the_attention(policy) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, attn_implementation="eager")
-    shape, num_tokens = MODEL.shape, 24
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 8, "expert_size": 32}], ids=["dense", "of 8 experts two"])
+def test_model_flops_are_those_that_torch_counts_with_half_of_the_attention(experts, tmp_path) -> None:
+    shape, num_tokens = MODEL.shape.model_copy(update=experts), 24
+    create_policy(MODEL.model_copy(update={"shape": shape}), SPECIAL_TOKENS, str(tmp_path), seed=0)
+    settings = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if experts else {})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **settings)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64), use_cache=False)
     never_seen = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
-    found = forward_flops(shape, num_tokens, num_tokens)
-    assert found == pytest.approx(counter.get_total_flops() - never_seen, rel=0.02), "norms count as weights"
+    router = 2 * shape.num_layers * shape.hidden_size * shape.num_experts * num_tokens
+    assert forward_flops(shape, num_tokens, num_tokens) == counter.get_total_flops() - never_seen - router
 
 
 @pytest.mark.parametrize(
