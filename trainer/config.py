@@ -81,6 +81,12 @@ class OptimizerConfig(BaseModel):
     """The global gradient norm is clipped to this."""
 
     @model_validator(mode="after")
+    def _check_betas(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={list(self.betas)} is out of range: each must be in [0, 1).")
+        return self
+
+    @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if 0 < self.stable_steps <= self.warmup_steps:
             raise ValueError(

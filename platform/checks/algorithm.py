@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from types import BuiltinFunctionType
@@ -54,16 +55,18 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
             else ()
         ),
     }
-    for violation in trainer_violations(config.model, trainer):
+    own = trainer_violations(config.model, trainer)
+    for violation in own:
         yield error(violation, fits=fits.get(violation.partition("=")[0], ()))
     violations: list[str] = []
     if config.algorithm.needs_critic:
         violations += muon_violations("critic.optimizer", config.critic.optimizer, trainer, is_adapted=False)
-    if config.partner is not None and (own := config.partner.optimizer) is not None:
-        violations += muon_violations("partner.optimizer", own, trainer, is_adapted=trainer.lora is not None)
+    if config.partner is not None:
+        others = [one for one in trainer_violations(config.partner.model, trainer) if one not in own]
+        violations += [re.sub(r"\bmodel\.", "partner.model.", one) for one in others]
+        if (optimizer := config.partner.optimizer) is not None:
+            violations += muon_violations("partner.optimizer", optimizer, trainer, is_adapted=trainer.lora is not None)
     yield from map(error, violations)
-    if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
-        yield error(f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).")
 
 
 def check_no_lora(config: RunConfig) -> Iterator[Finding]:

@@ -101,9 +101,8 @@ def check_policy(config: RunConfig, command: Command, key: str, path: str) -> It
     if problems or folder is None:
         yield from problems
         return
-    if key == "model.path":
-        yield from check_lora_targets(config, folder)
-        yield from check_expert_plan(config, folder)
+    yield from check_lora_targets(config, key, folder)
+    yield from check_expert_plan(config, key, folder)
     problems += _check_rope(config, key, folder)
     problems += _check_vocabulary(config, key, folder)
     has_context = not list(_check_context(config, key, folder))  # `check_contexts` yields them
@@ -124,13 +123,19 @@ def check_auxiliary(config: RunConfig, key: str, path: str, role: Literal["froze
         yield from problems
         return
     file, ours = folder / CONFIG_FILE, config.model.shape.vocab_size
-    found = shape_of(transformers_config(file), file).vocab_size
-    if found != ours:
+    found = shape_of(transformers_config(file), file)
+    if found.vocab_size != ours:
         yield error(
-            f"{key}={path}: its vocab_size={found} ({file}) differs from the policy's, {ours}: it would misread the "
-            "policy's tokens. Use a model with the policy's tokenizer.",
+            f"{key}={path}: its vocab_size={found.vocab_size} ({file}) differs from the policy's, {ours}: it would "
+            "misread the policy's tokens. Use a model with the policy's tokenizer.",
             "model.shape.vocab_size",
             "model.path",
+        )
+    if role == "value" and config.trainer.expert_parallel and found.num_experts % (ranks := config.trainer.num_shards):
+        yield error(
+            f"trainer.expert_parallel=true: the {found.num_experts} experts of {key}={path} cannot be dealt out "
+            f"evenly to {ranks} ranks. Use another critic, or expert_parallel=false.",
+            key,
         )
     yield from check_tokenizer(config, key, path)
     yield from _check_rope(config, key, folder)
@@ -417,7 +422,7 @@ def _token_ids(path: str | None) -> dict[str, int]:
     return ids
 
 
-def check_expert_plan(config: RunConfig, folder: Path) -> Iterator[Finding]:
+def check_expert_plan(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
     """Check that transformers has a plan by which the experts of this model stay on their ranks."""
     if not (config.trainer.expert_parallel and config.model.shape.num_experts):
         return
@@ -429,10 +434,10 @@ def check_expert_plan(config: RunConfig, folder: Path) -> Iterator[Finding]:
         modules_of_experts(model)
     except ConfigError as refused:
         for message in refused.violations:
-            yield error(message, "model.path")
+            yield error(message, key)
 
 
-def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
+def check_lora_targets(config: RunConfig, key: str, folder: Path) -> Iterator[Finding]:
     """Check that LoRA targets are linear layers, or weights of experts, of the model that transformers builds."""
     if config.trainer.lora is None:
         return
@@ -444,4 +449,5 @@ def check_lora_targets(config: RunConfig, folder: Path) -> Iterator[Finding]:
     kinds = sorted({layer.rpartition(".")[2] for layer in linear})
     layers = [*linear, *(name for name in experts if config.trainer.lora.adapts_experts(name))]
     for message in unmatched_targets(layers, config.trainer.lora.targets) if linear else ():
-        yield error(message, "model.path", fits=[Fit("trainer.lora.targets", kinds, "the linear layers of this model")])
+        fits = [Fit("trainer.lora.targets", kinds, "the linear layers of this model")] if key == "model.path" else []
+        yield error(message, key, fits=fits)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from penstock.dataflow.errors import ConfigError
+from penstock.weights.layout.checkpoint_names import expert_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +58,15 @@ def place_experts(causal_lm: Any, mesh: DeviceMesh) -> list[nn.Module]:
         mesh: Of one dimension: the ranks that share the experts, whose number divides that of the experts.
 
     Returns:
-        The modules that hold them.
+        The modules that hold them; none of a dense critic beside a mixture.
 
     Raises:
         ConfigError: As `modules_of_experts`.
     """
     from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
+    if not (causal_lm.ep_plan or expert_weights(causal_lm)):
+        return []
     modules = [one for _, one in modules_of_experts(causal_lm)]
     apply_expert_parallelism(causal_lm, mesh, None, causal_lm.ep_plan)
     for module in modules:

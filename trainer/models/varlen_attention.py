@@ -158,7 +158,7 @@ def varlen_attention(
         scaling: Of the scores; None: D^−½.
         dropout: 0.
         softcap: None.
-        s_aux: `[H]`, the score of each head's sink; None: there is none.
+        s_aux: The score of each head's sink, under Ulysses also of the heads of other ranks; None: there is none.
         position_bias: None.
 
     Returns:
@@ -167,14 +167,9 @@ def varlen_attention(
     Raises:
         ConfigError: If the model needs more than this attention does, or does not pass the boundaries on.
     """
-    if s_aux is not None and len(s_aux) != query.shape[1]:
-        raise ConfigError(
-            [
-                f"trainer.sequence_parallel=ulysses: {type(module).__name__} has {len(s_aux)} attention sinks, one for "
-                f"each head, and a rank of Ulysses has {query.shape[1]} heads: it would use those of others. Use "
-                "trainer.sequence_parallel=context."
-            ]
-        )
+    if s_aux is not None and len(s_aux) != query.shape[1]:  # Ulysses: each rank of a group has the next heads
+        shares = s_aux.unflatten(0, (-1, query.shape[1]))
+        s_aux = shares[torch.distributed.get_rank() % len(shares)]
     needs = {
         "an attention mask": attention_mask is not None,
         f"dropout of attention weights ({dropout:g})": dropout > 0,

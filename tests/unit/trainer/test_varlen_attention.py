@@ -110,10 +110,15 @@ def test_a_sink_is_one_more_score_of_its_head(shared: str, index: int, num_kv_he
     check_against_mask(inputs(num_kv_heads=num_kv_heads), index, SHARED[shared], sinks)
 
 
-def test_sinks_of_other_heads_are_refused_with_what_splits_sequences_instead() -> None:
-    given = {"boundaries": SequenceBoundaries.of(LENGTHS, CPU), "s_aux": torch.zeros(8)}
-    with pytest.raises(ConfigError, match=r"has 8 attention sinks, .* has 4 heads.*trainer\.sequence_parallel=context"):
-        varlen_attention.varlen_attention(layer(0), *inputs(), None, **given)
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_of_ulysses_takes_the_sinks_of_its_heads(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    sinks, given = torch.arange(8.0), {"boundaries": SequenceBoundaries.of(LENGTHS, CPU)}
+    own = sinks[4:] if rank % 2 else sinks[:4]
+    found, expected = (
+        varlen_attention.varlen_attention(layer(0), *inputs(), None, **given, s_aux=one)[0] for one in (sinks, own)
+    )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
