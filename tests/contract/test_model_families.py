@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
@@ -37,6 +38,7 @@ from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, loa
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.model_config import DType, ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
@@ -150,6 +152,15 @@ def make_model(model_type: str, folder: Path, seed: int, **fields: object) -> Pa
     return folder
 
 
+def add_head(folder: Path, difference: float = 0.0) -> None:
+    """Write the head of a tied model in addition to its embedding, as many checkpoints on the hub have it."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    inside = "language_model." if embedding.startswith("language_model.") else ""
+    save_file(tensors | {f"{inside}lm_head.weight": tensors[embedding] + difference}, file, {"format": "pt"})
+
+
 def model_config(folder: Path) -> ModelConfig:
     """As it is composed from `model.path` alone."""
     file = folder / "config.json"
@@ -245,6 +256,32 @@ async def test_experts_over_two_ranks_of_an_engine_compute_what_is_published(mod
 @pytest.mark.integration
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+async def test_a_tied_model_whose_files_also_hold_a_head_computes_what_is_published(tmp_path: Path) -> None:
+    prompt = tuple(range(2, 2 + NUM_PROMPT))
+    async with published("qwen3", tmp_path, prepare=add_head) as (engine, policy, publish):
+        assert not any("lm_head" in name for name, _ in hf_parameters(policy))
+        for version in (1, 2):
+            if version > 1:
+                with torch.no_grad():
+                    policy.causal_lm.get_input_embeddings().weight.mul_(1.5)
+                await publish(version)
+            said = await answer(engine, str(version), prompt)
+            gap = np.abs(np.array(said.logprobs) - logprobs_of(policy, prompt, said.token_ids, 1.0))
+            assert gap.max() <= 1e-4
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+async def test_a_head_in_the_files_that_is_not_the_embedding_of_a_tied_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"tie_word_embeddings=true, but its files hold a head that is not equal"):
+        async with published("qwen3", tmp_path, prepare=lambda folder: add_head(folder, 0.5)):
+            pass
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
 async def test_replay_halves_the_gap_of_an_engine_in_bfloat16(tmp_path: Path) -> None:
     """To the same weights in float32, over the answers to eight prompts."""
     gaps: list[tuple[np.ndarray, ...]] = []
@@ -320,6 +357,7 @@ async def published(
     fields: Mapping[str, object] = MappingProxyType({}),
     dtype: DType | None = None,
     tensor_parallel_size: int = 1,
+    prepare: Callable[[Path], None] = lambda _folder: None,
     **args: Any,
 ) -> AsyncIterator[tuple[Any, PolicyModel, Callable[[int], Awaitable[None]]]]:
     """An engine that was started with other weights than it was sent, the policy with the weights that it has, and what
@@ -328,6 +366,8 @@ async def published(
     from penstock.rollout.engines.vllm.engine import VllmEngine
 
     served, trained = (make_model(model_type, folder / str(seed), seed, **fields) for seed in (1, 2))
+    prepare(served)
+    prepare(trained)
     model = model_config(served)
     model = model.model_copy(update={"dtype": dtype or model.dtype})
     policy = load_policy(str(trained), model, gradient_checkpointing=False).eval()
@@ -538,6 +578,28 @@ def refused_by_vllm(folder: Path, **changed: Any) -> list[str]:
 
     settings = {"tp_size": 1, "context": CONTEXT, "is_traced": True, "device_is_here": True}
     return unsupported(folder, "float32", **(settings | changed))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3", "qwen3_5"])
+def test_a_tied_model_whose_files_also_hold_a_head_has_the_layout_of_one_tensor(
+    model_type: str, tmp_path: Path
+) -> None:
+    from penstock.rollout.engines.vllm.layout import plain_config, stand_in_groups, trace_rank
+
+    plain, folder = (make_model(model_type, tmp_path / of, 0, tie_word_embeddings=True) for of in ("plain", "headed"))
+    add_head(folder)
+    hf_config = transformers_config(folder / "config.json")
+    tensors, traced = module_tensors(hf_config), []
+    assert not any("lm_head" in tensor.name for tensor in tensors)
+    for one in (plain, folder):
+        with stand_in_groups(0, 1):
+            config = plain_config(hf_config, "float32", 1, CONTEXT, one)
+            traced.append(trace_rank(config, tensors, "float32", 0))
+    assert config.model_config.word_embeddings_untied_by_checkpoint, "vLLM builds the live model untied"
+    assert traced[0] == traced[1]
+    assert refused_by_vllm(folder, device_is_here=False) == []
 
 
 @pytest.mark.integration

@@ -123,6 +123,25 @@ def check_live(traced: Form, live: Form, rank: int) -> None:
             )
 
 
+def check_is_tied(model_config: ModelConfig, traced: Form, live: Form) -> None:
+    """Check that vLLM tied a model again whose files hold a head in addition to the embedding.
+
+    It does so if they are equal, as transformers does for the trainer.
+
+    Raises:
+        WeightSyncError: If they differ.
+    """
+    if not model_config.word_embeddings_untied_by_checkpoint:
+        return
+    if own := sorted(live.keys() - traced.keys()):
+        raise WeightSyncError(
+            f"weights: config.json of {model_config.model} has tie_word_embeddings=true, but its files hold a head "
+            f"that is not equal to the embedding, so vLLM and transformers keep both ({own[0]} has shape "
+            f"{live[own[0]][0]}). A tied model has one tensor to publish. Set tie_word_embeddings=false there if the "
+            "head is right, or remove the head from the files if it is stale."
+        )
+
+
 def _words(form: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
     return "absent" if form is None else f"{form[0]} with strides {form[1]}"
 
@@ -212,11 +231,20 @@ def _stand_in(rank: int, size: int) -> Any:
 
 
 def _separate_config(vllm_config: VllmConfig) -> VllmConfig:
-    """A copy, so that the second model does not register itself among the layers of the first."""
+    """A copy, so that the second model does not register itself among the layers of the first.
+
+    If vLLM found a head in the files of a tied model, it loads that model untied and ties it again after loading. The
+    copy is tied, since the trainer publishes one tensor.
+    """
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
+    if vllm_config.model_config.word_embeddings_untied_by_checkpoint:
+        model_config = config.model_config = copy.deepcopy(vllm_config.model_config)
+        for one in (model_config.hf_config, model_config.hf_config.get_text_config()):
+            one.tie_word_embeddings = True
+        model_config.word_embeddings_untied_by_checkpoint = False
     return config
 
 

@@ -23,7 +23,7 @@ from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.kernels.portable.products import use_onednn
 from penstock.rollout.engines.vllm.channel import Address, serve
 from penstock.rollout.engines.vllm.cpu_build import keep_parameters_live
-from penstock.rollout.engines.vllm.layout import check_live, form_of, trace_rank
+from penstock.rollout.engines.vllm.layout import check_is_tied, check_live, form_of, trace_rank
 from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.rollout.engines.vllm.routes import StepRoutes, layers_with_experts
 from penstock.weights.checksum import tensor_checksum
@@ -210,9 +210,12 @@ class WorkerExtension:
         """This worker's rank, why its layout is not known, and where it holds each tensor (pickled `RankLayout`)."""
         rank = get_tensor_model_parallel_rank()
         specs = [TensorSpec(name, tuple(shape)) for name, shape in tensors]
+        vllm_config = self.model_runner.vllm_config
+        live = form_of(dict(self.model_runner.get_model().named_parameters()))
         try:
-            traced = trace_rank(self.model_runner.vllm_config, specs, dtype, rank)
-            check_live(traced.form, form_of(dict(self.model_runner.get_model().named_parameters())), rank)
+            traced = trace_rank(vllm_config, specs, dtype, rank)
+            check_is_tied(vllm_config.model_config, traced.form, live)
+            check_live(traced.form, live, rank)
         except WeightSyncError as refusal:
             return rank, str(refusal), b""
         return rank, "", pickle.dumps(traced)
