@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.weights.hf_folder import CONFIG_FILE, model_folder, transformers_config, weight_files
-from penstock.weights.layout.checkpoint_names import checkpoint_tensors, of_language_model, text_config
+from penstock.weights.layout.checkpoint_names import of_language_model, tensors_as_held, text_config
 
 
 def policy_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,8 +52,9 @@ def write_policy(hf_model: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
         hf_model.save_pretrained(folder, state_dict=dict(tensors))
         return
     folder.mkdir(parents=True)
-    trained = checkpoint_tensors(hf_config, tensors)
-    for file in weight_files(source):
+    files = weight_files(source)
+    trained = tensors_as_held(hf_config, tensors, _names(files))
+    for file in files:
         with safe_open(file, framework="pt", device="cpu") as held:
             names = list(held.keys())
             written = {name: trained.pop(name) if name in trained else held.get_tensor(name) for name in names}
@@ -63,3 +64,12 @@ def write_policy(hf_model: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
     for name in (CONFIG_FILE, "model.safetensors.index.json"):
         if (source / name).exists():
             shutil.copy2(source / name, folder / name)
+
+
+def _names(files: Iterable[Path]) -> set[str]:
+    """Of the tensors in safetensors files."""
+    found: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as held:
+            found.update(held.keys())
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,6 +94,46 @@ def checkpoint_tensors(hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> d
     return converted
 
 
+def tensors_as_held(
+    hf_config: Any, tensors: Mapping[str, torch.Tensor], held: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Tensors of the language model under the names that the files of a checkpoint with other parts have.
+
+    Files may hold experts stacked, as transformers' modules do, or one by one; and a tied tensor under one of its names
+    or under both. A tensor that the files do not hold is under the name that transformers would give it.
+
+    Args:
+        hf_config: Of the checkpoint, which has other parts, too.
+        tensors: By the names of transformers' modules, tied ones once.
+        held: Names of the tensors in the files.
+    """
+    model = model_without_memory(hf_config)
+    alone, inside, whole = _places(hf_config, model)
+    written_at = {place: written for written, place in _names_in_checkpoint(hf_config, model, alone).items()}
+
+    def named(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        as_modules, others = {}, {}
+        for name, tensor in given.items():
+            written = written_at.get(alone, "") + name.removeprefix(alone)
+            if name.startswith(alone) and written in held:
+                as_modules[written] = tensor
+            else:
+                others[inside + name.removeprefix(alone) if name.startswith(alone) else name] = tensor
+        return as_modules | revert_weight_conversion(whole, others)
+
+    found = named(tensors)
+    for other, name in model.all_tied_weights_keys.items():
+        if name in tensors:
+            (first,), (second,) = named({name: tensors[name]}), named({other: tensors[name]})
+            twins = [twin for twin in dict.fromkeys((second, other)) if twin in held]  # transformers loads either
+            found |= {twin: tensors[name].clone() for twin in twins}  # safetensors writes no shared memory
+            if twins and first not in held:
+                del found[first]
+    return found
+
+
 def loading_arguments(hf_config: Any) -> dict[str, Any]:
     """Arguments with which `AutoModelForCausalLM.from_pretrained` loads the language model of a checkpoint alone.
 
@@ -103,17 +143,21 @@ def loading_arguments(hf_config: Any) -> dict[str, Any]:
         return {}
     model = model_without_memory(hf_config)
     alone, _, _ = _places(hf_config, model)
-    mapping: dict[str, str] = {}
+    places = _names_in_checkpoint(hf_config, model, alone)
+    mapping = {f"^{re.escape(written)}{'' if place == alone else '$'}": place for written, place in places.items()}
+    return {"config": text_config(hf_config), "key_mapping": mapping}
+
+
+def _names_in_checkpoint(hf_config: Any, model: Any, alone: str) -> dict[str, str]:
+    """Name in a checkpoint with other parts -> name in the language model; of its layers, the prefixes."""
+    places: dict[str, str] = {}
     for name, _ in model.named_parameters():
         of_layers = name.startswith(alone)
-        if of_layers and alone in mapping.values():
+        if of_layers and alone in places.values():
             continue
         (written,) = checkpoint_tensors(hf_config, {name: torch.empty(0, device="meta")})
-        if of_layers:
-            mapping[f"^{re.escape(written.removesuffix(name[len(alone) :]))}"] = alone
-        else:
-            mapping[f"^{re.escape(written)}$"] = name
-    return {"config": text_config(hf_config), "key_mapping": mapping}
+        places[written.removesuffix(name[len(alone) :]) if of_layers else written] = alone if of_layers else name
+    return places
 
 
 def of_language_model(

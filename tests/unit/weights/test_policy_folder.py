@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
 from penstock.weights.hf_folder import transformers_config
 from penstock.weights.layout.checkpoint_names import loading_arguments
 from penstock.weights.policy_folder import policy_tensors, write_policy
-from tests.contract.test_model_families import make_model, model_config
+from tests.contract.test_model_families import FAMILIES, make_model, model_config
 
 EXTRA = "mtp.layers.0.weight"
 """A layer that predicts the token after the next one, which neither transformers nor an engine loads."""
@@ -39,6 +41,70 @@ def test_the_tower_stays_and_the_language_model_is_replaced(model_type: str, tmp
     again = load_policy(str(target), model_config(target), gradient_checkpointing=False)
     for name, parameter in hf_parameters(again):
         torch.testing.assert_close(parameter.detach(), trained[name], rtol=0, atol=0)
+
+
+def exported(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Write a policy whose every tensor is one more than in its source; the trained tensors by their modules' names."""
+    policy = load_policy(str(source), model_config(source), gradient_checkpointing=False)
+    trained = {name: parameter.detach() + 1 for name, parameter in hf_parameters(policy)}
+    write_policy(policy.hf_model, trained, target)
+    shutil.copy2(source / "preprocessor_config.json", target)
+    return trained
+
+
+def stack_experts(folder: Path) -> None:
+    """Give a checkpoint its experts stacked, as the hub's Qwen3.5 has them; transformers writes them one by one."""
+    file = folder / "model.safetensors"
+    written = load_file(file)
+    whole = AutoModelForImageTextToText.from_pretrained(folder)
+    stacked = {name: one.detach() for name, one in whole.named_parameters() if ".mlp.experts." in name}
+    assert len(stacked) == 8, "two of each of four layers"
+    kept = {name: one for name, one in written.items() if ".mlp.experts." not in name}
+    save_file(kept | stacked, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_experts_are_written_as_the_source_holds_them(
+    is_stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = dict(FAMILIES["qwen3_5"]["text_config"])  # type: ignore[call-overload]
+    experts = {"text_config": text | FAMILIES["qwen3_5_moe_text"]}
+    monkeypatch.setitem(FAMILIES, "qwen3_5_moe", FAMILIES["qwen3_5"] | experts)  # type: ignore[arg-type]
+    source, target = make_model("qwen3_5_moe", tmp_path / "source", 0), tmp_path / "policy"
+    if is_stacked:
+        stack_experts(source)
+    trained = exported(source, target)
+    before, after = load_file(source / "model.safetensors"), load_file(target / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert any(name.endswith("experts.gate_up_proj") for name in after) == is_stacked
+    again = load_policy(str(target), model_config(target), gradient_checkpointing=False)
+    for name, parameter in hf_parameters(again):
+        torch.testing.assert_close(parameter.detach(), trained[name], rtol=0, atol=0)
+
+
+HEADS = [("gemma3", "language_model.lm_head.weight"), ("gemma3", "lm_head.weight"), ("qwen3_5", "lm_head.weight")]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("is_alone", [False, True], ids=["both", "head-only"])
+@pytest.mark.parametrize(("model_type", "head"), HEADS)
+def test_a_tied_head_in_the_files_is_written_as_the_trained_embedding(
+    model_type: str, head: str, is_alone: bool, tmp_path: Path
+) -> None:
+    source = make_model(model_type, tmp_path / "source", 0, tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[head] = tensors[embedding].clone()
+    if is_alone:
+        del tensors[embedding]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    trained = exported(source, tmp_path / "policy")
+    after = load_file(tmp_path / "policy" / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    torch.testing.assert_close(after[head], trained["model.embed_tokens.weight"], rtol=0, atol=0)
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "policy")
+    assert whole.lm_head.weight is whole.get_input_embeddings().weight
+    torch.testing.assert_close(whole.lm_head.weight.detach(), after[head], rtol=0, atol=0)
 
 
 @pytest.mark.some(1)
