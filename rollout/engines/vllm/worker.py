@@ -30,7 +30,7 @@ from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.checkpoint_names import checkpoint_tensors, text_config
+from penstock.weights.layout.checkpoint_names import checkpoint_tensors
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.device_memory import VersionBuffer, version_buffer_for
@@ -130,9 +130,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
                 for name, shard in values.items():
                     copy_values(live[name], shard)
         else:
-            hf_config = self.vllm_config.model_config.hf_config
-            is_alone = text_config(hf_config) is hf_config
-            given = values if is_alone else checkpoint_tensors(hf_config, values)
+            given = checkpoint_tensors(self.vllm_config.model_config.hf_config, values)
             self.model.load_weights(iter(given.items()))
         update.staged = None
 
