@@ -1,9 +1,9 @@
-"""A policy's Hugging Face directory: its tensors read without building the model, and written."""
+"""A policy's Hugging Face directory: its tensors read as a trainer has them, and written."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,53 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock.dataflow.errors import CheckpointError
+from penstock.dataflow.errors import CheckpointError, boundary
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.hf_folder import CONFIG_FILE, model_folder, transformers_config, weight_files
-from penstock.weights.layout.checkpoint_names import of_language_model, tensors_as_held, text_config
+from penstock.weights.layout.checkpoint_names import loading_arguments, module_tensors, tensors_as_held, text_config
+from penstock.weights.model_config import DType
 
 
-def policy_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in `path`'s safetensors files that is of the language model.
+def policy_tensors(folder: Path, dtype: DType) -> dict[str, torch.Tensor]:
+    """Name and tensor of the policy in a folder, as a trainer would publish them: by transformers' modules, tied ones
+    once.
+
+    transformers loads them. What is in the files in the same form and dtype is mapped, and takes no memory.
+
+    Args:
+        folder: Hugging Face directory; what it holds besides the language model is left out.
+        dtype: `model.dtype`.
 
     Raises:
-        CheckpointError: If there are none.
+        CheckpointError: If it has no weights, not all of them, or a head of its own that its configuration denies.
     """
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path}: no *.safetensors in it, so there are no weights to serve")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    def held() -> Iterator[tuple[str, torch.Tensor]]:
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, tensors.get_tensor(name)
-
-    yield from of_language_model(transformers_config(path / CONFIG_FILE), held())
+    logging.disable_progress_bar()
+    with boundary(CheckpointError, f"{folder} cannot be loaded"):
+        hf_config = transformers_config(folder / CONFIG_FILE)
+        weight_files(folder)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=TORCH_DTYPES[dtype],
+            output_loading_info=True,
+            local_files_only=True,
+            **loading_arguments(hf_config),
+        )
+    kind, missing = type(model).__name__, sorted(loading["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors of {kind} are not in it, e.g. {missing[0]}; they would be random. Use a "
+            "complete checkpoint."
+        )
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if own := sorted(tensors.keys() - {tensor.name for tensor in module_tensors(hf_config)}):
+        raise CheckpointError(
+            f"{folder}: {own[0]} is not equal to the embedding, but {CONFIG_FILE} has tie_word_embeddings=true. Set it "
+            "to false if the head is right, or remove the head from the files if it is stale."
+        )
+    return tensors
 
 
 def write_policy(hf_model: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

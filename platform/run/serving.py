@@ -50,8 +50,9 @@ from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from penstock.weights.hf_folder import model_folder
+from penstock.weights.hf_folder import CONFIG_FILE, model_folder, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.policy_folder import policy_tensors
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
@@ -181,7 +182,7 @@ async def _publish(config: RunConfig, engines: Sequence[RemoteEngine]) -> None:
     """Have all engines serve the checkpoint as version 0, which is written once on every node with engines."""
     receiving = None
     if config.weights.transport != "gather":
-        tensors = _training_sharding(_policy_tensors(config)).tensors
+        tensors = module_tensors(transformers_config(_checkpoint(config) / CONFIG_FILE))
         receiving, _ = await engine_layout(config, engines, tensors, "shared_memory")
     by_node: dict[str, list[RemoteEngine]] = {}
     for engine in engines:
@@ -220,10 +221,9 @@ class PolicyFiles:
 
     def write(self, config: RunConfig, receiving: EngineLayout | None) -> WeightManifest:
         """Write it for engines of this layout; None: for `weights.transport=gather`."""
+        whole = policy_tensors(_checkpoint(config), config.model.dtype)
         if receiving is None:
-            tensors = policy_tensors(_checkpoint(config))
-            return write_version(tensors, 0, config.model.dtype, self._folder)
-        whole = _policy_tensors(config)
+            return write_version(whole.items(), 0, config.model.dtype, self._folder)
         transfer = ShardTransfer.between(_training_sharding(whole), receiving, config.model.dtype, str(self._folder))
         writer = ShardWriter(transfer, 0, ShardFiles(transfer))
         flat = {name: tensor.flatten() for name, tensor in whole.items()}
@@ -237,12 +237,6 @@ class PolicyFiles:
 def _checkpoint(config: RunConfig) -> Path:
     path = model_path(config)
     return model_folder(path) or Path(path)
-
-
-def _policy_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Name -> tensor of the checkpoint, each once."""
-    tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
-    return {name: tensor for name, tensor in policy_tensors(_checkpoint(config)) if name != tied}
 
 
 def _training_sharding(whole: Mapping[str, torch.Tensor]) -> TrainingSharding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,20 +158,6 @@ def _names_in_checkpoint(hf_config: Any, model: Any, alone: str) -> dict[str, st
         (written,) = checkpoint_tensors(hf_config, {name: torch.empty(0, device="meta")})
         places[written.removesuffix(name[len(alone) :]) if of_layers else written] = alone if of_layers else name
     return places
-
-
-def of_language_model(
-    hf_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint that are of its language model, as that alone would be in a checkpoint."""
-    mapping = loading_arguments(hf_config).get("key_mapping")
-    for name, tensor in tensors:
-        if mapping is None:
-            yield name, tensor
-            continue
-        for pattern, replacement in mapping.items():
-            if re.match(pattern, name):
-                yield re.sub(pattern, replacement, name), tensor
 
 
 def _places(hf_config: Any, model: Any) -> tuple[str, str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
-from penstock.weights.hf_folder import transformers_config
-from penstock.weights.layout.checkpoint_names import loading_arguments
+from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
+from penstock.weights.layout.checkpoint_names import loading_arguments, module_tensors
 from penstock.weights.policy_folder import policy_tensors, write_policy
 from tests.contract.test_model_families import FAMILIES, make_model, model_config
 
@@ -107,16 +108,55 @@ def test_a_tied_head_in_the_files_is_written_as_the_trained_embedding(
     torch.testing.assert_close(whole.lm_head.weight.detach(), after[head], rtol=0, atol=0)
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
-def test_what_is_served_without_a_trainer_is_the_language_model(model_type: str, is_tied: bool, tmp_path: Path) -> None:
-    source = make_model(model_type, tmp_path, 0, tie_word_embeddings=is_tied)
-    policy = load_policy(str(source), model_config(source), gradient_checkpointing=False)
-    found = dict(policy_tensors(source))
-    for name, parameter in hf_parameters(policy):
-        torch.testing.assert_close(found.pop(name), parameter.detach(), rtol=0, atol=0)
-    assert set(found) <= {"lm_head.weight"}
+SERVED = [
+    ("gemma3", {}), ("gemma3", {"tie_word_embeddings": True}), ("qwen3_5", {"tie_word_embeddings": True}),
+    ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {}), ("mixtral", {}), ("nemotron_h", {}),
+]  # fmt: skip
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("model_type", "fields"), SERVED)
+def test_what_is_served_without_a_trainer_is_what_a_trainer_would_publish(
+    model_type: str, fields: dict[str, object], tmp_path: Path
+) -> None:
+    """Under the same names, without what else the files hold, and from the files that the index names alone."""
+    source = make_model(model_type, tmp_path, 0, **fields)
+    tensors = load_file(source / "model.safetensors") | {EXTRA: torch.ones(2), "rotary_emb.inv_freq": torch.ones(2)}
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model-00001-of-00001.safetensors", {"format": "pt"})
+    save_file({name: one + 1 for name, one in tensors.items()}, source / "consolidated.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = model_config(source)
+    trained = dict(hf_parameters(load_policy(str(source), model, gradient_checkpointing=False)))
+    served = policy_tensors(source, model.dtype)
+    assert (
+        served.keys()
+        == trained.keys()
+        == {one.name for one in module_tensors(transformers_config(source / CONFIG_FILE))}
+    )
+    for name, tensor in served.items():
+        torch.testing.assert_close(tensor, trained[name].detach(), rtol=0, atol=0)
+
+
+def test_weights_that_are_missing_or_contradict_the_configuration_are_not_served(tmp_path: Path) -> None:
+    source = make_model("qwen3", tmp_path / "tied", 0, tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors | {"lm_head.weight": head}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight is not equal to the embedding, but config\.json has tie"
+    ):
+        policy_tensors(source, "float32")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors of Qwen3ForCausalLM are not in it, e\.g\. model\.norm\.weight"
+    ):
+        policy_tensors(source, "float32")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"there are no weights in it"):
+        policy_tensors(source, "float32")
 
 
 def test_a_language_model_alone_is_written_by_transformers(tmp_path: Path) -> None:
