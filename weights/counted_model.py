@@ -1,4 +1,5 @@
-"""What a model with recurrent layers holds, counted on its class: built on the meta device, which has no memory.
+"""What a model with recurrent or unequal layers holds, counted on its class: built on the meta device, which has no
+memory.
 
 A decoder of plain attention follows from its dimensions (`ModelShape`). Layers with recurrent state have weights and
 states of other forms, one for each kind; so the class is built, and one pass tells what its cache holds.
@@ -29,32 +30,49 @@ class Counted(NamedTuple):
         num_active_weights: With which a token is multiplied: those of the experts it uses, of the embeddings the head.
         kv_elements: Of each token.
         state_elements: Of each sequence, however long.
+        has_experts: Whether a layer has any.
     """
 
     num_weights: int
     num_active_weights: int
     kv_elements: int
     state_elements: int
+    has_experts: bool
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those that a `ModelShape` has."""
+        return {name: int(value) for name, value in self._asdict().items() if name != "has_experts"}
 
 
 _counted: dict[str, Counted | None] = {}
 
 
 def counted(hf_config: Any, experts_share: float) -> Counted | None:
-    """Count a model with layers other than attention; None for others, and where transformers cannot.
+    """Count a model with layers other than attention, or of several sizes; None for others, and where transformers
+    cannot.
 
     Args:
         hf_config: Of the language model, as transformers builds it.
         experts_share: Share of the experts that a token uses; 1 without experts.
     """
     kinds = getattr(hf_config, "layer_types", None) or getattr(hf_config, "layers_block_type", None) or ()
-    if set(kinds) <= _ATTENTION:
+    if set(kinds) <= _ATTENTION and not _has_unequal_layers(hf_config):
         return None
     settings = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
     key = json.dumps([settings, experts_share], sort_keys=True, default=str)
     if key not in _counted:
         _counted[key] = _count(hf_config, experts_share)
     return _counted[key]
+
+
+def _has_unequal_layers(hf_config: Any) -> bool:
+    """Whether a dimension is one of each layer (Gemma 3n, Gemma 4)."""
+    dimensions = ("intermediate_size", "head_dim", "num_key_value_heads")
+    try:
+        return any(isinstance(getattr(hf_config, name, None), list) for name in dimensions)
+    except RuntimeError:  # transformers': there is no value of all
+        return True
 
 
 def _count(hf_config: Any, experts_share: float) -> Counted | None:
@@ -85,7 +103,8 @@ def _count(hf_config: Any, experts_share: float) -> Counted | None:
     embedding = model.get_input_embeddings().weight
     unused = 0 if embedding is model.get_output_embeddings().weight else embedding.numel()
     kv = sizes[1] - sizes[0]
-    return Counted(total, total - unused - round(routed * (1 - experts_share)), kv, sizes[0] - _PROMPT * kv)
+    active = total - unused - round(routed * (1 - experts_share))
+    return Counted(total, active, kv, sizes[0] - _PROMPT * kv, routed > 0)
 
 
 def _pass(model: Any, num_tokens: int) -> Any:

@@ -148,20 +148,22 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
     text = hf_config.get_text_config(decoder=True)
 
     def first(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+        return next((value for name in names if (value := _largest(text, name)) is not None), None)
 
     hidden_size, num_heads = first("hidden_size"), first("num_attention_heads")
     inner, head_dim = first("intermediate_size", "ffn_hidden_size"), first("head_dim")
     experts = first("num_experts", "num_local_experts", "n_routed_experts") or 0
-    expert_size = (first("moe_intermediate_size") or inner) if experts else 0
-    shared_size = first("shared_expert_intermediate_size") or (first("n_shared_experts") or 0) * (expert_size or 0)
     try:
         if head_dim is None:
             head_dim = hidden_size // num_heads
         used = first("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k") or 1
+        of_class = counted(text, used / experts if experts else 1.0)
+        if of_class is not None and not of_class.has_experts:  # a configuration may have sizes of absent layers
+            experts = 0
+        expert_size = (first("moe_intermediate_size") or inner) if experts else 0
+        shared_size = first("shared_expert_intermediate_size") or (first("n_shared_experts") or 0) * (expert_size or 0)
         if experts:
             inner = used * expert_size + shared_size
-        of_class = counted(text, used / experts if experts else 1.0)
         return ModelShape(
             vocab_size=text.vocab_size,
             hidden_size=hidden_size,
@@ -176,7 +178,7 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
             num_experts=experts,
             expert_size=expert_size,
             shared_expert_size=shared_size if experts else 0,
-            **({} if of_class is None else of_class._asdict()),
+            **({} if of_class is None else of_class.sizes),
         )
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors())
@@ -186,6 +188,15 @@ def shape_of(hf_config: Any, file: Path) -> ModelShape:
             f"{file}: the dimensions of a decoder cannot be read from model_type={hf_config.model_type!r}: {error}. "
             "Use a decoder-only language model."
         ) from error
+
+
+def _largest(text: Any, name: str) -> Any:
+    """A value of a configuration; of one that layers do not share the largest, since memory is estimated from it."""
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:  # transformers': it is one of each layer
+        value = [getattr(text.per_layer_config[index], name) for index in range(text.num_hidden_layers)]
+    return max(value) if isinstance(value, list | tuple) and value else value
 
 
 def weight_files(folder: Path) -> list[Path]:
