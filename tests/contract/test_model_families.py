@@ -35,6 +35,7 @@ from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from penstock.trainer.models import model_form
 from penstock.trainer.models.policy_model import PolicyModel, hf_parameters, load_policy
+from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 from penstock.weights.hf_folder import shape_of, transformers_config
 from penstock.weights.layout.algebra import TensorSpec
@@ -486,6 +487,23 @@ def test_dropout_is_off_in_training(model_type: str, tmp_path: Path) -> None:
     in_training, again = (logprobs_of(policy, prompt, tokens, 1.0) for _ in range(2))
     np.testing.assert_array_equal(in_training, again)
     np.testing.assert_allclose(in_training, logprobs_of(policy.eval(), prompt, tokens, 1.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5"])
+def test_a_critic_of_a_model_with_a_tower_trains_its_text_alone(model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(model_type, tmp_path, 0)
+    critic = load_value_model(str(folder), model_config(folder), gradient_checkpointing=False)
+    torch.nn.init.ones_(critic.classifier.score.weight)
+    token_ids = torch.arange(2, 14)[None]
+    values, _ = critic(token_ids, torch.arange(12)[None], None, torch.tensor([3, 11]), None, 1.0)
+    values.sum().backward()
+    parameters = dict(critic.named_parameters())
+    trained = {name for name, one in parameters.items() if one.requires_grad}
+    assert trained == {name for name, one in parameters.items() if one.grad is not None}
+    text = AutoModelForCausalLM.from_config(transformers_config(folder / "config.json").get_text_config(decoder=True))
+    assert len(trained) == len(dict(text.model.named_parameters())) + 1, "all of the text, and the head"
 
 
 def test_a_checkpoint_that_contradicts_itself_about_its_head_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,11 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
             num_labels=1,
             output_loading_info=True,
         )
-    check_vocabulary("critic or reward model", path, classifier.config.vocab_size, model.shape.vocab_size)
+    text = classifier.config.get_text_config(decoder=True)
+    check_vocabulary("critic or reward model", path, text.vocab_size, model.shape.vocab_size)
+    if text is not classifier.config:  # towers of other inputs stay as they are
+        classifier.base_model.requires_grad_(requires_grad=False)
+        classifier.base_model.get_decoder().requires_grad_()
     if "score.weight" in loading["missing_keys"]:
         head = classifier.score.weight
         with torch.no_grad():
