@@ -287,7 +287,8 @@ class AlgorithmConfig(BaseModel):
     that the trainer's routers choose. Without effect on a dense model."""
     balance_coefficient: float = Field(default=0.0, ge=0, le=10)
     """Weight of the loss that spreads tokens evenly over the experts of a mixture (0.001 to 0.01 in pretraining; the
-    loss is k if k experts per token are used evenly). Without effect on a dense model."""
+    loss is k if k experts per token are used evenly), from the tokens of a micro-batch. Without effect on a dense
+    model."""
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
     """How the terms of tokens are averaged."""
     teacher_coefficient: float = Field(default=0.0, ge=0, le=100)

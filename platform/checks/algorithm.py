@@ -69,6 +69,33 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
     yield from map(error, violations)
 
 
+def check_unread_trainer_settings(config: RunConfig) -> Iterator[Finding]:
+    """Warn of settings of optimizers and sequence parallelism that are not read, or not to their end."""
+    trainer = config.trainer
+    if trainer.sequence_parallel is not None and trainer.sequence_parallel_size == 1:
+        yield warning(
+            f"trainer.sequence_parallel={trainer.sequence_parallel} has no effect with "
+            "trainer.sequence_parallel_size=1: no ranks share a sequence. Use sequence_parallel_size above 1, or leave "
+            "it out."
+        )
+    optimizers = {"trainer.optimizer": trainer.optimizer}
+    if config.algorithm.needs_critic:
+        optimizers["critic.optimizer"] = config.critic.optimizer
+    num_updates = config.total_steps * config.algorithm.updates_per_batch
+    for key, optimizer in optimizers.items():
+        for name in ("decay", "final_lr_ratio"):
+            if not optimizer.decay_steps and config.is_typed(f"{key}.{name}"):
+                yield warning(
+                    f"{key}.{name}={getattr(optimizer, name)} has no effect with {key}.decay_steps=0: the rate never "
+                    "decays. Use decay_steps above 0, or leave it out."
+                )
+        if key == "trainer.optimizer" and optimizer.warmup_steps > num_updates:
+            yield warning(
+                f"{key}.warmup_steps={optimizer.warmup_steps} with {num_updates} optimizer steps (total_steps="
+                f"{config.total_steps}): the rate never reaches {key}.lr={optimizer.lr:g}. Use fewer, or more steps."
+            )
+
+
 def check_no_lora(config: RunConfig) -> Iterator[Finding]:
     """Refuse adapters for reward models, whose new head must be trained whole."""
     if config.trainer.lora is not None:
@@ -254,10 +281,11 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
     ]
     if algorithm.entropy_top_share < 1:
         found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
+    instead = "" if config.trainer.backend == "fsdp2" else ", or tensor parallelism"
     for setting in found:
         yield error(
             f"algorithm.{setting} with trainer.sequence_parallel_size={size}: it needs all tokens of a sequence, but "
-            "each rank would have only a part of it. Use sequence_parallel_size=1, or tensor parallelism.",
+            f"each rank would have only a part of it. Use sequence_parallel_size=1{instead}.",
             f"algorithm.{setting.partition('=')[0]}",
         )
 
@@ -300,7 +328,11 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
             f"critic.updates_per_policy_update={ratio:g} with {num_updates} updates of the policy (total_steps="
             f"{config.total_steps}): the critic would never be updated. Use at least {1 / num_updates:.3g}."
         )
-    why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
+    why = (
+        "the returns of a sequence are computed on one rank"
+        if trainer.backend == "fsdp2"
+        else "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
+    )
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
 
 
@@ -508,7 +540,10 @@ def split_models(trainer: TrainerConfig, setting: str, why: str) -> Iterator[Fin
     """Refuse tensor and sequence parallelism for settings that need whole sequences on one rank."""
     for key in ("tensor_parallel_size", "sequence_parallel_size"):
         if (size := getattr(trainer, key)) > 1:
-            yield error(f"trainer.{key}={size} with {setting}: {why}. Use 1, and ZeRO for models that are too large.")
+            larger = "more ranks" if trainer.backend == "fsdp2" else "ZeRO"
+            yield error(
+                f"trainer.{key}={size} with {setting}: {why}. Use 1, and {larger} for models that are too large."
+            )
 
 
 def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Finding]:
@@ -531,5 +566,5 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
 ALGORITHM_CHECKS = (
     check_algorithm, check_group_size, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher,
     check_lora_reference, check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
-    check_without_effect, check_published,
+    check_without_effect, check_unread_trainer_settings, check_published,
 )  # fmt: skip

@@ -215,9 +215,15 @@ def train_s(config: RunConfig, workload: Workload) -> float:
         copies = trainer.fsdp_copies
         reduce_s *= 4 / width
         reduce_s += 8 * trained / width / num_replicas * (copies - 1) / copies / per_s
-    # An all-to-all to experts and one back, forward and backward.
-    of_experts = 4 * shape.num_layers * shape.experts_per_token * shape.hidden_size * width * trainer.expert_parallel
-    experts_s = num_tokens / trainer.num_ranks * of_experts * exchanged
+    # An all-to-all to experts and one back, forward, again if activations are recomputed, and backward.
+    of_experts = (
+        (4 + 2 * trainer.gradient_checkpointing)
+        * shape.num_layers
+        * shape.experts_per_token
+        * shape.hidden_size
+        * width
+    )
+    experts_s = num_tokens / trainer.num_ranks * of_experts * exchanged * trainer.expert_parallel
     # An all-to-all before and after attention for each of four tensors, forward and backward.
     of_token = 8 * shape.num_layers * shape.hidden_size * width
     of_sequence = of_token * (sp - 1) / sp

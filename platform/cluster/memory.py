@@ -287,8 +287,9 @@ def _fsdp2_training(config: RunConfig, optimizer: OptimizerConfig, trained: floa
     states, gradients = 4 * share + _state_bytes(config, optimizer, share), 4 * share
     if optimizer.moments_dtype == "bfloat16":
         step = _step_bytes(config, optimizer, share, on_gpu=on_gpu)
-    if trainer.offload_optimizer:  # with the gradients, and what AdamW on a CPU takes
-        states, gradients, step = states + gradients + 8 * trained_outside / trainer.num_shards, 0, 0
+    if trainer.offload_optimizer:  # with the gradients, and what AdamW on a CPU takes; but not sums between copies
+        between_copies = gradients * (trainer.fsdp_copies > 1)
+        states, gradients, step = states + gradients + 8 * trained_outside / trainer.num_shards, between_copies, 0
     return _Training(states, gradients, max(backward, step))
 
 

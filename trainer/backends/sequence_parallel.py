@@ -13,6 +13,7 @@ and by sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from penstock.trainer.config import TrainerConfig
@@ -59,5 +60,6 @@ def context_group(trainer: TrainerConfig) -> ProcessGroup:
 
     size = trainer.sequence_parallel_size
     ranks = [list(range(first, first + size)) for first in range(0, trainer.num_ranks, size)]
-    group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
+    limit = timedelta(seconds=2 * trainer.step_timeout_s)  # as of all ranks, so that the driver gives up first
+    group, _ = torch.distributed.new_subgroups_by_enumeration(ranks, timeout=limit)
     return group

@@ -53,6 +53,7 @@ def empty_folder(tmp_path, monkeypatch):
             ["100", "max_context_tokens=128", "never be trained"],
         ),
         (["trainer.optimizer.betas=[0.9,1.0]"], ["[0.9, 1.0]", "[0, 1)"]),
+        (["algorithm=ppo", "critic.optimizer.betas=[0.9,1.0]"], ["critic.optimizer", "[0.9, 1.0]", "[0, 1)"]),
         (
             ["trainer.optimizer.muon={}", "trainer.zero_stage=2"],
             ["trainer.optimizer.muon with trainer.zero_stage=2", "whole matrices", "zero_stage=0", "muon=null"],
@@ -311,6 +312,10 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         ("algorithm/correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
         ("weights.codec=delta", "has no effect"),
+        ("trainer.sequence_parallel=context", "no ranks share a sequence"),
+        ("trainer.optimizer.decay=sqrt", "the rate never decays"),
+        (["algorithm=ppo", "critic.optimizer.final_lr_ratio=0.5"], "critic.optimizer.final_lr_ratio=0.5 has no effect"),
+        (["total_steps=5", "trainer.optimizer.warmup_steps=6"], "with 5 optimizer steps (total_steps=5)"),
         (["trainer=lora", "algorithm.kl.coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
     ],
 )

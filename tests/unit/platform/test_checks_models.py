@@ -163,10 +163,10 @@ def test_a_typed_shape_that_is_not_the_checkpoints_is_refused_with_both_numbers(
     load_config("train", [*overrides, "model.shape.num_layers=4"])
 
 
-def partner(overrides: list[str], folder: Path, letters: str, num_layers: int = 3) -> list[str]:
+def partner(overrides: list[str], folder: Path, letters: str, num_layers: int = 3, **fields: int) -> list[str]:
     """The overrides of a run of two policies, each with its tokenizer."""
     ours = Path(overrides[1].partition("=")[2])
-    theirs = write_model(folder / "partner", hidden_size=96, num_hidden_layers=num_layers)
+    theirs = write_model(folder / "partner", hidden_size=96, num_hidden_layers=num_layers, **fields)
     for path, vocabulary in ((ours, "abc"), (theirs, letters)):
         words = {letter: number for number, letter in enumerate(vocabulary)}
         (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
@@ -179,6 +179,12 @@ def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
 
 def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
     assert "2 of 3 tokens have a different id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
+
+
+def test_a_partner_is_asked_what_the_trainer_cannot_do_with_it(overrides, tmp_path):
+    typed = [*partner(overrides, tmp_path, "abc", num_key_value_heads=1), "trainer.num_ranks=2"]
+    found = problem([*typed, "trainer.tensor_parallel_size=2"])
+    assert "does not divide partner.model.shape.num_kv_heads=1" in found
 
 
 def test_a_partner_has_the_shape_of_its_own_checkpoint(overrides, tmp_path):
