@@ -664,7 +664,7 @@ def test_the_question_is_asked_in_a_child_once(tmp_path: Path, monkeypatch: pyte
     question = model_probe.Question(str(folder), "sdpa", "float32", 1, CONTEXT, True, "cpu", True)
     first, again = model_probe.ask(question), model_probe.Answer(["asked again"])
     assert "head_dim=16" in first.problems[0]
-    assert first.form == ("packed", "fused", "sdpa", ())
+    assert first.form == ("packed", "fused", "sdpa", (), "none")
     monkeypatch.setattr(model_probe, "_ask_child", lambda _question: again)
     assert model_probe.ask(question) == first
     assert model_probe.ask(question._replace(context=64)) == again
