@@ -32,7 +32,8 @@ _LENGTH_BYTES = 8
 def hub_cache() -> Path:
     """The model cache of huggingface_hub, located by its own environment variables."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", Path(home) / "hub")).expanduser()
+    # Its own function, which leaves `~` where it is for a user without a home.
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", Path(home) / "hub")))  # noqa: PTH111
 
 
 def local_path(path: str) -> Path | None:

