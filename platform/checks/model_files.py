@@ -21,6 +21,7 @@ from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.trainer.backends.expert_parallel import modules_of_experts
+from penstock.trainer.model_support import ModelRole
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.hf_folder import (
     CONFIG_FILE,
@@ -38,6 +39,10 @@ _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/polic
 """Path that conf/model/ uses for the policy trained by a configuration of conf/experiment/."""
 _REWARD_MODEL = "penstock.envs.rewards.reward_model:RewardModelReward"
 _TOKENIZER_FILE = "tokenizer.json"
+_EVERY_MODEL = ModelForm(
+    "padded", "model", "eager", ("what computes this model could not be asked, and this computes every one",), "current"
+)
+"""How a model is trained that cannot be asked: by its own code, one sequence per row."""
 
 
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
@@ -107,7 +112,8 @@ def check_policy(config: RunConfig, command: Command, key: str, path: str) -> It
     problems += _check_vocabulary(config, key, folder)
     has_context = not list(_check_context(config, key, folder))  # `check_contexts` yields them
     if not problems and command == "rm":
-        problems += _ask_about(config, f"{key}={path} as a reward model", folder, "value")
+        question = _support_question(config, command, folder)._replace(role="value", load={})
+        problems += _answers(f"{key}={path} as a reward model", question, config)
     elif not problems and has_context:
         problems += _check_support(config, command, key, folder)
     if not problems and command == "train" and config.algorithm.needs_critic and config.critic.path is None:
@@ -310,7 +316,10 @@ def _check_support(config: RunConfig, command: Command, key: str, folder: Path) 
 def _ask_about(
     config: RunConfig, what: str, folder: Path, role: Literal["frozen", "value", "reward"]
 ) -> Iterator[Finding]:
-    """Ask transformers whether a model that no engine serves can have its role; `what` names it in the answers."""
+    """Ask transformers whether a model that no engine serves can have its role; `what` names it in the answers.
+
+    The trainer asks for the form of a model beside the policy itself.
+    """
     question = _support_question(config, "rm", folder)._replace(role=role)
     yield from _answers(what, question if role == "frozen" else question._replace(load={}))
 
@@ -318,44 +327,77 @@ def _ask_about(
 def _answers(
     what: str, question: Question, config: RunConfig | None = None, section: str = "model"
 ) -> Iterator[Finding]:
-    """What the libraries say; of a trained policy also its form, for the keys of `section`."""
+    """What the libraries say; of a trained model also its form, for the keys of `section`.
+
+    Without an answer a model is trained in the form that computes every causal model, and no torch engine serves it:
+    faster forms, and that engine, would compute some models wrongly, and say nothing.
+    """
+    is_trained = config is not None and question.attention is not None
     try:
         problems, form, dtype = ask(question)
     except RuntimeError as failure:
-        yield warning(f"{what}: whether it is supported could not be checked: {failure}.", "rollout")
+        said = f"{what}: whether it is supported could not be checked: {failure}."
+        if question.has_torch_engine:
+            yield error(
+                f"{said} rollout.engine.type=torch computes some models wrongly. Run it again, or use "
+                "rollout/engine=vllm.",
+                *("rollout", "weights", "cluster"),
+            )
+            return
+        yield warning(said, "rollout")
+        if config is not None and is_trained:
+            yield from _form_findings(what, _EVERY_MODEL, config, section, question.role, is_asked=False)
         return
     needs_another = dtype is not None and dtype != question.engine_dtype
     fits = [Fit(f"{section}.dtype", dtype, "the engine computes this model in no other")] if needs_another else []
     for problem in problems:
         yield error(f"{what}: {problem.rstrip('.')}.", *("rollout", "weights", "cluster"), fits=fits)
     if form is not None and config is not None:
-        yield from _form_findings(what, form, config, section)
+        yield from _form_findings(what, form, config, section, question.role)
 
 
-def _form_findings(what: str, form: ModelForm, config: RunConfig, section: str) -> Iterator[Finding]:
-    """Take the form that a tiny instance has asked for, where the user has not chosen another."""
+def _form_findings(
+    what: str, form: ModelForm, config: RunConfig, section: str, role: ModelRole, *, is_asked: bool = True
+) -> Iterator[Finding]:
+    """Take the form that a tiny instance has asked for, or that computes every model, where the user has not chosen.
+
+    Args:
+        what: The model, in the findings.
+        form: It is to be computed in.
+        config: Of the run.
+        section: `model` or `partner.model`.
+        role: Of the model; only policies have the head that is chosen.
+        is_asked: Whether a tiny instance was asked.
+    """
     model, why = config.model, "; ".join(form.because) or "of what computes it, this is the fastest"
+    source = f"a tiny instance was asked: {why}" if is_asked else why
     chosen = {"rows": form.rows, "head": form.head, "attention": form.attention}
+    if role == "value":
+        del chosen["head"]
     slow = {"rows": "padded", "head": "model", "attention": "eager"}
     for name, value in chosen.items():
         key, now = f"{section}.{name}", getattr(model, name)
         if now == value or (now == slow[name] and name != "attention"):
             continue  # the slower one computes it too
-        said = f"{key}={now} does not compute {what}: {why}"
+        if not is_asked and config.is_typed(key):
+            yield warning(f"{key}={now} was chosen; {key}={value} computes every model, but {why}.")
+            continue
+        said = f"{key}={now} {'does' if is_asked else 'may'} not compute {what}: {why}"
         if config.is_typed(key) and name != "attention":
             yield warning(f"{said}. It was chosen, so logprobs will be wrong. Leave it unset for {key}={value}.")
         else:
-            yield error(f"{said}. Use {key}={value}.", fits=[Fit(key, value, f"a tiny instance was asked: {why}")])
+            yield error(f"{said}. Use {key}={value}.", fits=[Fit(key, value, source)])
     routing = ""
     if config.model.shape.num_experts:
         if form.routing != "replay" and config.algorithm.routing == "replay":
-            why = "its routers do not choose by a plain top-k"
-            said = f"algorithm.routing=replay: the experts of {what} cannot be replayed, since {why}"
-            fit = Fit("algorithm.routing", "current", f"a tiny instance was asked: {why}")
+            of_routers = "its routers do not choose by a plain top-k" if is_asked else why
+            said = f"algorithm.routing=replay: the experts of {what} cannot be replayed, since {of_routers}"
+            fit = Fit("algorithm.routing", "current", f"a tiny instance was asked: {of_routers}" if is_asked else why)
             yield error(f"{said}. Use algorithm.routing=current.", fits=[fit])
         routing = f", {'replayed' if form.routing == config.algorithm.routing == 'replay' else 'current'} experts"
-    path = f"{form.rows} rows, {form.head} head, {form.attention} attention{routing}"
-    yield note(f"{what}: {path}, asked of a tiny instance.")
+    if is_asked:
+        path = f"{form.rows} rows, {form.head} head, {form.attention} attention{routing}"
+        yield note(f"{what}: {path}, asked of a tiny instance.")
 
 
 def _support_question(config: RunConfig, command: Command, folder: Path) -> Question:

@@ -13,6 +13,7 @@ from penstock.platform.checks import model_files
 from penstock.platform.checks.load import load_config
 from penstock.platform.checks.model_probe import Answer
 from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.weights.model_config import ModelForm
 from tests.chat_tokenizers import chat_tokenizer
 from tests.model_folder import CONFIG, write_model
 
@@ -422,13 +423,45 @@ def test_the_model_of_rm_is_asked_about_as_a_sequence_classifier(overrides, tmp_
     assert [(one.role, one.engine_dtype) for one in asked] == [("value", None)]
 
 
-def test_without_an_answer_there_is_a_warning(overrides, monkeypatch):
-    def ask(_question: model_files.Question) -> Answer:
-        raise RuntimeError("no answer within 120 s")
+def no_answer(_question: model_files.Question) -> Answer:
+    raise RuntimeError("no answer within 120 s")
 
-    monkeypatch.setattr(model_files, "ask", ask)
-    (warned,) = load_config("train", overrides).warnings
-    assert "could not be checked: no answer within 120 s" in warned
+
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "rm"])
+def test_a_model_that_cannot_be_asked_is_trained_in_the_form_that_computes_every_model(
+    command, overrides, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(model_files, "ask", no_answer)
+    if command in ("dpo", "rm"):
+        overrides = ["experiment=arithmetic_preference", f"model.path={tmp_path / 'policy'}"]
+    elif command == "sft":
+        overrides = ["experiment=arithmetic_sft", f"model.path={tmp_path / 'policy'}", "model.from_scratch=false"]
+    loaded = load_config(command, overrides, dry_run=True)
+    found = loaded.config.model
+    assert (found.rows, found.attention, found.head) == ("padded", "eager", "fused" if command == "rm" else "model")
+    assert any("could not be checked: no answer within 120 s" in line for line in loaded.warnings)
+    assert any(line.startswith("model.rows=padded, not the default packed: ") for line in loaded.warnings)
+
+
+def test_a_chosen_form_stays_with_a_warning_where_no_model_can_be_asked(overrides, monkeypatch):
+    monkeypatch.setattr(model_files, "ask", no_answer)
+    loaded = load_config("train", [*overrides, "model.rows=packed", "model.attention=sdpa"])
+    found = loaded.config.model
+    assert (found.rows, found.attention, found.head) == ("packed", "sdpa", "model")
+    assert any("model.rows=packed was chosen; model.rows=padded computes every model" in one for one in loaded.warnings)
+
+
+def test_a_torch_engine_does_not_serve_what_cannot_be_asked(overrides, monkeypatch):
+    monkeypatch.setattr(model_files, "ask", no_answer)
+    found = problem([*overrides, "rollout/engine=torch"])
+    assert "no answer within 120 s. rollout.engine.type=torch computes some models wrongly. Run it again" in found
+
+
+def test_a_reward_model_is_trained_in_the_rows_that_compute_it(tmp_path, overrides, monkeypatch):
+    form = ModelForm("padded", "model", "sdpa", ("packed rows change a logprob by 1",))
+    monkeypatch.setattr(model_files, "ask", lambda _question: Answer([], form))
+    loaded = load_config("rm", ["experiment=arithmetic_preference", f"model.path={tmp_path / 'policy'}"], dry_run=True)
+    assert (loaded.config.model.rows, loaded.config.model.head) == ("padded", "fused")
 
 
 @pytest.mark.parametrize("experiment", ["gsm8k_qwen_1gpu", "math_qwen_8gpu"])
