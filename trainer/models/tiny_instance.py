@@ -74,7 +74,8 @@ def _cut_layers(small: Any) -> None:
     for value in lists.values():
         if all(isinstance(one, str | int | bool) for one in value):
             firsts = [list(value).index(one) + 1 for one in set(value)]
-            kept = max(kept, *firsts) if len(firsts) < of_model else kept
+            is_of_kinds = isinstance(value[0], str) or len(firsts) < of_model  # numbers that all differ are no kinds
+            kept = max(kept, *firsts) if is_of_kinds else kept
     dense = getattr(small, "first_k_dense_replace", None)
     for name in ("attn_layer_period", "expert_layer_period", "full_attention_interval"):
         kept = max(kept, getattr(small, name, None) or 0)

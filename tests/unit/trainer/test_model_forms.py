@@ -16,6 +16,7 @@ from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import TrainingSequence, plan_rows, row_layout
 from penstock.trainer.models import model_form
 from penstock.trainer.models.policy_model import OwnLogits, PolicyModel
+from penstock.trainer.models.tiny_instance import tiny_config
 from penstock.weights.model_config import Head, ModelConfig, ModelForm, ModelShape, Rows
 
 SIZES: Mapping[str, object] = {
@@ -212,6 +213,18 @@ def test_the_answer_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(model_form, "ask", lambda *_: pytest.fail("asked again"))
     assert model_form.model_form(config, "sdpa") == first
     assert first.head == "model"
+
+
+def test_a_tiny_instance_has_every_kind_of_layer_where_all_layers_differ() -> None:
+    from transformers import AutoConfig
+
+    sizes = FAMILIES["nemotron_h"][1] | {"layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 4}
+    config = AutoConfig.for_model("nemotron_h", **(SIZES | EXPERTS | sizes))
+    small = tiny_config(config, is_narrow=True)
+    assert small.num_hidden_layers == 3
+    assert model_form.ask(config, "sdpa", "cpu").routing != "none"
+    numbers = AutoConfig.for_model("llama", **(SIZES | {"num_hidden_layers": 8, "of_layer": list(range(8))}))
+    assert tiny_config(numbers, is_narrow=True).num_hidden_layers == 2
 
 
 def test_a_form_that_a_lack_of_memory_chose_is_not_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
