@@ -23,7 +23,7 @@ from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.checkpoint_names import loading_arguments
+from penstock.weights.layout.checkpoint_names import body_of, loading_arguments
 from penstock.weights.model_config import Head, ModelConfig, Rows
 
 
@@ -83,7 +83,7 @@ class PolicyModel(nn.Module):
         """
         if self.experts.routers:
             self.experts.replay(routes)
-        body = self.causal_lm.base_model
+        _, body = body_of(self.causal_lm)
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
         head, part = self._own_logits or self.causal_lm.get_output_embeddings(), self.vocabulary
@@ -130,7 +130,7 @@ class OwnLogits(nn.Module):
 
         head = owner.get_output_embeddings()
         plain = partial(Float32Head.forward, cast("Float32Head", head)) if type(head) is nn.Linear else None
-        with replaced_forward(owner.base_model, given), replaced_forward(head, plain):
+        with replaced_forward(body_of(owner)[1], given), replaced_forward(head, plain):
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             logits: Tensor = owner(input_ids=ids, use_cache=False).logits[0]
         if num_calls != 1:

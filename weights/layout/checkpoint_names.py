@@ -52,6 +52,20 @@ def text_config(hf_config: Any) -> Any:
     return hf_config.get_text_config(decoder=True)
 
 
+def body_of(causal_lm: Any) -> tuple[str, Any]:
+    """The name and module of the layers of a language model, without its head.
+
+    transformers names it by `base_model_prefix`. Where a class has no such attribute (Llama 4), `base_model` is the
+    language model itself, and its body the model in it.
+    """
+    from transformers import PreTrainedModel
+
+    if (body := causal_lm.base_model) is not causal_lm:
+        return causal_lm.base_model_prefix, body
+    inside = [(name, one) for name, one in causal_lm.named_children() if isinstance(one, PreTrainedModel)]
+    return inside[0] if len(inside) == 1 else ("", causal_lm)
+
+
 def linear_layers(model: Any) -> list[str]:
     """Names of the linear layers of a language model, without its head, whose weight is read directly."""
     head = model.get_output_embeddings()
@@ -174,8 +188,11 @@ def _places(hf_config: Any, model: Any) -> tuple[str, str, Any]:
         raise ValueError(f"transformers {transformers.__version__} has no {name}")
     with _on_meta():
         whole = kind(copy.deepcopy(hf_config))  # transformers writes the attention into it
-    layers = type(model.base_model)
-    inside = next((place for place, module in whole.named_modules() if type(module) is layers), None)
-    if inside is None:
-        raise ValueError(f"transformers' {name} has no {layers.__name__}, which is the language model of its config")
-    return f"{model.base_model_prefix}.", f"{inside}.", whole
+    found = {type(module): f"{place}." for place, module in reversed(list(whole.named_modules())) if place}
+    if inside := found.get(type(model)):  # with its head
+        return "", inside, whole
+    prefix, body = body_of(model)
+    if (inside := found.get(type(body))) is None:
+        layers = type(body).__name__
+        raise ValueError(f"transformers' {name} has no {layers}, which is the language model of its config")
+    return f"{prefix}.", inside, whole

@@ -34,6 +34,7 @@ from penstock.dataflow.trajectory import Alternatives, FinishReason, Routes, dty
 from penstock.dataflow.versions import Span, join_spans
 from penstock.kernels.expert_choice import ExpertChoice
 from penstock.rollout.engines.torch.cache import SlotCache
+from penstock.weights.layout.checkpoint_names import body_of
 
 PREFILL_BUDGET_TOKENS = 8192
 """Padded tokens of one prefill pass: bounds its memory and how long it delays the requests that are decoding."""
@@ -162,6 +163,7 @@ class DecodeBatch:
         self, model: nn.Module, cache: SlotCache, seed: int, limits: BatchLimits, *, records_routes: bool = False
     ) -> None:
         self.model = model
+        _, self._body = body_of(model)
         self.cache = cache
         self.limits = limits
         self.version = -1
@@ -262,7 +264,7 @@ class DecodeBatch:
                 positions = order.expand(len(chunk), -1)
                 self.cache.aim(slot, positions, length)
                 with self._routing(chunk, length, start=0):
-                    self.model.base_model(  # type: ignore[operator]  # no logits: decoding samples the next token
+                    self._body(  # no logits: decoding samples the next token
                         input_ids=torch.tensor(rows, device=self._device),
                         attention_mask=(order[None, :] <= order[:, None])[None, None],
                         position_ids=positions,

@@ -227,6 +227,19 @@ def test_a_tiny_instance_has_every_kind_of_layer_where_all_layers_differ() -> No
     assert tiny_config(numbers, is_narrow=True).num_hidden_layers == 2
 
 
+def test_a_class_without_an_attribute_for_its_body_is_computed() -> None:
+    from transformers import AutoConfig
+
+    fields = EXPERTS | {"intermediate_size_mlp": 96, "attention_chunk_size": 8}
+    config = AutoConfig.for_model("llama4_text", **(SIZES | fields))
+    model = random_model(config, "eager")
+    assert model.base_model is model
+    assert model_form.ask(config, "sdpa", "cpu")[:2] == ("padded", "fused")  # chunks are counted along a row
+    ids = torch.arange(2, 40)[None]
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(OwnLogits(model)(hidden), model(input_ids=ids, use_cache=False).logits[0])
+
+
 def test_a_form_that_a_lack_of_memory_chose_is_not_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, whole = config_of("llama"), model_form.tiny_model

@@ -15,7 +15,12 @@ from transformers import AutoModelForImageTextToText
 from penstock.dataflow.errors import CheckpointError
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
 from penstock.weights.hf_folder import CONFIG_FILE, transformers_config
-from penstock.weights.layout.checkpoint_names import loading_arguments, module_tensors
+from penstock.weights.layout.checkpoint_names import (
+    checkpoint_tensors,
+    loading_arguments,
+    model_without_memory,
+    module_tensors,
+)
 from penstock.weights.policy_folder import policy_tensors, write_policy
 from tests.contract.test_model_families import FAMILIES, make_model, model_config
 
@@ -174,3 +179,23 @@ def test_what_the_checkpoint_does_not_hold_is_not_written_beside_it(tmp_path: Pa
     trained = {name: one.detach() for name, one in hf_parameters(policy)} | {"model.layers.9.weight": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"1 tensors that were trained are not in it, e.g. language_model"):
         write_policy(policy.hf_model, trained, tmp_path / "policy")
+
+
+def test_a_language_model_that_its_checkpoint_holds_with_its_head_is_found_there() -> None:
+    """Llama 4, whose `base_model` is the language model itself."""
+    from transformers import AutoConfig
+
+    text = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    tower = {
+        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64,
+    }  # fmt: skip
+    hf_config = AutoConfig.for_model("llama4", text_config=text, vision_config=tower)
+    hf_config.architectures = ["Llama4ForConditionalGeneration"]
+    assert loading_arguments(hf_config)["key_mapping"] == {r"^language_model\.": ""}
+    given = {name: one.detach() for name, one in model_without_memory(hf_config).named_parameters()}
+    assert checkpoint_tensors(hf_config, given).keys() == {f"language_model.{name}" for name in given}
