@@ -40,6 +40,8 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: Any, rows: Rows = "packed", head: Head = "fused") -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        # Of a class that does not name it; in a tuple, as a module in a module its parameters would have two names.
+        self._body = (body_of(causal_lm)[1],) if causal_lm.base_model is causal_lm else None
         self.rows = rows
         self.vocabulary: VocabularyShard | None = None
         self.experts = ExpertChoice(causal_lm)
@@ -83,7 +85,7 @@ class PolicyModel(nn.Module):
         """
         if self.experts.routers:
             self.experts.replay(routes)
-        _, body = body_of(self.causal_lm)
+        body = self.causal_lm.base_model if self._body is None else self._body[0]
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
         head, part = self._own_logits or self.causal_lm.get_output_embeddings(), self.vocabulary
