@@ -1,7 +1,7 @@
 """Answers about models in the user's cache: each by a hash of what was asked, and of the code that answers it.
 
-A library is asked for seconds, and says the same every time. Code that answers is all that builds, computes, loads or
-serves a model here, so nobody has to keep a list of what an answer depends on.
+A library takes seconds to answer, and says the same every time. The hash covers all code here that builds, computes,
+loads or serves a model: a change of any of it asks again.
 """
 
 from __future__ import annotations
