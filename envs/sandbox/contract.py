@@ -19,8 +19,6 @@ Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "proce
 """`exited`: it ended by itself. `killed`: by a signal that our limits did not send. The others: the limit it hit."""
 
 MAX_SUMMARY_CHARACTERS = 300
-RUNNER = "penstock.envs.sandbox.runner"
-"""An argument of the process whose descendants are the programs on this machine (runner.py)."""
 
 
 class SandboxUnavailableError(PenstockError):

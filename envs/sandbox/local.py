@@ -30,14 +30,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.sandbox import runner as runner_module
 from penstock.envs.sandbox.bubblewrap import ACCOUNTS, WORK_DIR, program_arguments, syscall_filter
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.sandbox.contract import (
-    RUNNER,
-    Limits,
-    Outcome,
-    Program,
-    SandboxResult,
-    SandboxUnavailableError,
-)
+from penstock.envs.sandbox.contract import Limits, Outcome, Program, SandboxResult, SandboxUnavailableError
 from penstock.envs.sandbox.runner import CHROOT, WORKSPACE
 from penstock.envs.workers import process_tree
 from penstock.envs.workers.permission_hints import ISOLATION_VARIABLE
@@ -123,7 +116,7 @@ class IsolatedRunner:
                        "TMPDIR": self.directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
         self.connection, theirs = socket.socketpair()
         runner = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _BOOT,
-                  RUNNER, packages, str(int(isolate)), *options, *([CHROOT] if image else [])]  # fmt: skip
+                  process_tree.RUNNER, packages, str(int(isolate)), *options, *([CHROOT] if image else [])]  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             given: list[int] = []

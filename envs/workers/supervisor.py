@@ -3,7 +3,8 @@
 Started as `python -m penstock.envs.workers.supervisor SETTINGS_FD`; the user's code runs in its child. It consumes
 nothing. Waits for: the child's exit, the end of its own standard input (the worker closed it, or died), or a limit.
 Unblocked by: the first of them. Then it kills every descendant, writes to its standard output how the child ended,
-removes the child's folder for temporary files, and exits. If it is killed itself, the child dies with it.
+removes the child's folder for temporary files, and exits. If it is killed itself, the child dies with it. It lives
+as long as the child does, beside each, so it imports little.
 
 `SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
 `section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary` (the folder), `bwrap`
@@ -23,7 +24,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.envs.sandbox.contract import RUNNER
 from penstock.envs.workers import process_tree
 
 _CHECK_EVERY_MS = 50
@@ -101,7 +101,7 @@ def _watch(child: int, settings: Mapping[str, Any]) -> str:
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     num_bwrap = _NUM_BWRAP_PROCESSES if settings["bwrap"] else 0
     while not poll.poll(_CHECK_EVERY_MS):
-        pids = process_tree.descendants(os.getpid(), not_below=RUNNER)
+        pids = process_tree.descendants(os.getpid(), not_below=process_tree.RUNNER)
         num_processes = len(pids) - num_bwrap
         if num_processes > max_processes:
             return f"was killed: it had {num_processes} processes, more than {section}.max_processes={max_processes}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,22 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "day-two.md"
 REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
+MY_TRACKER = """
+import json
+
+class MyTracker:
+    def __init__(self, run_dir, run_name, config, project):
+        self.file = open(f"{run_dir}/{project}.jsonl", "a")
+
+    def log(self, step, metrics):
+        self.file.write(json.dumps([step, sorted(metrics)]) + "\\n")
+
+    def log_summary(self, summary):
+        self.file.write(json.dumps([summary["steps"], [summary["status"]]]) + "\\n")
+
+    def close(self):
+        self.file.close()
+"""
 OF_RUN = [
     "dataflow.batch_groups=2",
     "reward.fn=own:letters",
@@ -68,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_section(title: str) -> Iterator[list[str]]:
     """The commands of a section."""
     section = GUIDE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    found = list(commands(section))
+    found = list(commands(section.replace("```text", "```bash")))  # text: what needs more than this repository
     assert found, title
     yield from found
 
@@ -155,6 +172,31 @@ def test_evaluate_on_several_sets_measure_any_policy_compare_two(folder: Path) -
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     results = {path.name for path in (folder / "runs" / "evaluations").iterdir()}
     assert {"first-step_60", "second-step_60", "first-step_40", "exported"} <= results
+
+
+@pytest.mark.parametrize("tracker", ["every_library", "my_own"])
+def test_log_to_trackers(folder: Path, tracker: str) -> None:
+    _, every_library, my_own = of_section("Log to W&B, MLflow, Trackio or a tracker of yours")
+    if tracker == "every_library":
+        for library in ("mlflow", "trackio"):
+            pytest.importorskip(library, reason=f"the extra `{library}` is not installed")
+    (folder / "my_module.py").write_text(MY_TRACKER)
+    words = {"every_library": every_library, "my_own": my_own}[tracker]
+    with in_process(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("WANDB_MODE", "offline")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        invoke([*words[:2], *small(tracker, folder, *words[3:], "total_steps=3")])
+    run_dir = folder / "runs" / tracker
+    if tracker == "my_own":
+        *steps, last = [json.loads(line) for line in (run_dir / "rivers.jsonl").read_text().splitlines()]
+        assert {step for step, _ in steps} == {0, 1, 2, 3}
+        assert last == [3, ["completed"]]
+    else:
+        assert (run_dir / "metrics.jsonl").is_file()
+        assert [(run_dir / name).is_file() for name in ("wandb_run_id", "mlflow_run_id", "trackio_run")] == [True] * 3
+        assert list((folder / "trackio").iterdir())
 
 
 def test_merge_policies(folder: Path) -> None:
