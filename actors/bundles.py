@@ -9,17 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """GPUs of one node that are reserved together.
-
-    Attributes:
-        num_gpus: How many.
-        accelerator_type: Ray's label that the node must have; None: any.
-        processes: Those whose GPUs they are; none if colocated roles use the bundle in turns.
-    """
+    """GPUs of one node that are reserved together."""
 
     num_gpus: int
+    """How many."""
     accelerator_type: str | None = None
+    """Ray's label that the node must have; None: any."""
     processes: tuple[Hashable, ...] = ()
+    """Those whose GPUs they are; none if colocated roles use the bundle in turns."""
 
 
 def described(bundles: Sequence[Bundle]) -> str:

@@ -67,22 +67,19 @@ RAY_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Ray resources of one actor.
-
-    Attributes:
-        num_gpus: GPUs of its own; 0 on a CPU pool, or with an assignment.
-        accelerator_type: Ray's accelerator label, or None for any; of a process without a place.
-        assignment: GPUs that it shares in turns with other actors (colocated), already reserved.
-        place: Where its own GPUs are reserved; None for a process that joins later.
-        near: Node on which it is started if it is alive. For a lost process the one that it was on, since the
-            route of the weights depends on it.
-    """
+    """Ray resources of one actor."""
 
     num_gpus: float = 0.0
+    """GPUs of its own; 0 on a CPU pool, or with an assignment."""
     accelerator_type: str | None = None
+    """Ray's accelerator label, or None for any; of a process without a place."""
     assignment: DeviceAssignment | None = None
+    """GPUs that it shares in turns with other actors (colocated), already reserved."""
     place: BundlePlace | None = None
+    """Where its own GPUs are reserved; None for a process that joins later."""
     near: str | None = None
+    """Node on which it is started if it is alive. For a lost process the one that it was on, since the route of the
+    weights depends on it."""
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Arguments of `.options(...)`."""
@@ -106,15 +103,12 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class JobNeeds:
-    """What the workers of a joined cluster need from the driver.
-
-    Attributes:
-        modules: Names of the modules that the configuration names; those that are not installed are sent.
-        variables: Names of environment variables that the configuration names.
-    """
+    """What the workers of a joined cluster need from the driver."""
 
     modules: tuple[str, ...] = ()
+    """Names of the modules that the configuration names; those that are not installed are sent."""
     variables: tuple[str, ...] = ()
+    """Names of environment variables that the configuration names."""
 
 
 @asynccontextmanager

@@ -46,16 +46,13 @@ class BundlePlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAssignment:
-    """Devices of one process, all on one node.
-
-    Attributes:
-        bundle: Index of the bundle that contains them.
-        devices: Their names in `CUDA_VISIBLE_DEVICES`.
-    """
+    """Devices of one process, all on one node."""
 
     group: PlacementGroup
     bundle: int
+    """Index of the bundle that contains them."""
     devices: tuple[str, ...]
+    """Their names in `CUDA_VISIBLE_DEVICES`."""
 
     def options(self) -> dict[str, Any]:
         """Arguments of `.options(...)`: placed in the bundle, without GPUs of its own, since the group has them all."""
@@ -68,19 +65,16 @@ class DeviceAssignment:
 
 @dataclass(slots=True)
 class ReservedDevices:
-    """Reserved GPUs.
-
-    Attributes:
-        group: With all bundles.
-        bundles: In the order of the group.
-        shared: GPUs of each bundle that roles use in turns, in the order of the pool's slots. These bundles come first.
-        free: Indices of bundles whose process has ended for good, such as an engine that has left.
-    """
+    """Reserved GPUs."""
 
     group: PlacementGroup
+    """With all bundles."""
     bundles: Sequence[Bundle]
+    """In the order of the group."""
     shared: tuple[tuple[str, ...], ...] = ()
+    """GPUs of each bundle that roles use in turns, in the order of the pool's slots. These bundles come first."""
     free: list[int] = field(default_factory=list)
+    """Indices of bundles whose process has ended for good, such as an engine that has left."""
     _bundle_of: dict[Hashable, int] = field(init=False)
 
     def __post_init__(self) -> None:

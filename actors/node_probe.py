@@ -42,60 +42,54 @@ _NUM_CONNECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What the nodes are asked.
-
-    Attributes:
-        folder: The run directory, which exists on this machine; None: the command has none.
-        paths: Absolute paths that must exist on every node.
-        imports: Configuration key -> import path of the user's code.
-    """
+    """What the nodes are asked."""
 
     folder: Path | None = None
+    """The run directory, which exists on this machine; None: the command has none."""
     paths: tuple[str, ...] = ()
+    """Absolute paths that must exist on every node."""
     imports: Mapping[str, str] = field(default_factory=dict)
+    """Configuration key -> import path of the user's code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a node has answered; nothing, if `silence` says why.
-
-    Attributes:
-        name: Its address, and the beginning of its id if several nodes share the address.
-        silence: Why it did not answer; empty if it did.
-        ray_gpus: GPUs that Ray counts there.
-        accelerator_types: Ray's labels of its accelerators, such as `H100`.
-        python: Version of the interpreter.
-        packages: Distribution -> version; None: it is not installed.
-        code: Fingerprint of this package's files; empty if it cannot be imported.
-        gpus: Name and memory (GiB; 0 if it is not known) of each GPU that the NVIDIA driver sees.
-        nvidia_driver: Version of the NVIDIA driver; None: there is none.
-        shm_free_gib: Free shared memory; None: there is no /dev/shm.
-        niceness: Of the processes that Ray starts there; above that of the driver other programs have priority.
-        clock_offset_s: Its clock minus that of the driver.
-        clock_error_s: Largest error of the offset: half of the round trip.
-        folder_problem: What is wrong with the run directory there; empty if nothing is.
-        missing_paths: Those of the request that do not exist there.
-        import_errors: Configuration key -> why the user's code cannot be imported there.
-        unreachable: Names of the nodes whose ports it could not connect to.
-    """
+    """What a node has answered; nothing, if `silence` says why."""
 
     name: str
+    """Its address, and the beginning of its id if several nodes share the address."""
     silence: str = ""
+    """Why it did not answer; empty if it did."""
     ray_gpus: int = 0
+    """GPUs that Ray counts there."""
     accelerator_types: tuple[str, ...] = ()
+    """Ray's labels of its accelerators, such as `H100`."""
     python: str = ""
+    """Version of the interpreter."""
     packages: Mapping[str, str | None] = field(default_factory=dict)
+    """Distribution -> version; None: it is not installed."""
     code: str = ""
+    """Fingerprint of this package's files; empty if it cannot be imported."""
     gpus: tuple[tuple[str, float], ...] = ()
+    """Name and memory (GiB; 0 if it is not known) of each GPU that the NVIDIA driver sees."""
     nvidia_driver: str | None = None
+    """Version of the NVIDIA driver; None: there is none."""
     shm_free_gib: float | None = None
+    """Free shared memory; None: there is no /dev/shm."""
     niceness: int = 0
+    """Of the processes that Ray starts there; above that of the driver other programs have priority."""
     clock_offset_s: float = 0.0
+    """Its clock minus that of the driver."""
     clock_error_s: float = 0.0
+    """Largest error of the offset: half of the round trip."""
     folder_problem: str = ""
+    """What is wrong with the run directory there; empty if nothing is."""
     missing_paths: tuple[str, ...] = ()
+    """Those of the request that do not exist there."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
+    """Configuration key -> why the user's code cannot be imported there."""
     unreachable: tuple[str, ...] = ()
+    """Names of the nodes whose ports it could not connect to."""
 
 
 class NodeProbe:

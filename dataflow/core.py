@@ -34,19 +34,16 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """How groups are formed.
-
-    Attributes:
-        group_size: Trajectories per group, unless `admit` says otherwise.
-        min_group_size: Smallest number of trajectories that a group trains with after others of it have failed.
-        max_retries: Retries of one trajectory after its environment or reward failed (data).
-        max_engine_retries: Retries of one trajectory after its engine failed (infrastructure).
-    """
+    """How groups are formed."""
 
     group_size: int
+    """Trajectories per group, unless `admit` says otherwise."""
     min_group_size: int
+    """Smallest number of trajectories that a group trains with after others of it have failed."""
     max_retries: int
+    """Retries of one trajectory after its environment or reward failed (data)."""
     max_engine_retries: int = 3
+    """Retries of one trajectory after its engine failed (infrastructure)."""
 
     def retry_limit(self, kind: FailureKind) -> int:
         """Maximum number of retries of one trajectory after failures of this kind."""

@@ -27,15 +27,12 @@ LENGTH_SLACK = 2.0
 
 
 class MeasuredDifficulty(NamedTuple):
-    """Measurement of the newest group of a task.
-
-    Attributes:
-        pass_rate: Share of the answers that passed.
-        longest_pass: Number of sampled tokens of the longest passing answer; 0 if none passed.
-    """
+    """Measurement of the newest group of a task."""
 
     pass_rate: float
+    """Share of the answers that passed."""
     longest_pass: int
+    """Number of sampled tokens of the longest passing answer; 0 if none passed."""
 
 
 class _DifficultyHistory:

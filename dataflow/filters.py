@@ -97,16 +97,13 @@ def user(keep: Callable[[Sequence[Trajectory]], bool]) -> GroupFilter:
 
 @dataclass(slots=True)
 class FilterChain:
-    """All filters of a run, with a limit on filtered groups.
-
-    Attributes:
-        max_refills: Maximum number of groups filtered between two batches; more stop the run.
-        since_batch: Number of groups filtered since the last batch closed, by reason.
-    """
+    """All filters of a run, with a limit on filtered groups."""
 
     filters: Sequence[GroupFilter]
     max_refills: int = MAX_REFILLS
+    """Maximum number of groups filtered between two batches; more stop the run."""
     since_batch: Counter[Reason] = field(default_factory=Counter)
+    """Number of groups filtered since the last batch closed, by reason."""
 
     def judge(self, members: Sequence[Trajectory]) -> Reason | None:
         """Return the reason to filter a group, or None to keep it.

@@ -87,27 +87,24 @@ REASONS = {
 
 @dataclass(slots=True, eq=False)
 class GroupRecord:
-    """The record of a live group.
-
-    Attributes:
-        group_size: Number of trajectories at admission.
-        stream: The task stream that the task comes from.
-        requeues: Number of earlier groups of this task that were dropped as too old.
-        trajectory_versions: For each trajectory a lower bound on the version of its oldest token: the engine's
-            acknowledged version at dispatch, then the version of its first token; None before dispatch.
-        deadline: The last version at which the group may train (gates.py); None before the first dispatch.
-        ready: The group's metadata while it is ready and not in a batch.
-    """
+    """The record of a live group."""
 
     group_id: GroupId
     task_id: TaskId
     group_size: int
+    """Number of trajectories at admission."""
     stream: str = ""
+    """The task stream that the task comes from."""
     requeues: int = 0
+    """Number of earlier groups of this task that were dropped as too old."""
     state: GroupState = GroupState.GENERATING
     trajectory_versions: list[int | None] = field(init=False)
+    """For each trajectory a lower bound on the version of its oldest token: the engine's acknowledged version at
+    dispatch, then the version of its first token; None before dispatch."""
     deadline: int | None = None
+    """The last version at which the group may train (gates.py); None before the first dispatch."""
     ready: GroupRef | None = None
+    """The group's metadata while it is ready and not in a batch."""
 
     def __post_init__(self) -> None:
         self.trajectory_versions = [None] * self.group_size
@@ -165,21 +162,18 @@ class LedgerCounts:
 
 @dataclass(slots=True)
 class Ledger:
-    """All groups of a run.
-
-    Attributes:
-        reasons: Number of groups by (terminal state, reason).
-        live_trajectories: Number of trajectories of all live groups, as admitted.
-        live_by_stream: Number of live groups of each task stream.
-        admitted_by_stream: Number of groups ever admitted of each task stream.
-        listeners: Called with every event, in order: the log of the run (platform/run/ledger_log.py), its timeline.
-    """
+    """All groups of a run."""
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
+    """Number of groups by (terminal state, reason)."""
     live_trajectories: int = 0
+    """Number of trajectories of all live groups, as admitted."""
     live_by_stream: Counter[str] = field(default_factory=Counter)
+    """Number of live groups of each task stream."""
     admitted_by_stream: Counter[str] = field(default_factory=Counter)
+    """Number of groups ever admitted of each task stream."""
     listeners: Sequence[Callable[[JournalEntry], None]] = ()
+    """Called with every event, in order: the log of the run (platform/run/ledger_log.py), its timeline."""
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0

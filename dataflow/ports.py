@@ -21,62 +21,53 @@ from penstock.dataflow.versions import Spans
 
 
 class GenerateRequest(NamedTuple):
-    """A token-in request: the exact token ids that the model continues.
-
-    Attributes:
-        routes_from: Index of the first token whose routes are asked for, if the engine records them.
-    """
+    """A token-in request: the exact token ids that the model continues."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     routes_from: int = 0
+    """Index of the first token whose routes are asked for, if the engine records them."""
 
 
 class TokenDelta(NamedTuple):
-    """A token-out chunk: newly sampled tokens of one request.
-
-    Attributes:
-        token_ids: At most 64 new ids, in order.
-        logprobs: Behavior logprob of each new id, after the sampling transform.
-        spans: Versions of exactly these tokens, set by the engine.
-        finish_reason: Set on the last delta only.
-        alternatives: The other ids that each new token was sampled from; None if that is the whole vocabulary.
-        routes: Of all tokens from `routes_from` of the request to the last but one, which predicted the last one; later
-            deltas continue. None if the engine records none.
-    """
+    """A token-out chunk: newly sampled tokens of one request."""
 
     token_ids: tuple[int, ...]
+    """At most 64 new ids, in order."""
     logprobs: tuple[float, ...]
+    """Behavior logprob of each new id, after the sampling transform."""
     spans: Spans
+    """Versions of exactly these tokens, set by the engine."""
     finish_reason: FinishReason | None = None
+    """Set on the last delta only."""
     alternatives: Alternatives | None = None
+    """The other ids that each new token was sampled from; None if that is the whole vocabulary."""
     routes: Routes | None = None
+    """Of all tokens from `routes_from` of the request to the last but one, which predicted the last one; later deltas
+    continue. None if the engine records none."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of the load of one engine.
-
-    Attributes:
-        version: The policy version it has acknowledged.
-        num_running: Requests being decoded.
-        num_waiting: Requests queued inside the engine.
-        kv_cache_usage: Share of KV-cache blocks in use, 0..1.
-        tokens_generated: Absolute counter since the engine started.
-        busy_s: Absolute seconds with at least one request running, since the engine started.
-        num_preemptions: Absolute counter of requests whose KV cache was evicted in favour of other requests.
-        request_s: Absolute seconds, summed over the requests, since the engine started.
-    """
+    """A snapshot of the load of one engine."""
 
     version: int
+    """The policy version it has acknowledged."""
     num_running: int
+    """Requests being decoded."""
     num_waiting: int
+    """Requests queued inside the engine."""
     kv_cache_usage: float
+    """Share of KV-cache blocks in use, 0..1."""
     tokens_generated: int
+    """Absolute counter since the engine started."""
     busy_s: float
+    """Absolute seconds with at least one request running, since the engine started."""
     num_preemptions: int = 0
+    """Absolute counter of requests whose KV cache was evicted in favour of other requests."""
     request_s: float = 0.0
+    """Absolute seconds, summed over the requests, since the engine started."""
 
 
 class Engine(Protocol):
@@ -106,15 +97,12 @@ class Engine(Protocol):
 # Not frozen: one is created per trajectory, and constructing frozen instances takes three times as long.
 @dataclass(slots=True)
 class Score:
-    """The reward of one trajectory, and its named parts; None is no opinion.
-
-    Attributes:
-        answer: What the reward read as the answer; None if it does not say.
-    """
+    """The reward of one trajectory, and its named parts; None is no opinion."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    """What the reward read as the answer; None if it does not say."""
 
 
 class RewardWorker(Protocol):
@@ -133,21 +121,18 @@ TrainedTokens = Mapping[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.floa
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Result of one training step.
-
-    Attributes:
-        version: The policy version after the step; unchanged when the step was skipped.
-        skipped: Whether the optimizer step was skipped (non-finite loss or gradient).
-        metrics: Flat `family/name -> value`, with the names declared in docs/metrics.md.
-        busy_s: Wall seconds during which the trainer was computing, including early logprobs.
-        trained_tokens: What is known of the tokens of recorded trajectories.
-    """
+    """Result of one training step."""
 
     version: int
+    """The policy version after the step; unchanged when the step was skipped."""
     skipped: bool
+    """Whether the optimizer step was skipped (non-finite loss or gradient)."""
     metrics: Mapping[str, float]
+    """Flat `family/name -> value`, with the names declared in docs/metrics.md."""
     busy_s: float
+    """Wall seconds during which the trainer was computing, including early logprobs."""
     trained_tokens: TrainedTokens = field(default_factory=dict)
+    """What is known of the tokens of recorded trajectories."""
 
 
 class WrittenFile(NamedTuple):
@@ -203,52 +188,43 @@ class TrainerGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a published version, or one parameter of an engine's tensor-parallel rank.
-
-    Attributes:
-        checksum: Checksum of the bytes in the wire dtype.
-        rank: The tensor-parallel rank, where versions are published in the engine's layout.
-    """
+    """One tensor of a published version, or one parameter of an engine's tensor-parallel rank."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     checksum: int
+    """Checksum of the bytes in the wire dtype."""
     rank: int = 0
+    """The tensor-parallel rank, where versions are published in the engine's layout."""
 
 
 class AdaptedBox(NamedTuple):
-    """A region of an engine rank's parameter to which the product of an adapter is added.
-
-    Attributes:
-        rank: The tensor-parallel rank.
-        tensor: HF name of the weight.
-        rows: Row range [start, stop) of the weight.
-        columns: Column range [start, stop) of the weight.
-        parameter: Name of the engine's parameter that holds the region.
-        offset: Offset of the region in the parameter, in elements.
-        strides: Strides between rows and between columns, in elements.
-    """
+    """A region of an engine rank's parameter to which the product of an adapter is added."""
 
     rank: int
+    """The tensor-parallel rank."""
     tensor: str
+    """HF name of the weight."""
     rows: tuple[int, int]
+    """Row range [start, stop) of the weight."""
     columns: tuple[int, int]
+    """Column range [start, stop) of the weight."""
     parameter: str
+    """Name of the engine's parameter that holds the region."""
     offset: int
+    """Offset of the region in the parameter, in elements."""
     strides: tuple[int, int]
+    """Strides between rows and between columns, in elements."""
 
 
 class AdapterManifest(NamedTuple):
-    """A version that is published as LoRA adapters to the engines' base weights (weights/transport/adapters.py).
-
-    Attributes:
-        entries: The tensors of the file, `<HF name>.lora_A` and `.lora_B`.
-        boxes: The regions to which their products are added.
-    """
+    """A version that is published as LoRA adapters to the engines' base weights (weights/transport/adapters.py)."""
 
     entries: tuple[TensorEntry, ...]
+    """The tensors of the file, `<HF name>.lora_A` and `.lora_B`."""
     boxes: tuple[AdaptedBox, ...]
+    """The regions to which their products are added."""
 
 
 class BucketSum(NamedTuple):
@@ -262,27 +238,24 @@ class BucketSum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Description of a published version.
-
-    Attributes:
-        location: Location of the bytes: a file in shared memory, or a handle that the actors resolve to one.
-        num_bytes: Size of the transferred tensors in bytes: of the adapters if only adapters are transferred.
-        checksum: Combined checksum of all entries and adapter entries, which every engine must acknowledge.
-        num_shards: Tensor-parallel ranks of an engine if the entries are its parameters; 0 if they are whole tensors.
-        first_shard: Number of the file of rank 0, if versions are written in the layouts of several kinds of engines.
-        adapters: The adapters, if they are transferred instead of weights; `entries` then describes the base weights.
-        bucket_sums: Checksums per bucket of a version that is sent directly by its trainer ranks, verified on arrival.
-    """
+    """Description of a published version."""
 
     version: int
     location: str
+    """Location of the bytes: a file in shared memory, or a handle that the actors resolve to one."""
     entries: tuple[TensorEntry, ...]
     num_bytes: int
+    """Size of the transferred tensors in bytes: of the adapters if only adapters are transferred."""
     checksum: int
+    """Combined checksum of all entries and adapter entries, which every engine must acknowledge."""
     num_shards: int = 0
+    """Tensor-parallel ranks of an engine if the entries are its parameters; 0 if they are whole tensors."""
     first_shard: int = 0
+    """Number of the file of rank 0, if versions are written in the layouts of several kinds of engines."""
     adapters: AdapterManifest | None = None
+    """The adapters, if they are transferred instead of weights; `entries` then describes the base weights."""
     bucket_sums: tuple[BucketSum, ...] = ()
+    """Checksums per bucket of a version that is sent directly by its trainer ranks, verified on arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,27 +271,24 @@ class WeightAck:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Result of one publish: bytes per engine, durations in seconds, and acknowledgements.
-
-    Attributes:
-        acks: Acknowledgements at the end of the publish; with `multi_version` only the first one.
-        drain_timeouts: Absolute counter of engines that were paused because their requests did not finish in time.
-        max_logprob_diff: Largest logprob difference between engines and trainer in nats, if this version was checked.
-        sent_bytes: Bytes sent by the training ranks to other processes; 0 with shared memory.
-        changed_share: Share of elements whose bits differ from the previous version, if a codec has counted them.
-        rewrites: How often the version was written again because an engine had refused it.
-    """
+    """Result of one publish: bytes per engine, durations in seconds, and acknowledgements."""
 
     version: int
     num_bytes: int
     send_s: float
     total_s: float
     acks: Sequence[WeightAck]
+    """Acknowledgements at the end of the publish; with `multi_version` only the first one."""
     drain_timeouts: int = 0
+    """Absolute counter of engines that were paused because their requests did not finish in time."""
     max_logprob_diff: float | None = None
+    """Largest logprob difference between engines and trainer in nats, if this version was checked."""
     sent_bytes: int = 0
+    """Bytes sent by the training ranks to other processes; 0 with shared memory."""
     changed_share: float | None = None
+    """Share of elements whose bits differ from the previous version, if a codec has counted them."""
     rewrites: int = 0
+    """How often the version was written again because an engine had refused it."""
 
     @property
     def max_stall_s(self) -> float:

@@ -28,29 +28,26 @@ _UNIFORM_BITS = 52
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of a request.
-
-    Attributes:
-        max_new_tokens: Maximum number of sampled tokens.
-        temperature: 0 is greedy. Behavior logprobs are those after the temperature.
-        top_k: Sample from the k most likely tokens only; 0: from all.
-        top_p: Then from the fewest most likely ones whose probability reaches this; 1: from all.
-        min_p: First of all, from tokens with at least this share of the largest probability only; 0: from all.
-        stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
-        stop: Sampling stops after the token that completes any of these texts, which is included in the output. The
-            trajectory runner applies it (rollout/trajectory/stop_texts.py); an engine has no tokenizer.
-        seed: Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives
-            each draw from (seed, position in the sequence), so a resumed request continues with the same draws.
-    """
+    """Sampling parameters of a request."""
 
     max_new_tokens: int
+    """Maximum number of sampled tokens."""
     temperature: float = 1.0
+    """0 is greedy. Behavior logprobs are those after the temperature."""
     top_k: int = 0
+    """Sample from the k most likely tokens only; 0: from all."""
     top_p: float = 1.0
+    """Then from the fewest most likely ones whose probability reaches this; 1: from all."""
     min_p: float = 0.0
+    """First of all, from tokens with at least this share of the largest probability only; 0: from all."""
     stop_token_ids: tuple[int, ...] = ()
+    """Sampling stops after any of these; the stop token is included in the output."""
     stop: tuple[str, ...] = ()
+    """Sampling stops after the token that completes any of these texts, which is included in the output. The trajectory
+    runner applies it (rollout/trajectory/stop_texts.py); an engine has no tokenizer."""
     seed: int | None = None
+    """Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives each
+    draw from (seed, position in the sequence), so a resumed request continues with the same draws."""
 
     @property
     def is_truncated(self) -> bool:

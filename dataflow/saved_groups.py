@@ -43,21 +43,18 @@ FORMAT = 3
 # Not frozen, as `Trajectory`: one is made for each member at each checkpoint, in the driver's event loop.
 @dataclass(slots=True)
 class PartialTokens:
-    """The tokens of a turn that is being sampled.
-
-    Attributes:
-        token_ids: `[n] int32`.
-        logprobs: `[n] float32`, behavior logprobs.
-        spans: Version spans of the n tokens.
-        alternatives: Of the n tokens; None if they were sampled from the whole vocabulary.
-        routes: As in `TokenDelta`.
-    """
+    """The tokens of a turn that is being sampled."""
 
     token_ids: NDArray[np.int32]
+    """`[n] int32`."""
     logprobs: NDArray[np.float32]
+    """`[n] float32`, behavior logprobs."""
     spans: Spans
+    """Version spans of the n tokens."""
     alternatives: Alternatives | None = None
+    """Of the n tokens; None if they were sampled from the whole vocabulary."""
     routes: Routes | None = None
+    """As in `TokenDelta`."""
 
     @classmethod
     def of(cls, deltas: Sequence[TokenDelta]) -> PartialTokens:
@@ -86,34 +83,28 @@ class Failure:
 
 @dataclass(slots=True)
 class MemberProgress:
-    """How far one trajectory of an open group has come.
-
-    Attributes:
-        trajectory: Sampled to its end; with a reward if it is scored.
-        deltas: The tokens so far of a single turn, as they came; empty for episodes. `packed` makes `partial` of them.
-        partial: The same as arrays; None if there are none.
-        failures: Its failed attempts, oldest first. If it has failed for good, the last one is its outcome.
-        has_failed: Whether it has failed for good.
-    """
+    """How far one trajectory of an open group has come."""
 
     trajectory: Trajectory | None = None
+    """Sampled to its end; with a reward if it is scored."""
     deltas: tuple[TokenDelta, ...] = ()
+    """The tokens so far of a single turn, as they came; empty for episodes. `packed` makes `partial` of them."""
     partial: PartialTokens | None = None
+    """The same as arrays; None if there are none."""
     failures: tuple[Failure, ...] = ()
+    """Its failed attempts, oldest first. If it has failed for good, the last one is its outcome."""
     has_failed: bool = False
+    """Whether it has failed for good."""
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group whose trajectories are being sampled or scored.
-
-    Attributes:
-        is_judged: Whether the filters and the hooks of the task queue have seen it.
-    """
+    """A group whose trajectories are being sampled or scored."""
 
     group_id: GroupId
     members: tuple[MemberProgress, ...]
     is_judged: bool = False
+    """Whether the filters and the hooks of the task queue have seen it."""
 
     def packed(self) -> OpenGroup:
         """With arrays instead of deltas. Not done in the event loop, where it would cost seconds for long turns."""

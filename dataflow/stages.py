@@ -16,16 +16,13 @@ from penstock.dataflow.task_queue import REWARDS_KEPT
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, which admits the tasks of one stream.
-
-    Attributes:
-        gate: Mean reward that starts the next stage; None for the last stage.
-        gate_groups: Number of newest groups that the mean is taken over.
-    """
+    """One stage, which admits the tasks of one stream."""
 
     stream: str
     gate: float | None
+    """Mean reward that starts the next stage; None for the last stage."""
     gate_groups: int
+    """Number of newest groups that the mean is taken over."""
 
 
 class GatedStages:

@@ -40,27 +40,24 @@ class ExpiryPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlowLimits:
-    """Limits of the flow.
-
-    Attributes:
-        batch_groups: B, groups per batch.
-        max_staleness: η, in versions.
-        total_steps: Number of batches to train.
-        surplus: Largest number of groups admitted beyond the credits (redundant groups); 0 disables them.
-        adapts_surplus: Whether the number changes between batches, up to `surplus` (`AdaptiveSurplus`).
-        on_expiry: What happens to groups that would become too old.
-        max_requeues: Maximum number of restarts of a task whose groups were dropped as too old.
-        max_live_trajectories: Maximum number of live trajectories, which bounds reserved memory; None is no limit.
-    """
+    """Limits of the flow."""
 
     batch_groups: int
+    """B, groups per batch."""
     max_staleness: int
+    """η, in versions."""
     total_steps: int
+    """Number of batches to train."""
     surplus: int = 0
+    """Largest number of groups admitted beyond the credits (redundant groups); 0 disables them."""
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
+    """What happens to groups that would become too old."""
     max_requeues: int = 3
+    """Maximum number of restarts of a task whose groups were dropped as too old."""
     max_live_trajectories: int | None = None
+    """Maximum number of live trajectories, which bounds reserved memory; None is no limit."""
     adapts_surplus: bool = False
+    """Whether the number changes between batches, up to `surplus` (`AdaptiveSurplus`)."""
 
     @property
     def window(self) -> int:

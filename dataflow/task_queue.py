@@ -37,34 +37,28 @@ REWARDS_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """One source of tasks.
-
-    Attributes:
-        tasks: Endless iterator over the tasks.
-        weight: Share of admissions, relative to the other streams; ≥ 0.
-        quota: Maximum share of the admission window for its live groups; in (0, 1].
-    """
+    """One source of tasks."""
 
     name: str
     tasks: Iterator[Task]
+    """Endless iterator over the tasks."""
     weight: float = 1.0
+    """Share of admissions, relative to the other streams; ≥ 0."""
     quota: float = 1.0
+    """Maximum share of the admission window for its live groups; in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A task that is about to be admitted.
-
-    Attributes:
-        requeues: Number of earlier groups of this task that were dropped as too old.
-        max_new_tokens: Maximum number of tokens per turn for this task; None is the limit of the run.
-    """
+    """A task that is about to be admitted."""
 
     task: Task
     stream: str
     group_size: int
     requeues: int = 0
+    """Number of earlier groups of this task that were dropped as too old."""
     max_new_tokens: int | None = None
+    """Maximum number of tokens per turn for this task; None is the limit of the run."""
 
 
 GroupListener = Callable[[Task, str, Sequence[Trajectory]], None]
@@ -105,15 +99,12 @@ class GroupSizing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """Limits on the turn length of individual tasks.
-
-    Attributes:
-        longest: The limit of the run, in tokens.
-        limiting: Determines the limit of each task.
-    """
+    """Limits on the turn length of individual tasks."""
 
     longest: int
+    """The limit of the run, in tokens."""
     limiting: LengthLimiting
+    """Determines the limit of each task."""
 
     def of(self, task: Task, stream: str) -> int:
         """Return the limit of one task, in tokens.
@@ -138,29 +129,26 @@ class LengthLimiting(Protocol):
 
 @dataclass(slots=True)
 class TaskQueue:
-    """The queue of tasks in front of the admission gate.
-
-    Attributes:
-        window: W, the admission window in groups.
-        group_size: Trajectories per group; the upper limit if `sizing` is set.
-        lengths: Turn length limits of individual tasks; None applies the limit of the run to all tasks.
-        fits: Whether a task can be answered; others are skipped: taken from their stream, and never admitted, so that
-            the ledger does not know them. None admits all.
-        num_taken: Number of tasks that were taken from each stream, skipped ones included; requeued tasks count once.
-        num_skipped: Number of skipped tasks of each stream.
-        first_skipped: The first skipped task.
-    """
+    """The queue of tasks in front of the admission gate."""
 
     streams: Sequence[TaskStream]
     window: int
+    """W, the admission window in groups."""
     group_size: int
+    """Trajectories per group; the upper limit if `sizing` is set."""
     sizing: GroupSizing | None = None
     lengths: LengthLimits | None = None
+    """Turn length limits of individual tasks; None applies the limit of the run to all tasks."""
     curriculum: Curriculum | None = None
     fits: Callable[[Task], bool] | None = None
+    """Whether a task can be answered; others are skipped: taken from their stream, and never admitted, so that the
+    ledger does not know them. None admits all."""
     num_taken: Counter[str] = field(init=False, default_factory=Counter)
+    """Number of tasks that were taken from each stream, skipped ones included; requeued tasks count once."""
     num_skipped: Counter[str] = field(init=False, default_factory=Counter)
+    """Number of skipped tasks of each stream."""
     first_skipped: TaskId | None = field(init=False, default=None)
+    """The first skipped task."""
     _weights: dict[str, float] = field(init=False)
     _listeners: tuple[GroupListener, ...] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)

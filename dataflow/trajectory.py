@@ -37,87 +37,74 @@ EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of an episode: the sampled response and the environment's observation that follows.
-
-    Attributes:
-        response: Text of the sampled tokens without special tokens; where `env.reasoning` is set, the answer alone.
-        finish_reason: `length` marks a turn that was cut off.
-        num_tokens: Number of tokens sampled in this turn.
-        observation: Text of the observation tokens that follow, template and special tokens included; empty after the
-            last turn.
-        num_observation_tokens: Number of observation tokens.
-        num_interruptions: How often the turn was aborted or its engine was lost; it was resumed from its tokens.
-        thread: Name of the thread in which the turn was sampled.
-        reasoning: Text before the answer, including the reasoning tags.
-        sampling_s: Seconds from the request to the last token, waits for a slot and interruptions included.
-        environment_s: Seconds from then to the observation: of the environment and its tools.
-    """
+    """One turn of an episode: the sampled response and the environment's observation that follows."""
 
     response: str
+    """Text of the sampled tokens without special tokens; where `env.reasoning` is set, the answer alone."""
     finish_reason: FinishReason
+    """`length` marks a turn that was cut off."""
     num_tokens: int
+    """Number of tokens sampled in this turn."""
     observation: str = ""
+    """Text of the observation tokens that follow, template and special tokens included; empty after the last turn."""
     num_observation_tokens: int = 0
+    """Number of observation tokens."""
     num_interruptions: int = 0
+    """How often the turn was aborted or its engine was lost; it was resumed from its tokens."""
     thread: str = MAIN_THREAD
+    """Name of the thread in which the turn was sampled."""
     reasoning: str = ""
+    """Text before the answer, including the reasoning tags."""
     # Turns are equal if what was said is.
     sampling_s: float = field(default=0.0, compare=False)
+    """Seconds from the request to the last token, waits for a slot and interruptions included."""
     environment_s: float = field(default=0.0, compare=False)
+    """Seconds from then to the observation: of the environment and its tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One token sequence of a trajectory (docs/guides/several-agents.md).
-
-    Attributes:
-        num_tokens: Length of the thread, including the tokens that a fork shares with its parent.
-        opening: Text of the prompt, special tokens included; for a fork, its first own message.
-        fork_of: Name of the parent thread whose tokens it starts with; None if it has its own prompt.
-    """
+    """One token sequence of a trajectory (docs/guides/several-agents.md)."""
 
     name: str
     num_tokens: int
+    """Length of the thread, including the tokens that a fork shares with its parent."""
     opening: str = ""
+    """Text of the prompt, special tokens included; for a fork, its first own message."""
     fork_of: str | None = None
+    """Name of the parent thread whose tokens it starts with; None if it has its own prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Turns and rewards of a multi-turn trajectory.
-
-    Attributes:
-        turns: Turns of all threads, in the order of their requests.
-        end: `done` if the environment ended the episode; otherwise the exhausted limit.
-        reward: Sum of the environment's rewards. It is used only if the reward function includes it. None if the
-            environment is an agent program that returned no reward.
-        parts: Named parts of the reward.
-        counts: Counters of the environment (`tool_calls`, ...), summed over the turns.
-        answer: What the environment took as the answer of the policy; None if it does not say.
-        side_turns: Turns of an agent program's threads that are not trained (`env.endpoint.threads`): kept to be read,
-            they are no part of the trajectory's tokens.
-    """
+    """Turns and rewards of a multi-turn trajectory."""
 
     turns: tuple[Turn, ...]
+    """Turns of all threads, in the order of their requests."""
     end: EpisodeEnd
+    """`done` if the environment ended the episode; otherwise the exhausted limit."""
     reward: float | None = 0.0
+    """Sum of the environment's rewards. It is used only if the reward function includes it. None if the environment is
+    an agent program that returned no reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
     counts: Mapping[str, float] = field(default_factory=dict)
+    """Counters of the environment (`tool_calls`, ...), summed over the turns."""
     answer: str | None = None
+    """What the environment took as the answer of the policy; None if it does not say."""
     side_turns: tuple[Turn, ...] = ()
+    """Turns of an agent program's threads that are not trained (`env.endpoint.threads`): kept to be read, they are no
+    part of the trajectory's tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class Alternatives:
-    """The other ids that each of n sampled tokens was sampled from (docs/concepts/truncated-sampling.md).
-
-    Attributes:
-        ids: `[m] int32`, those of the first token, then those of the second, and so on.
-        counts: `[n] int32`, how many of them belong to each token; 0 if it was the only one left.
-    """
+    """The other ids that each of n sampled tokens was sampled from (docs/concepts/truncated-sampling.md)."""
 
     ids: NDArray[np.int32]
+    """`[m] int32`, those of the first token, then those of the second, and so on."""
     counts: NDArray[np.int32]
+    """`[n] int32`, how many of them belong to each token; 0 if it was the only one left."""
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Alternatives:
@@ -180,57 +167,53 @@ def signed_routes(routes: Routes) -> NDArray[np.int16]:
 # Not frozen: many instances are created, and constructing frozen ones takes three times as long.
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One attempt at a task. The reward is set once; all other fields are immutable by convention.
-
-    Attributes:
-        token_ids: `[T] int32`, prompt first, in the order the model saw them.
-        loss_mask: `[T] bool`, True exactly on the tokens that the policy sampled (I7), in the thread that sampled them.
-        behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 for tokens that were not sampled.
-        prompt: Text of the prompt as the model saw it: after the chat template, special tokens included.
-        spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
-        response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
-            answers alone.
-        finish_reason: `length` marks a truncated answer, an episode that a limit ended before the environment did, and
-            one whose last turn was truncated.
-        reward: Scalar used by the advantage; None until scored, and for good if the reward abstained.
-        has_abstained: The reward was called and had no opinion, so that the trajectory is not trained.
-        reward_parts: Value of each named reward.
-        episode: The turns; None for a single-turn trajectory.
-        policy_id: The policy that sampled the trajectory; the spans hold versions of this policy.
-        threads: Token sequences, concatenated in all arrays; empty if there is a single sequence, `main`.
-        retried_after: Summary of the previous attempt's failure; empty for a first attempt.
-        reasoning: Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is
-            set.
-        messages: The task's prompt as chat messages; empty if it is plain text.
-        alternatives: Of the sampled tokens; None if they were sampled from the whole vocabulary.
-        routes: `[T, layers, k]`, experts of all tokens; those of a token are of the pass that predicted the next one.
-            None if no engine recorded any.
-        answer: In an evaluation, what the reward read as the answer; None if it does not say.
-        num_sampled_tokens: Number of sampled tokens of all threads.
-    """
+    """One attempt at a task. The reward is set once; all other fields are immutable by convention."""
 
     trajectory_id: TrajectoryId
     task_id: TaskId
     token_ids: NDArray[np.int32]
+    """`[T] int32`, prompt first, in the order the model saw them."""
     loss_mask: NDArray[np.bool_]
+    """`[T] bool`, True exactly on the tokens that the policy sampled (I7), in the thread that sampled them."""
     behavior_logprobs: NDArray[np.float32]
+    """`[T] float32`, natural log after the sampling transform; 0 for tokens that were not sampled."""
     spans: Spans
+    """Version spans of the sampled tokens, in order (I4: they never decrease within a thread)."""
     prompt: str
+    """Text of the prompt as the model saw it: after the chat template, special tokens included."""
     response: str
+    """Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the answers alone.
+    """
     finish_reason: FinishReason
+    """`length` marks a truncated answer, an episode that a limit ended before the environment did, and one whose last
+    turn was truncated."""
     reward: float | None = None
+    """Scalar used by the advantage; None until scored, and for good if the reward abstained."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Value of each named reward."""
     episode: Episode | None = None
+    """The turns; None for a single-turn trajectory."""
     policy_id: PolicyId = POLICY
+    """The policy that sampled the trajectory; the spans hold versions of this policy."""
     threads: tuple[Thread, ...] = ()
+    """Token sequences, concatenated in all arrays; empty if there is a single sequence, `main`."""
     retried_after: str = ""
+    """Summary of the previous attempt's failure; empty for a first attempt."""
     reasoning: str = ""
+    """Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is set."""
     messages: Sequence[Mapping[str, str]] = ()
+    """The task's prompt as chat messages; empty if it is plain text."""
     alternatives: Alternatives | None = None
+    """Of the sampled tokens; None if they were sampled from the whole vocabulary."""
     routes: Routes | None = None
+    """`[T, layers, k]`, experts of all tokens; those of a token are of the pass that predicted the next one. None if no
+    engine recorded any."""
     has_abstained: bool = False
+    """The reward was called and had no opinion, so that the trajectory is not trained."""
     answer: str | None = None
+    """In an evaluation, what the reward read as the answer; None if it does not say."""
     num_sampled_tokens: int = field(init=False)
+    """Number of sampled tokens of all threads."""
 
     def __post_init__(self) -> None:
         mask, threads = self.loss_mask, self.threads
@@ -365,55 +348,50 @@ class GroupPayload:
 
     The fields after `trajectories` are set by the trainer. The arrays are `[n] float32` with one value per sampled
     token of the group, trajectories concatenated; None if not computed.
-
-    Attributes:
-        min_version: Tokens sampled before this version carry no loss weight.
-        reference: Logprobs of the reference policy.
-        teacher: Logprobs of the teacher.
-        proximal: Logprobs of the policy at the start of the step.
-        values: The critic's value estimates before each token.
-        cut_values: Of each thread instead: its value estimate after the last token if that was cut off, else 0.
     """
 
     group_id: GroupId
     trajectories: tuple[Trajectory, ...]
     min_version: int = 0
+    """Tokens sampled before this version carry no loss weight."""
     reference: NDArray[np.float32] | None = None
+    """Logprobs of the reference policy."""
     teacher: NDArray[np.float32] | None = None
+    """Logprobs of the teacher."""
     proximal: NDArray[np.float32] | None = None
+    """Logprobs of the policy at the start of the step."""
     values: NDArray[np.float32] | None = None
+    """The critic's value estimates before each token."""
     cut_values: NDArray[np.float32] | None = None
+    """Of each thread instead: its value estimate after the last token if that was cut off, else 0."""
 
 
 # Not frozen, for the same reason as `Trajectory`.
 @dataclass(slots=True)
 class GroupRef:
-    """Metadata of a ready group and an opaque handle to its `GroupPayload`. Immutable by convention.
-
-    Attributes:
-        handle: Handle that the trainer resolves to the payload (a Ray ObjectRef, or the payload itself).
-        spans: Version spans of each trajectory, for staleness accounting.
-        rewards: One scalar per trajectory, in order.
-        min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
-        reference: Handle of the reference logprobs of the sampled tokens, if the loss needs them.
-        teacher: Handle of the teacher logprobs of the sampled tokens, if the loss needs them.
-        tokens_by_version: Number of sampled tokens by version, including trimmed tokens.
-        oldest_version: The smallest of these versions.
-        newest_version: The largest of these versions.
-    """
+    """Metadata of a ready group and an opaque handle to its `GroupPayload`. Immutable by convention."""
 
     group_id: GroupId
     task_id: TaskId
     handle: Any
+    """Handle that the trainer resolves to the payload (a Ray ObjectRef, or the payload itself)."""
     spans: tuple[Spans, ...]
+    """Version spans of each trajectory, for staleness accounting."""
     rewards: tuple[float, ...]
+    """One scalar per trajectory, in order."""
     num_tokens: int
     min_version: int = 0
+    """Tokens sampled before this version carry no loss weight (`on_expiry: trim`)."""
     reference: Any = None
+    """Handle of the reference logprobs of the sampled tokens, if the loss needs them."""
     teacher: Any = None
+    """Handle of the teacher logprobs of the sampled tokens, if the loss needs them."""
     tokens_by_version: dict[int, int] = field(init=False)
+    """Number of sampled tokens by version, including trimmed tokens."""
     oldest_version: int = field(init=False)
+    """The smallest of these versions."""
     newest_version: int = field(init=False)
+    """The largest of these versions."""
 
     def __post_init__(self) -> None:
         sampled: dict[int, int] = {}

@@ -51,21 +51,18 @@ class Judged(float):
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """What a reward may use in addition to its arguments.
-
-    Attributes:
-        sandbox: Sandbox for programs.
-        timeout_s: Time limit of one call, seconds: `reward.timeout_s`.
-        max_concurrency: Concurrent calls: `reward.max_concurrency`.
-        device: Device of the reward's model: that of `reward.pool`, by torch's name.
-        is_serving: Whether calls follow. If False, the configuration is only checked: load nothing heavy.
-    """
+    """What a reward may use in addition to its arguments."""
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Sandbox for programs."""
     timeout_s: float = 10.0
+    """Time limit of one call, seconds: `reward.timeout_s`."""
     max_concurrency: int = 256
+    """Concurrent calls: `reward.max_concurrency`."""
     device: Device = "cpu"
+    """Device of the reward's model: that of `reward.pool`, by torch's name."""
     is_serving: bool = False
+    """Whether calls follow. If False, the configuration is only checked: load nothing heavy."""
 
 
 @runtime_checkable

@@ -37,46 +37,40 @@ Role = Literal["user", "tool", "system"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One turn of the policy.
-
-    Attributes:
-        text: Text without special tokens; if `env.reasoning` is set, the answer alone.
-        is_truncated: The turn was truncated at `rollout.sampling.max_new_tokens` or at the budget of the episode.
-        turn: Counted from 0, over all threads.
-        thread: Thread of the turn.
-        reasoning: Text before the answer, marks included; empty if `env.reasoning` is not set.
-    """
+    """One turn of the policy."""
 
     text: str
+    """Text without special tokens; if `env.reasoning` is set, the answer alone."""
     is_truncated: bool = False
+    """The turn was truncated at `rollout.sampling.max_new_tokens` or at the budget of the episode."""
     turn: int = 0
+    """Counted from 0, over all threads."""
     thread: str = MAIN_THREAD
+    """Thread of the turn."""
     reasoning: str = ""
+    """Text before the answer, marks included; empty if `env.reasoning` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The environment's answer to a turn, or its prompt.
-
-    Attributes:
-        content: Text, or several chat messages. A policy with plain prompts sees the text as it is; one with chat
-            messages sees it through its chat template.
-        role: Role of the message, if `content` is text.
-        reward: Reward of the turn that was just taken, so 0 at reset; rewards of an episode are summed.
-        counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
-        thread: Thread of the next turn. A new name opens a thread, with this observation as its whole prompt.
-        fork_of: Thread to fork: the new thread begins with all its tokens, followed by this observation.
-        tools: Tools that the policy may call, in the form of OpenAI. They are declared before the chat messages that
-            begin a thread; no effect on later observations and on plain text.
-    """
+    """The environment's answer to a turn, or its prompt."""
 
     content: str | Sequence[Message]
+    """Text, or several chat messages. A policy with plain prompts sees the text as it is; one with chat messages sees
+    it through its chat template."""
     role: Role = "user"
+    """Role of the message, if `content` is text."""
     reward: float = 0.0
+    """Reward of the turn that was just taken, so 0 at reset; rewards of an episode are summed."""
     counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be summed over the episode and logged as `env/count/NAME`."""
     thread: str = MAIN_THREAD
+    """Thread of the next turn. A new name opens a thread, with this observation as its whole prompt."""
     fork_of: str | None = None
+    """Thread to fork: the new thread begins with all its tokens, followed by this observation."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the policy may call, in the form of OpenAI. They are declared before the chat messages that begin a
+    thread; no effect on later observations and on plain text."""
 
     @property
     def messages(self) -> list[Message]:
@@ -91,19 +85,16 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of an episode.
-
-    Attributes:
-        reward: Reward of the last turn; a dict names parts, as for a reward function, and may hold the text `answer`.
-            None is for agent programs without a reward: the reward function alone scores the trajectory.
-        counts: As in `Observation`.
-        thread_rewards: Thread -> its own reward, compared with threads of the same name in the group. A thread without
-            one gets the episode's reward. For `reward=episode`; other reward functions return parts `thread/NAME`.
-    """
+    """The end of an episode."""
 
     reward: float | Mapping[str, float | str] | None = 0.0
+    """Reward of the last turn; a dict names parts, as for a reward function, and may hold the text `answer`. None is
+    for agent programs without a reward: the reward function alone scores the trajectory."""
     counts: Mapping[str, float] = field(default_factory=dict)
+    """As in `Observation`."""
     thread_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Thread -> its own reward, compared with threads of the same name in the group. A thread without one gets the
+    episode's reward. For `reward=episode`; other reward functions return parts `thread/NAME`."""
 
 
 Observations = Observation | Sequence[Observation]
@@ -112,17 +103,14 @@ Observations = Observation | Sequence[Observation]
 
 @dataclass(frozen=True, slots=True)
 class EndpointAccess:
-    """What an agent program needs to call the policy (envs/endpoint).
-
-    Attributes:
-        base_url: Base URL of the OpenAI API.
-        api_key: Key of this session.
-        model: Name of the policy.
-    """
+    """What an agent program needs to call the policy (envs/endpoint)."""
 
     base_url: str
+    """Base URL of the OpenAI API."""
     api_key: str
+    """Key of this session."""
     model: str
+    """Name of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +119,14 @@ class RunsItself:
 
 
 class Playable(ABC):
-    """The episode of one trajectory: an `Environment`, or an agent program (agents.py).
-
-    Attributes:
-        task: Task of the episode.
-        reusable: Whether `reset` removes all that an earlier episode has left. Then the object plays one episode after
-            the other, and is closed at the end of the run. After an error, a time-out or a cancelled episode it is
-            closed in either case.
-    """
+    """The episode of one trajectory: an `Environment`, or an agent program (agents.py)."""
 
     task: Task
+    """Task of the episode."""
     reusable: bool = False
+    """Whether `reset` removes all that an earlier episode has left. Then the object plays one episode after the other,
+    and is closed at the end of the run. After an error, a time-out or a cancelled episode it is closed in either
+    case."""
 
     def open(self) -> Awaitable[None] | None:
         """Prepare what no task is needed for: start a browser, load a repository.

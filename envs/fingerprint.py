@@ -27,31 +27,25 @@ _SEED = 0
 
 
 class SplitDigest(TypedDict):
-    """The tasks of one split.
-
-    Attributes:
-        num_tasks: Number of tasks; of drawn tasks, of the first ones.
-        rows: 16 bytes, hexadecimal, the same for the same tasks in another order.
-        order: 16 bytes, hexadecimal.
-    """
+    """The tasks of one split."""
 
     num_tasks: int
+    """Number of tasks; of drawn tasks, of the first ones."""
     rows: str
+    """16 bytes, hexadecimal, the same for the same tasks in another order."""
     order: str
+    """16 bytes, hexadecimal."""
 
 
 class Fingerprint(TypedDict):
-    """The fingerprint of one stream.
-
-    Attributes:
-        source: Its factory with the arguments, as JSON.
-        seed: Seed of the run, in whose order the tasks are taken.
-        splits: Name of the split -> its tasks.
-    """
+    """The fingerprint of one stream."""
 
     source: str
+    """Its factory with the arguments, as JSON."""
     seed: int
+    """Seed of the run, in whose order the tasks are taken."""
     splits: dict[str, SplitDigest]
+    """Name of the split -> its tasks."""
 
 
 def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:

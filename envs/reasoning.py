@@ -19,13 +19,10 @@ from penstock.envs.config import ReasoningConfig
 
 
 class TurnText(NamedTuple):
-    """The text of one turn: `reasoning` + `answer`.
-
-    Attributes:
-        reasoning: All text before the answer, marks and space included; may be empty.
-    """
+    """The text of one turn: `reasoning` + `answer`."""
 
     reasoning: str
+    """All text before the answer, marks and space included; may be empty."""
     answer: str
 
 

@@ -55,15 +55,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PlayedScript:
-    """One scripted episode.
-
-    Attributes:
-        turns: The actions, with the observations that followed; empty for an agent program.
-    """
+    """One scripted episode."""
 
     replies: list[dict[str, Any]]
     step_s: list[float]
     turns: list[Turn]
+    """The actions, with the observations that followed; empty for an agent program."""
 
     @property
     def reward(self) -> float:

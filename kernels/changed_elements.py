@@ -67,17 +67,14 @@ def find_changes(current: Tensor, previous: Tensor) -> ChangedElements:
 
 @dataclass(frozen=True)
 class FlaggedChanges:
-    """`ChangedElements` in torch, based on one flag per element.
-
-    Attributes:
-        current: `[n]` words.
-        is_changed: `[n] bool`.
-        num_changed: k.
-    """
+    """`ChangedElements` in torch, based on one flag per element."""
 
     current: Tensor
+    """`[n]` words."""
     is_changed: Tensor
+    """`[n] bool`."""
     num_changed: int
+    """k."""
 
     @property
     def num_elements(self) -> int:

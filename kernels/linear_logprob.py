@@ -54,17 +54,14 @@ MAX_OPAQUE_LOGITS = 1 << 25
 
 
 class LinearLogprobs(NamedTuple):
-    """Result of one pass over the logits, per target.
-
-    Attributes:
-        logprobs: `[T] float32`, natural log; carries gradient.
-        entropies: `[T] float32`, nats; carries gradient.
-        is_most_likely: `[T] bool`, whether no other token has a larger logit.
-    """
+    """Result of one pass over the logits, per target."""
 
     logprobs: Tensor
+    """`[T] float32`, natural log; carries gradient."""
     entropies: Tensor
+    """`[T] float32`, nats; carries gradient."""
     is_most_likely: Tensor
+    """`[T] bool`, whether no other token has a larger logit."""
 
 
 class VocabularyShard(NamedTuple):
@@ -77,17 +74,14 @@ class VocabularyShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Non-tensor arguments.
-
-    Attributes:
-        scale: 1 / temperature.
-        max_logits: Maximum number of elements of a tile.
-        group: Process group of the ranks that hold the vocabulary's slices; None if the vocabulary is not sharded.
-    """
+    """Non-tensor arguments."""
 
     scale: float
+    """1 / temperature."""
     max_logits: int
+    """Maximum number of elements of a tile."""
     group: ProcessGroup | None = None
+    """Process group of the ranks that hold the vocabulary's slices; None if the vocabulary is not sharded."""
 
 
 def linear_logprobs(

@@ -38,74 +38,65 @@ MAXIMA = ("weight", "abs_log_ratio")
 
 @dataclass(frozen=True)
 class ClippedLoss:
-    """Settings of the fused loss: `ppo_clip` with an off-policy weight and a KL divergence per token.
-
-    Attributes:
-        clip_low: ε_low, in ratio units.
-        clip_high: ε_high, in ratio units.
-        max_log_ratio: c − p and p − b are clamped to ± this before exp.
-        max_kl_log_ratio: r − c is clamped to ± this in k3, in both of its terms.
-        correction: `none`: 1. `decoupled`: w, masked where w > cap. `tis_token`: min(w, cap).
-        cap: Upper limit of the weight w; ignored by `none`.
-        kl: Estimator of the divergence from the reference.
-        kl_coefficient: β ≥ 0; ignored without an estimator.
-    """
+    """Settings of the fused loss: `ppo_clip` with an off-policy weight and a KL divergence per token."""
 
     clip_low: float
+    """ε_low, in ratio units."""
     clip_high: float
+    """ε_high, in ratio units."""
     max_log_ratio: float
+    """c − p and p − b are clamped to ± this before exp."""
     max_kl_log_ratio: float
+    """r − c is clamped to ± this in k3, in both of its terms."""
     correction: Literal["none", "decoupled", "tis_token"]
+    """`none`: 1. `decoupled`: w, masked where w > cap. `tis_token`: min(w, cap)."""
     cap: float
+    """Upper limit of the weight w; ignored by `none`."""
     kl: Literal["none", "k2", "k3"]
+    """Estimator of the divergence from the reference."""
     kl_coefficient: float
+    """β ≥ 0; ignored without an estimator."""
 
 
 class ClippedTokens(NamedTuple):
-    """Columns of one micro-batch. Gradient flows to `target` only.
-
-    Attributes:
-        target: `[T] float32` c, logprobs of the policy in training.
-        proximal: `[T] float32` p, logprobs of the proximal policy, the centre of the trust region.
-        behavior: `[T] float32` b, logprobs recorded by the engine.
-        reference: `[T] float32` r, logprobs of the reference policy; any finite values if there is none.
-        advantages: `[T] float32` A.
-        weights: `[T] float32`, aggregation weights: the loss is the weighted sum over tokens.
-        start: `[T] float32`, logprobs at the start of the batch; None disables metrics of behavior weights.
-        teacher: `[T] float32`, logprobs of a teacher, used for metrics only.
-        entropies: `[T] float32`, nats, used for metrics only.
-        staleness: `[T] int64`, staleness in versions.
-        bucket_ends: `[L − 1] int64`, ascending: the largest staleness of each bucket but the last. The first bucket
-            holds the tokens of other policies, whose behavior weights enter `BY_STALENESS` only.
-    """
+    """Columns of one micro-batch. Gradient flows to `target` only."""
 
     target: Tensor
+    """`[T] float32` c, logprobs of the policy in training."""
     proximal: Tensor
+    """`[T] float32` p, logprobs of the proximal policy, the centre of the trust region."""
     behavior: Tensor
+    """`[T] float32` b, logprobs recorded by the engine."""
     reference: Tensor
+    """`[T] float32` r, logprobs of the reference policy; any finite values if there is none."""
     advantages: Tensor
+    """`[T] float32` A."""
     weights: Tensor
+    """`[T] float32`, aggregation weights: the loss is the weighted sum over tokens."""
     start: Tensor | None
+    """`[T] float32`, logprobs at the start of the batch; None disables metrics of behavior weights."""
     teacher: Tensor
+    """`[T] float32`, logprobs of a teacher, used for metrics only."""
     entropies: Tensor
+    """`[T] float32`, nats, used for metrics only."""
     staleness: Tensor
+    """`[T] int64`, staleness in versions."""
     bucket_ends: Tensor
+    """`[L − 1] int64`, ascending: the largest staleness of each bucket but the last. The first bucket holds the tokens
+    of other policies, whose behavior weights enter `BY_STALENESS` only."""
 
 
 class LossAndMetrics(NamedTuple):
-    """Result of one pass over the tokens. Summing over micro-batches and ranks gives the values of the batch.
-
-    Attributes:
-        loss: Scalar float32, with gradient in `target`.
-        sums: `[15] float64`, see `SUMS`.
-        maxima: `[2] float64`, see `MAXIMA`; 0 without `start`.
-        by_staleness: `[L, 6] float64`, see `BY_STALENESS`; 0 without `start`.
-    """
+    """Result of one pass over the tokens. Summing over micro-batches and ranks gives the values of the batch."""
 
     loss: Tensor
+    """Scalar float32, with gradient in `target`."""
     sums: Tensor
+    """`[15] float64`, see `SUMS`."""
     maxima: Tensor
+    """`[2] float64`, see `MAXIMA`; 0 without `start`."""
     by_staleness: Tensor
+    """`[L, 6] float64`, see `BY_STALENESS`; 0 without `start`."""
 
 
 def clipped_policy_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndMetrics:

@@ -33,15 +33,12 @@ from penstock.trainer.models.critic import Critic
 
 
 class Forwarded(NamedTuple):
-    """A group with the results of its forward passes.
-
-    Attributes:
-        version: Policy version with which they were computed.
-        seconds: Time that they took on this rank.
-    """
+    """A group with the results of its forward passes."""
 
     version: int
+    """Policy version with which they were computed."""
     seconds: float
+    """Time that they took on this rank."""
     payload: GroupPayload
 
 

@@ -47,23 +47,20 @@ _PIECE_BYTES = 4 << 20
 
 
 class Fragment(NamedTuple):
-    """A stretch of one parameter, with its optimizer state.
-
-    Attributes:
-        name: Name of the parameter in the wrapped model, equal in all backends.
-        shape: Shape of the full parameter.
-        box: The tensor-parallel part of it, as (start, stop) per dimension; all of it without tensor parallelism.
-        start: First element, row-major within the box.
-        values: `[n]` by kind, the value float32; aliases of the live tensors, or of their copies in a snapshot.
-        num_updates: AdamW's step counter, which its bias correction needs; 0 of an optimizer without one.
-    """
+    """A stretch of one parameter, with its optimizer state."""
 
     name: str
+    """Name of the parameter in the wrapped model, equal in all backends."""
     shape: Shape
+    """Shape of the full parameter."""
     box: Box
+    """The tensor-parallel part of it, as (start, stop) per dimension; all of it without tensor parallelism."""
     start: int
+    """First element, row-major within the box."""
     values: Mapping[str, Tensor]
+    """`[n]` by kind, the value float32; aliases of the live tensors, or of their copies in a snapshot."""
     num_updates: int
+    """AdamW's step counter, which its bias correction needs; 0 of an optimizer without one."""
 
     @classmethod
     def of(
@@ -112,21 +109,18 @@ def deal(fragments: Sequence[Fragment], replica: int, num_replicas: int) -> list
 
 
 class Counters(NamedTuple):
-    """What a trainer counts.
-
-    Attributes:
-        version: The policy version.
-        num_steps: Optimizer steps by prefix; they decide the learning rate.
-        num_ranks: Ranks of the trainer, each with a file.
-        coefficients: State of the controllers of coefficients.
-        critic_pace: Updates of the critic and of the policy (`trainer.models.critic.Pace`).
-    """
+    """What a trainer counts."""
 
     version: int
+    """The policy version."""
     num_steps: Mapping[str, int]
+    """Optimizer steps by prefix; they decide the learning rate."""
     num_ranks: int
+    """Ranks of the trainer, each with a file."""
     coefficients: Mapping[str, float] = {}
+    """State of the controllers of coefficients."""
     critic_pace: Mapping[str, float] = {}
+    """Updates of the critic and of the policy (`trainer.models.critic.Pace`)."""
 
 
 class TrainerSnapshot:

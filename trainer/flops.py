@@ -93,18 +93,15 @@ def _layer_weights(shape: ModelShape) -> int:
 
 @dataclass(slots=True)
 class FlopCounter:
-    """Computation of all ranks since the last `take`.
-
-    Attributes:
-        num_devices: Number of devices of the trainer.
-        peak_flops: Peak of one device, FLOP/s; None if unknown.
-        num_tokens: Tokens that the policy was trained on, prompts included.
-    """
+    """Computation of all ranks since the last `take`."""
 
     shape: ModelShape
     num_devices: int
+    """Number of devices of the trainer."""
     peak_flops: float | None
+    """Peak of one device, FLOP/s; None if unknown."""
     num_tokens: int = 0
+    """Tokens that the policy was trained on, prompts included."""
     flops: float = 0.0
 
     def trained(self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int]) -> None:

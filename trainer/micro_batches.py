@@ -24,15 +24,12 @@ from penstock.trainer.spec import TrainerSpec
 
 
 class TeacherForced(NamedTuple):
-    """Accuracy of a policy on given answers, measured by teacher forcing.
-
-    Attributes:
-        greedy_accuracy: Share of examples whose every response token is the argmax: those that greedy decoding gives.
-        sampled_accuracy: Mean probability of the whole response: the expected share that one sample at T = 1 gives.
-    """
+    """Accuracy of a policy on given answers, measured by teacher forcing."""
 
     greedy_accuracy: float
+    """Share of examples whose every response token is the argmax: those that greedy decoding gives."""
     sampled_accuracy: float
+    """Mean probability of the whole response: the expected share that one sample at T = 1 gives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,35 +59,32 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:
 
 @dataclass(slots=True)
 class OpenOptimizerStep:
-    """Accumulated state of one update.
-
-    Attributes:
-        metrics: Sums over all micro-batches so far.
-        share: Statistics of this rank for the consistency checks; None if they are not compared with other ranks'.
-        normaliser: Sum of the parts' normalisers by which the gradient must still be divided; 0 if already divided.
-        payloads: Groups of the parts before the last, for the statistics of the batch.
-        busy_s: Wall seconds spent on these parts.
-        is_first: Whether the policy is still that of the start of the batch.
-        is_first_epoch: Whether all its tokens are trained for the first time.
-        learns: Whether the policy is trained; False while only the critic is (`critic.warmup_steps`).
-        has_gradient: Whether any micro-batch had a gradient.
-        trained_tokens: Of the recorded trajectories.
-        routing: Of the recorded experts; None of a dense model.
-    """
+    """Accumulated state of one update."""
 
     metrics: TokenMetrics
+    """Sums over all micro-batches so far."""
     share: RankShare | None = None
+    """Statistics of this rank for the consistency checks; None if they are not compared with other ranks'."""
     is_first: bool = True
+    """Whether the policy is still that of the start of the batch."""
     is_first_epoch: bool = True
+    """Whether all its tokens are trained for the first time."""
     learns: bool = True
+    """Whether the policy is trained; False while only the critic is (`critic.warmup_steps`)."""
     has_gradient: bool = False
+    """Whether any micro-batch had a gradient."""
     normaliser: float = 0.0
+    """Sum of the parts' normalisers by which the gradient must still be divided; 0 if already divided."""
     payloads: list[GroupPayload] = field(default_factory=list)
+    """Groups of the parts before the last, for the statistics of the batch."""
     micro_batches: list[int] = field(default_factory=list)
     packing_efficiencies: list[float] = field(default_factory=list)
     trained_tokens: dict[TrajectoryId, tuple[NDArray[np.float32], NDArray[np.float32]]] = field(default_factory=dict)
+    """Of the recorded trajectories."""
     busy_s: float = 0.0
+    """Wall seconds spent on these parts."""
     routing: RoutingMetrics | None = None
+    """Of the recorded experts; None of a dense model."""
 
 
 class TokenRecord:
@@ -132,24 +129,21 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One optimizer step, equal on all ranks.
-
-    Attributes:
-        loss: Σ weight · term over its normaliser.
-        lr: Learning rate.
-        micro_batches: Of this rank, per part.
-        routing: Of the recorded experts; None of a dense model.
-        is_silent: Whether no step was taken because nothing had a gradient.
-    """
+    """One optimizer step, equal on all ranks."""
 
     sums: TokenSums
     loss: float
+    """Σ weight · term over its normaliser."""
     lr: float
+    """Learning rate."""
     result: OptimizerResult
     micro_batches: Sequence[int]
+    """Of this rank, per part."""
     packing_efficiencies: Sequence[float]
     routing: RoutingSums | None = None
+    """Of the recorded experts; None of a dense model."""
     is_silent: bool = False
+    """Whether no step was taken because nothing had a gradient."""
 
     @property
     def changed_nothing(self) -> bool:

@@ -56,24 +56,21 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class FrozenPolicySpec:
-    """What a process with a frozen policy needs to start.
-
-    Attributes:
-        path: Hugging Face directory or hub name.
-        max_tokens: Padded tokens of one forward.
-        temperature: The sampling temperature.
-        replays_routes: Tokens go to the experts that the engines recorded: it is the policy of an earlier time.
-        offloads: Its parameters are in host memory between uses.
-    """
+    """What a process with a frozen policy needs to start."""
 
     path: str
+    """Hugging Face directory or hub name."""
     model: ModelConfig
     device: Literal["cpu", "cuda"]
     threads: int
     max_tokens: int
+    """Padded tokens of one forward."""
     temperature: float
+    """The sampling temperature."""
     replays_routes: bool = True
+    """Tokens go to the experts that the engines recorded: it is the policy of an earlier time."""
     offloads: bool = False
+    """Its parameters are in host memory between uses."""
 
 
 def free_port() -> int:

@@ -23,21 +23,18 @@ _PROMPT = 4
 
 
 class Counted(NamedTuple):
-    """Numbers of one model; of its cache over all layers.
-
-    Attributes:
-        num_weights: A tied head once.
-        num_active_weights: With which a token is multiplied: those of the experts it uses, of the embeddings the head.
-        kv_elements: Of each token.
-        state_elements: Of each sequence, however long.
-        has_experts: Whether a layer has any.
-    """
+    """Numbers of one model; of its cache over all layers."""
 
     num_weights: int
+    """A tied head once."""
     num_active_weights: int
+    """With which a token is multiplied: those of the experts it uses, of the embeddings the head."""
     kv_elements: int
+    """Of each token."""
     state_elements: int
+    """Of each sequence, however long."""
     has_experts: bool
+    """Whether a layer has any."""
 
     @property
     def sizes(self) -> dict[str, int]:

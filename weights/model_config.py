@@ -16,20 +16,17 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class ModelForm(NamedTuple):
-    """How the trainer computes a model (trainer/models/model_form.py).
-
-    Attributes:
-        because: Why that is not packed, fused and with the configured attention, one clause each.
-        routing: Whether tokens can be sent to recorded experts; `none` of a dense model.
-        is_accident: An error of the machine (memory, a file, a missing library) had a part in it, which may pass.
-    """
+    """How the trainer computes a model (trainer/models/model_form.py)."""
 
     rows: Rows
     head: Head
     attention: Attention
     because: tuple[str, ...] = ()
+    """Why that is not packed, fused and with the configured attention, one clause each."""
     routing: Routing = "none"
+    """Whether tokens can be sent to recorded experts; `none` of a dense model."""
     is_accident: bool = False
+    """An error of the machine (memory, a file, a missing library) had a part in it, which may pass."""
 
 
 class ModelShape(BaseModel):

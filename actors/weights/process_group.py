@@ -56,13 +56,10 @@ SHUTDOWN_S = 5.0
 
 
 class Receivers(Protocol):
-    """The processes that receive versions.
-
-    Attributes:
-        on_devices: They receive into memory of the engines' devices; else into files that the engines of a node share.
-    """
+    """The processes that receive versions."""
 
     on_devices: bool
+    """They receive into memory of the engines' devices; else into files that the engines of a node share."""
 
     def addresses(self) -> tuple[ReceiverAddress, ...]:
         """Receivers of the engines now in service, in relay order: those on the node of training rank 0 first."""

@@ -27,19 +27,16 @@ from penstock.weights.transport.shards import ShardTransfer
 
 
 class PublishedVersion(NamedTuple):
-    """A version that engines can fetch.
-
-    Attributes:
-        payload: Needed in addition to the manifest: `Locations`, a handle of the bytes for engines without access to
-            the file, or an `InPlaceUpdate`; None if the manifest is enough.
-        sent_bytes: Bytes that the training ranks sent to other processes.
-        changed_share: Share of the elements that differ from the previous version, if a codec has counted them.
-    """
+    """A version that engines can fetch."""
 
     manifest: WeightManifest
     payload: Any = None
+    """Needed in addition to the manifest: `Locations`, a handle of the bytes for engines without access to the file, or
+    an `InPlaceUpdate`; None if the manifest is enough."""
     sent_bytes: int = 0
+    """Bytes that the training ranks sent to other processes."""
     changed_share: float | None = None
+    """Share of the elements that differ from the previous version, if a codec has counted them."""
 
 
 PublishHandle = Awaitable[PublishedVersion]

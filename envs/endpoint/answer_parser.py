@@ -36,60 +36,48 @@ ANY_TEXT = ("",)
 
 
 class ParserNames(NamedTuple):
-    """vLLM's names of parsers.
-
-    Attributes:
-        tool_calls: The parser of calls.
-        reasoning: The parser of reasoning; None: turns are read without their reasoning.
-    """
+    """vLLM's names of parsers."""
 
     tool_calls: str
+    """The parser of calls."""
     reasoning: str | None = None
+    """The parser of reasoning; None: turns are read without their reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """What a parser reads.
-
-    Attributes:
-        text: The turn without the token that ended it, cut before a stop text; with all other special tokens if the
-            parser `keeps_special_tokens`.
-        tools: Tools of the request, in the form of OpenAI.
-        token_ids: Sampled tokens, without the one that ended the turn.
-    """
+    """What a parser reads."""
 
     text: str
+    """The turn without the token that ended it, cut before a stop text; with all other special tokens if the parser
+    `keeps_special_tokens`."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Tools of the request, in the form of OpenAI."""
     token_ids: Sequence[int] = ()
+    """Sampled tokens, without the one that ended the turn."""
 
 
 class ParsedAnswer(NamedTuple):
-    """What a program receives.
-
-    Attributes:
-        content: Text without reasoning and calls. If there are no calls, because there are none or because one is
-            malformed, it is all text but the reasoning.
-        calls: In their order; their arguments are JSON objects.
-        reasoning: None if the parser reads none.
-    """
+    """What a program receives."""
 
     content: str
+    """Text without reasoning and calls. If there are no calls, because there are none or because one is malformed, it
+    is all text but the reasoning."""
     calls: tuple[Call, ...] = ()
+    """In their order; their arguments are JSON objects."""
     reasoning: str | None = None
+    """None if the parser reads none."""
 
 
 class AnswerParser(Protocol):
-    """Reads turns of one family.
-
-    Attributes:
-        signs: Texts of which one precedes or begins every call.
-        keeps_special_tokens: Whether the marks of calls are special tokens, which texts otherwise leave out.
-        reads_reasoning: Whether turns of requests without tools are parsed too.
-    """
+    """Reads turns of one family."""
 
     signs: tuple[str, ...]
+    """Texts of which one precedes or begins every call."""
     keeps_special_tokens: bool
+    """Whether the marks of calls are special tokens, which texts otherwise leave out."""
     reads_reasoning: bool
+    """Whether turns of requests without tools are parsed too."""
 
     async def parse(self, turn: SampledTurn) -> ParsedAnswer:
         """Read a whole turn.

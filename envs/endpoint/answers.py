@@ -43,16 +43,13 @@ class AnswerWriter(Protocol):
 
 
 class Rest(NamedTuple):
-    """What the pieces have not said of an answer; all of it, if none was read.
-
-    Attributes:
-        finish_reason: Why the turn ended, in the words of Chat Completions.
-    """
+    """What the pieces have not said of an answer; all of it, if none was read."""
 
     reasoning: str
     text: str
     calls: Sequence[Call]
     finish_reason: Literal["stop", "length", "tool_calls"]
+    """Why the turn ended, in the words of Chat Completions."""
 
 
 class AnswerReader:

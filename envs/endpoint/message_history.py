@@ -39,17 +39,14 @@ Form = tuple[bool, tuple[str, ...]]
 
 
 class Place(NamedTuple):
-    """Where a request stands among the histories of its session.
-
-    Attributes:
-        thread: Name of the thread that its answer extends.
-        content: What the request adds to the tokens before it.
-        fork_of: Thread whose first `num_turns` turns begin the new thread; None: no fork.
-    """
+    """Where a request stands among the histories of its session."""
 
     thread: str
+    """Name of the thread that its answer extends."""
     content: NewContent
+    """What the request adds to the tokens before it."""
     fork_of: str | None = None
+    """Thread whose first `num_turns` turns begin the new thread; None: no fork."""
     num_turns: int = 0
 
 
@@ -60,22 +57,19 @@ def form_of(request: ChatRequest) -> Form:
 
 @dataclass(slots=True)
 class _Thread:
-    """One history.
-
-    Attributes:
-        messages: Messages of a chat, answers included.
-        text: Text of plain completions, answers included.
-        starts: Number of characters before each answer, of plain completions.
-        ends: Number of messages, or of characters, after each answer.
-        is_taken: A request that continues it is being answered.
-    """
+    """One history."""
 
     form: Form
     messages: tuple[ChatMessage, ...] = ()
+    """Messages of a chat, answers included."""
     text: str = ""
+    """Text of plain completions, answers included."""
     starts: list[int] = field(default_factory=list)
+    """Number of characters before each answer, of plain completions."""
     ends: list[int] = field(default_factory=list)
+    """Number of messages, or of characters, after each answer."""
     is_taken: bool = False
+    """A request that continues it is being answered."""
 
     def num_repeated(self, request: ChatRequest) -> int:
         """How many of its answers a request repeats, with everything before them."""

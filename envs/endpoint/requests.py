@@ -122,27 +122,24 @@ class ChatMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request.
-
-    Attributes:
-        messages: Messages of a chat; None for a plain completion.
-        prompt: Prompt of a plain completion.
-        tools: Tools, each as JSON text.
-        max_tokens: Limit of the caller.
-        ignored: Parameters that have no effect.
-        param: Name of the parameter with the text, for errors.
-    """
+    """One request."""
 
     messages: tuple[ChatMessage, ...] | None = None
+    """Messages of a chat; None for a plain completion."""
     prompt: str = ""
+    """Prompt of a plain completion."""
     tools: tuple[str, ...] = ()
+    """Tools, each as JSON text."""
     max_tokens: int | None = None
+    """Limit of the caller."""
     stop: tuple[str, ...] = ()
     is_stream: bool = False
     wants_usage: bool = False
     wants_logprobs: bool = False
     ignored: tuple[str, ...] = ()
+    """Parameters that have no effect."""
     param: str = "messages"
+    """Name of the parameter with the text, for errors."""
 
     @property
     def tool_schemas(self) -> list[Json]:
@@ -182,15 +179,12 @@ class StoredHistories:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What is known about the caller when its request is parsed.
-
-    Attributes:
-        ignore: `env.endpoint.ignore`.
-        stored: Responses of its session.
-    """
+    """What is known about the caller when its request is parsed."""
 
     ignore: Collection[str] = ()
+    """`env.endpoint.ignore`."""
     stored: StoredHistories = field(default_factory=StoredHistories)
+    """Responses of its session."""
 
 
 class Body(BaseModel):

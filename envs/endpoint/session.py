@@ -54,26 +54,23 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answered turn.
-
-    Attributes:
-        text: Delivered text: without special tokens, cut before a stop text; in a chat, without reasoning and calls.
-        sampled_text: Text of all sampled tokens that were kept.
-        tokens: Sampled tokens, if the request wants logprobs.
-        version: Newest policy version that sampled a token.
-        reasoning: Reasoning, without its marks; None if answers are not split.
-        calls: Calls of tools.
-    """
+    """One answered turn."""
 
     text: str
+    """Delivered text: without special tokens, cut before a stop text; in a chat, without reasoning and calls."""
     sampled_text: str
+    """Text of all sampled tokens that were kept."""
     finish_reason: Literal["stop", "length"]
     num_prompt_tokens: int
     num_tokens: int
     tokens: tuple[SampledToken, ...] = ()
+    """Sampled tokens, if the request wants logprobs."""
     version: int = 0
+    """Newest policy version that sampled a token."""
     reasoning: str | None = None
+    """Reasoning, without its marks; None if answers are not split."""
     calls: tuple[Call, ...] = ()
+    """Calls of tools."""
 
 
 AnswerTurn = Callable[["Exchange"], Awaitable[Answer]]

@@ -19,20 +19,17 @@ _TIMEOUT_SHARE = 0.95
 
 
 class HttpConfig(RetryConfig):
-    """The service.
-
-    Attributes:
-        url: Its address.
-        key_variable: Environment variable of the reward workers with the key that is sent as `Authorization: Bearer`;
-            None sends none.
-        request_timeout_s: Longest time for one attempt, seconds.
-        max_requests_per_s: Attempts per second of each reward worker; None is unlimited.
-    """
+    """The service."""
 
     url: str = Field(pattern=r"^https?://")
+    """Its address."""
     key_variable: str | None = None
+    """Environment variable of the reward workers with the key that is sent as `Authorization: Bearer`; None sends none.
+    """
     request_timeout_s: float = Field(default=20.0, gt=0)
+    """Longest time for one attempt, seconds."""
     max_requests_per_s: float | None = Field(default=None, gt=0)
+    """Attempts per second of each reward worker; None is unlimited."""
 
 
 class RewardServiceError(Exception):

@@ -52,20 +52,18 @@ class Limits(BaseModel):
 class Program:
     """A program: Python source or a command, never both.
 
-    Attributes:
-        code: Python source, run as `__main__` in an interpreter that was started ahead.
-        argv: A command and its arguments; the command is looked up on the sandbox's PATH.
-        stdin: Content of its standard input.
-        files: Relative path -> content, written into the working directory first.
-
     Raises:
         ValueError: If it is both or neither, or a file would lie outside the working directory.
     """
 
     code: str | None = None
+    """Python source, run as `__main__` in an interpreter that was started ahead."""
     argv: tuple[str, ...] = ()
+    """A command and its arguments; the command is looked up on the sandbox's PATH."""
     stdin: bytes = b""
+    """Content of its standard input."""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    """Relative path -> content, written into the working directory first."""
 
     def __post_init__(self) -> None:
         if (self.code is None) == (not self.argv):
@@ -77,22 +75,19 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """The result of a program.
-
-    Attributes:
-        exit_code: Set if `outcome` is `exited`, else None.
-        stdout: At most `max_output_kib`, as UTF-8 with replacement characters.
-        stderr: As `stdout`.
-        wall_s: How long it ran, seconds.
-        detail: The signal, or the limit with its value; empty if it exited.
-    """
+    """The result of a program."""
 
     outcome: Outcome
     exit_code: int | None
+    """Set if `outcome` is `exited`, else None."""
     stdout: str
+    """At most `max_output_kib`, as UTF-8 with replacement characters."""
     stderr: str
+    """As `stdout`."""
     wall_s: float
+    """How long it ran, seconds."""
     detail: str = ""
+    """The signal, or the limit with its value; empty if it exited."""
 
     @property
     def is_ok(self) -> bool:

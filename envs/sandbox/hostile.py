@@ -42,19 +42,16 @@ _LONG_WALL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class HostileCase:
-    """One program.
-
-    Attributes:
-        name: What it does.
-        code: Python source. `$FILE`, `$PORT` and `$NAP` are replaced by values of the trap.
-        expected: Accepted outcomes.
-        needs_isolation: Without isolation it would harm the machine, so it is not run.
-    """
+    """One program."""
 
     name: str
+    """What it does."""
     code: str
+    """Python source. `$FILE`, `$PORT` and `$NAP` are replaced by values of the trap."""
     expected: tuple[Outcome, ...] = ("exited",)
+    """Accepted outcomes."""
     needs_isolation: bool = False
+    """Without isolation it would harm the machine, so it is not run."""
 
 
 HOSTILE_CASES = (
@@ -144,17 +141,14 @@ HOSTILE_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """Resources of the host that programs must not reach.
-
-    Attributes:
-        file: Holds a secret that is also in the host's environment. Every user may write to its folder.
-        port: Port of a listening TCP socket on 127.0.0.1.
-        nap_s: Argument of `sleep` that identifies a surviving process.
-    """
+    """Resources of the host that programs must not reach."""
 
     file: Path
+    """Holds a secret that is also in the host's environment. Every user may write to its folder."""
     port: int
+    """Port of a listening TCP socket on 127.0.0.1."""
     nap_s: str
+    """Argument of `sleep` that identifies a surviving process."""
 
     def fill(self, code: str) -> str:
         """Replace the placeholders by the trap's values."""
@@ -167,15 +161,12 @@ class Trap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict on one program.
-
-    Attributes:
-        is_contained: None if it was not run.
-        found: One short line for the table.
-    """
+    """The verdict on one program."""
 
     is_contained: bool | None
+    """None if it was not run."""
     found: str
+    """One short line for the table."""
 
 
 async def try_all(

@@ -56,13 +56,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """Whether the host can isolate programs.
-
-    Attributes:
-        problem: Why programs do not run in namespaces of their own; empty if they do.
-    """
+    """Whether the host can isolate programs."""
 
     problem: str = ""
+    """Why programs do not run in namespaces of their own; empty if they do."""
 
     @property
     def is_isolated(self) -> bool:

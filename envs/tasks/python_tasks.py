@@ -22,16 +22,12 @@ Numbers = list[int]
 
 
 class _Step(NamedTuple):
-    """One step. `{k}` is replaced by a number that is drawn.
-
-    Attributes:
-        text: Its description in the prompt.
-        code: Its expression over `numbers`.
-        low, high: Range of k.
-    """
+    """One step. `{k}` is replaced by a number that is drawn."""
 
     text: str
+    """Its description in the prompt."""
     code: str
+    """Its expression over `numbers`."""
     low: int = 0
     high: int = 0
 

@@ -50,17 +50,14 @@ class ToolServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DescribedTool:
-    """A tool with its own schema, e.g. from an MCP server (mcp_tools.py).
-
-    Attributes:
-        parameters: JSON Schema of its arguments.
-        call: Takes the arguments and applies its own time-out; may raise `ToolError` and `ToolServerError`.
-    """
+    """A tool with its own schema, e.g. from an MCP server (mcp_tools.py)."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
+    """JSON Schema of its arguments."""
     call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Takes the arguments and applies its own time-out; may raise `ToolError` and `ToolServerError`."""
 
 
 Tool = Callable[..., object] | DescribedTool
@@ -68,15 +65,12 @@ Tool = Callable[..., object] | DescribedTool
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it.
-
-    Attributes:
-        problem: Why it is malformed; empty if it is well-formed.
-    """
+    """One call as the model wrote it."""
 
     name: str
     arguments: dict[str, Any]
     problem: str = ""
+    """Why it is malformed; empty if it is well-formed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,21 +29,18 @@ _CLOSE_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """A server: exactly one of `command` and `url`.
-
-    Attributes:
-        command: Program and arguments; it communicates over its standard input and output.
-        url: Address of a server with streamable HTTP.
-        variables: Environment variables of the command, in addition to HOME, PATH and the like; it gets no secrets.
-        tools: Tools that the policy may call; None is all.
-        startup_timeout_s: Longest time until it has listed its tools, seconds.
-    """
+    """A server: exactly one of `command` and `url`."""
 
     command: Sequence[str] = ()
+    """Program and arguments; it communicates over its standard input and output."""
     url: str | None = None
+    """Address of a server with streamable HTTP."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the command, in addition to HOME, PATH and the like; it gets no secrets."""
     tools: Sequence[str] | None = None
+    """Tools that the policy may call; None is all."""
     startup_timeout_s: float = 20.0
+    """Longest time until it has listed its tools, seconds."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.url is not None):
@@ -175,13 +172,10 @@ class McpSession:
 
 
 class McpToolEnvironment(ToolEnvironment):
-    """A `ToolEnvironment` with the tools of MCP servers in addition to its own.
-
-    Attributes:
-        servers: MCP servers with the tools.
-    """
+    """A `ToolEnvironment` with the tools of MCP servers in addition to its own."""
 
     servers: Sequence[McpServer] = ()
+    """MCP servers with the tools."""
 
     def __init__(self) -> None:
         super().__init__()

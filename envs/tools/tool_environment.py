@@ -13,17 +13,14 @@ from penstock.envs.tools.functions import Tool, Toolbox, parse_calls
 
 
 class ToolEnvironment(Environment):
-    """Subclass it with `tools` and `score`.
-
-    Attributes:
-        tools: Functions the policy may call; methods of the environment keep state between calls.
-        tool_timeout_s: Longest time for one call, seconds. Keep the sum over a turn below `env.episode.timeout_s`.
-        max_calls_per_turn: Further calls of a turn are answered with an error.
-    """
+    """Subclass it with `tools` and `score`."""
 
     tools: Sequence[Tool] = ()
+    """Functions the policy may call; methods of the environment keep state between calls."""
     tool_timeout_s: float = 10.0
+    """Longest time for one call, seconds. Keep the sum over a turn below `env.episode.timeout_s`."""
     max_calls_per_turn: int = 8
+    """Further calls of a turn are answered with an error."""
 
     def __init__(self) -> None:
         self.toolbox = Toolbox(self.tools, self.tool_timeout_s)

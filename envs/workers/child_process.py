@@ -45,30 +45,27 @@ _NO_NAMESPACES = (
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """The program of a process, and its limits.
-
-    Attributes:
-        label: What it loads, for messages: `reward.fn='my.reward'`.
-        section: Configuration section of the limits.
-        module: Its `main(arguments)` serves frames until its socket closes.
-        arguments: Arguments of `main` after the number of its socket.
-        grants: Permissions of isolated code; None: it is not isolated.
-        is_hello: Whether its first frame is well-formed.
-        is_reply: Whether a later frame is well-formed. The user's code can write into the socket, so after a malformed
-            frame the process counts as dead.
-        python: Its interpreter, `env.python`; None is ours.
-    """
+    """The program of a process, and its limits."""
 
     label: str
+    """What it loads, for messages: `reward.fn='my.reward'`."""
     section: str
+    """Configuration section of the limits."""
     module: str
+    """Its `main(arguments)` serves frames until its socket closes."""
     arguments: Sequence[str]
+    """Arguments of `main` after the number of its socket."""
     max_memory_gib: float | None
     max_processes: int
     grants: IsolationConfig | None
+    """Permissions of isolated code; None: it is not isolated."""
     is_hello: Callable[[object], bool]
+    """Whether its first frame is well-formed."""
     is_reply: Callable[[object], bool]
+    """Whether a later frame is well-formed. The user's code can write into the socket, so after a malformed frame the
+    process counts as dead."""
     python: str | None = None
+    """Its interpreter, `env.python`; None is ours."""
 
 
 def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) -> ChildSpec:

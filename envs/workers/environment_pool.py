@@ -33,25 +33,22 @@ from penstock.envs.config import EpisodeConfig
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What environments did since the run began; absolute.
-
-    Attributes:
-        opened: Environments that were opened.
-        closed: Those of them that are closed, or ended with their process.
-        episodes: Episodes that got an environment.
-        reused: Those of them whose environment had played before.
-        waited_s: Seconds that they waited for it, summed over episodes.
-        open_s: Seconds that environments were idle or playing, summed over environments.
-        busy_s: Seconds of them in which a call of the environment ran.
-    """
+    """What environments did since the run began; absolute."""
 
     opened: int = 0
+    """Environments that were opened."""
     closed: int = 0
+    """Those of them that are closed, or ended with their process."""
     episodes: int = 0
+    """Episodes that got an environment."""
     reused: int = 0
+    """Those of them whose environment had played before."""
     waited_s: float = 0.0
+    """Seconds that they waited for it, summed over episodes."""
     open_s: float = 0.0
+    """Seconds that environments were idle or playing, summed over environments."""
     busy_s: float = 0.0
+    """Seconds of them in which a call of the environment ran."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(*map(sum, zip(astuple(self), astuple(other), strict=True)))

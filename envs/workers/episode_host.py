@@ -142,20 +142,17 @@ class _Worker:
 
 @dataclass(eq=False, slots=True)
 class _OpenEnvironment:
-    """One environment in its process, from its opening to its close.
-
-    Attributes:
-        number: Its name in frames.
-        is_reusable: What it says when it is open.
-        num_episodes: Episodes for which it was taken.
-        is_settled: No call of an episode is running or has failed.
-    """
+    """One environment in its process, from its opening to its close."""
 
     worker: _Worker
     number: int
+    """Its name in frames."""
     is_reusable: bool = False
+    """What it says when it is open."""
     num_episodes: int = 0
+    """Episodes for which it was taken."""
     is_settled: bool = True
+    """No call of an episode is running or has failed."""
 
     @property
     def is_usable(self) -> bool:

@@ -43,16 +43,12 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """An interpreter that can run our processes.
-
-    Attributes:
-        path: Its absolute path.
-        folders: Folders of its standard library and its packages, also with symbolic links resolved; the first is its
-            prefix.
-    """
+    """An interpreter that can run our processes."""
 
     path: str
+    """Its absolute path."""
     folders: tuple[str, ...]
+    """Folders of its standard library and its packages, also with symbolic links resolved; the first is its prefix."""
 
     def variables(self) -> dict[str, str]:
         """Variables with which its programs find each other, as after `source bin/activate`."""

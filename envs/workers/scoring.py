@@ -29,22 +29,19 @@ _ASYNC_GRACE_S = 1.0
 
 @dataclass(slots=True)
 class _Call:
-    """One trajectory to score.
-
-    Attributes:
-        body: Pickled once; the same bytes go to the next process if this one dies.
-        key: Cache key of its score; None if it is not cached.
-        is_alone: Suspected of blocking or killing the process, so it is sent without concurrent calls.
-        deaths: Processes that died while running it.
-    """
+    """One trajectory to score."""
 
     call_id: int
     label: str
     body: bytes
+    """Pickled once; the same bytes go to the next process if this one dies."""
     outcome: asyncio.Future[Score]
     key: bytes | None = None
+    """Cache key of its score; None if it is not cached."""
     is_alone: bool = False
+    """Suspected of blocking or killing the process, so it is sent without concurrent calls."""
     deaths: int = 0
+    """Processes that died while running it."""
     sent_at: float = 0.0
 
 

@@ -58,19 +58,16 @@ def gather_kernel(current, bitmap, offsets, positions, values, num_elements, BLO
 
 @dataclass(frozen=True)
 class CountedChanges:
-    """Implements `ChangedElements`.
-
-    Attributes:
-        current: `[n]` words.
-        packed: `[⌈n / 8⌉] uint8`, the bitmap.
-        offsets: `[b] int64`, changed elements before each block.
-        num_changed: k.
-    """
+    """Implements `ChangedElements`."""
 
     current: Tensor
+    """`[n]` words."""
     packed: Tensor
+    """`[⌈n / 8⌉] uint8`, the bitmap."""
     offsets: Tensor
+    """`[b] int64`, changed elements before each block."""
     num_changed: int
+    """k."""
 
     @property
     def num_elements(self) -> int:

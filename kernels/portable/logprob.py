@@ -40,19 +40,16 @@ LOWEST = -3.0e38
 
 
 class Statistics(NamedTuple):
-    """Softmax statistics of T rows of logits, or of P slices of each: `[T]` or `[P, T]`, float32 (float64 for float64).
-
-    Attributes:
-        maximum: m.
-        total: s.
-        weighted: u.
-        target: The target's logit; 0 in every slice of the vocabulary that does not contain the target.
-    """
+    """Softmax statistics of T rows of logits, or P slices of each: `[T]` or `[P, T]`, float32 (float64 for float64)."""
 
     maximum: Tensor
+    """m."""
     total: Tensor
+    """s."""
     weighted: Tensor
+    """u."""
     target: Tensor
+    """The target's logit; 0 in every slice of the vocabulary that does not contain the target."""
 
     def logprob(self) -> Tensor:
         # Not target − (m + ln s): the sum would round away the differences of logits near m.
@@ -64,21 +61,18 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class LogprobGradient:
-    """Upstream gradients, and the forward results that backward combines them with: `[T]` each.
-
-    Attributes:
-        logprob: g, float32.
-        entropy: e, float32; None if the entropies carry no gradient.
-        maximum: m of the whole vocabulary, float32.
-        log_total: ln s of the whole vocabulary, float32.
-        entropies: η, float32.
-    """
+    """Upstream gradients, and the forward results that backward combines them with: `[T]` each."""
 
     logprob: Tensor
+    """g, float32."""
     entropy: Tensor | None
+    """e, float32; None if the entropies carry no gradient."""
     maximum: Tensor
+    """m of the whole vocabulary, float32."""
     log_total: Tensor
+    """ln s of the whole vocabulary, float32."""
     entropies: Tensor
+    """η, float32."""
 
     def of(self, block: slice) -> LogprobGradient:
         """The same of a block of tokens."""

@@ -25,19 +25,16 @@ from penstock.platform.metrics.run_files import POLICY_FOLDER
 
 @dataclass(slots=True)
 class LoadedConfig:
-    """A configuration that passed all checks.
-
-    Attributes:
-        warnings: Warnings to print before the run, one sentence each; first the defaults that did not fit, and the
-            values in their place.
-        notes: What the checks have found in order, for a dry run.
-        warm_start: Configuration of the `penstock sft` that creates `model.path` first; None if none is needed.
-    """
+    """A configuration that passed all checks."""
 
     config: RunConfig
     warnings: list[str]
+    """Warnings to print before the run, one sentence each; first the defaults that did not fit, and the values in their
+    place."""
     notes: list[str]
+    """What the checks have found in order, for a dry run."""
     warm_start: RunConfig | None = None
+    """Configuration of the `penstock sft` that creates `model.path` first; None if none is needed."""
 
 
 def load_config(

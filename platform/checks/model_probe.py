@@ -30,61 +30,52 @@ _KIND = "model_answers"
 
 
 class SettingsQuestion(NamedTuple):
-    """What is asked about settings that are passed on.
-
-    Attributes:
-        library: That they are passed on to.
-        settings: `rollout.engine.args` or `trainer.deepspeed`.
-        device: It is asked for.
-    """
+    """What is asked about settings that are passed on."""
 
     library: Literal["vllm", "deepspeed"]
+    """That they are passed on to."""
     settings: dict[str, Any]
+    """`rollout.engine.args` or `trainer.deepspeed`."""
     device: Literal["cpu", "cuda"]
+    """It is asked for."""
 
 
 class Question(NamedTuple):
-    """What is asked about a checkpoint.
-
-    Attributes:
-        folder: Hugging Face directory.
-        attention: `model.attention` if the trainer's code computes with it; None: it is only served.
-        engine_dtype: `model.dtype` if vLLM serves it; None: it does not.
-        tp_size: Tensor-parallel ranks of an engine.
-        context: `model.max_context_tokens`.
-        is_traced: Whether the layout in the engine must be known.
-        device: Of the engines.
-        device_is_here: Whether this machine has such a device.
-        role: What the run does with it, other than serving it.
-        load: `model.load`.
-        has_torch_engine: Whether the torch engine serves it.
-    """
+    """What is asked about a checkpoint."""
 
     folder: str
+    """Hugging Face directory."""
     attention: Attention | None
+    """`model.attention` if the trainer's code computes with it; None: it is only served."""
     engine_dtype: DType | None
+    """`model.dtype` if vLLM serves it; None: it does not."""
     tp_size: int
+    """Tensor-parallel ranks of an engine."""
     context: int
+    """`model.max_context_tokens`."""
     is_traced: bool
+    """Whether the layout in the engine must be known."""
     device: Literal["cpu", "cuda"]
+    """Of the engines."""
     device_is_here: bool
+    """Whether this machine has such a device."""
     role: Literal["policy", "frozen", "value", "reward"] = "policy"
+    """What the run does with it, other than serving it."""
     load: Mapping[str, Any] = {}
+    """`model.load`."""
     has_torch_engine: bool = False
+    """Whether the torch engine serves it."""
 
 
 class Answer(NamedTuple):
-    """What a library says.
-
-    Attributes:
-        problems: Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings.
-        form: How the trainer's code computes the model; None: it was not asked, or has no answer.
-        dtype: The only one in which the engine computes it, if there are problems; None: any.
-    """
+    """What a library says."""
 
     problems: Sequence[str]
+    """Why the checkpoint cannot be trained, scored with or served, or what is wrong with settings."""
     form: ModelForm | None = None
+    """How the trainer's code computes the model; None: it was not asked, or has no answer."""
     dtype: DType | None = None
+    """The only one in which the engine computes it, if there are problems; None: any."""
 
 
 def ask(question: Question | SettingsQuestion) -> Answer:

@@ -63,30 +63,24 @@ _MODEL = ("model.path", "model.from_scratch", "model.tokenizer")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """That a change does not let a branch keep everything.
-
-    Attributes:
-        part: The last part that can be kept; None: nothing can.
-        why: A sentence with both values.
-    """
+    """That a change does not let a branch keep everything."""
 
     part: Part | None
+    """The last part that can be kept; None: nothing can."""
     why: str
+    """A sentence with both values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A branch that can be trained.
-
-    Attributes:
-        start: Its first checkpoint; None if it begins with the weights alone.
-        told: What it begins with, and what it lost, one sentence each.
-    """
+    """A branch that can be trained."""
 
     config: RunConfig
     run_dir: Path
     start: Checkpoint | None
+    """Its first checkpoint; None if it begins with the weights alone."""
     told: list[str]
+    """What it begins with, and what it lost, one sentence each."""
 
 
 def branch(source: str, target: str, overrides: Sequence[str], step: int | None, restore: str | None) -> int:

@@ -34,18 +34,15 @@ _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of the report.
-
-    Attributes:
-        subject: What was checked.
-        found: What was found.
-        advice: How to fix it; empty if nothing is wrong.
-    """
+    """One line of the report."""
 
     subject: str
+    """What was checked."""
     status: Status
     found: str
+    """What was found."""
     advice: str = ""
+    """How to fix it; empty if nothing is wrong."""
 
 
 def run_doctor(console: Console | None = None) -> int:

@@ -38,21 +38,18 @@ RESULTS_FOLDER = Path("runs/evaluations")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is measured.
-
-    Attributes:
-        loaded: The checked configuration.
-        policy: The policy as results name it.
-        step: Its step, if it is that of a run.
-        checkpoint: The policy is written from it first; None: `model.path` is the policy.
-        folder: Where the results go.
-    """
+    """What is measured."""
 
     loaded: LoadedConfig
+    """The checked configuration."""
     policy: str
+    """The policy as results name it."""
     step: int | None
+    """Its step, if it is that of a run."""
     checkpoint: Checkpoint | None
+    """The policy is written from it first; None: `model.path` is the policy."""
     folder: Path
+    """Where the results go."""
 
 
 def policies_in(words: Sequence[str]) -> tuple[list[str], list[str]]:

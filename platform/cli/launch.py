@@ -49,17 +49,14 @@ _SUBMIT_TIMEOUT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher writes, and the command that submits it.
-
-    Attributes:
-        text: The script, manifest or commands.
-        command: Submits the run.
-        stdin: What `command` reads; empty if nothing.
-    """
+    """What a launcher writes, and the command that submits it."""
 
     text: str
+    """The script, manifest or commands."""
     command: Sequence[str]
+    """Submits the run."""
     stdin: str = ""
+    """What `command` reads; empty if nothing."""
 
 
 def run_launch(launcher: Launcher, words: Sequence[str], config_dir: Path | None, *, dry_run: bool) -> int:

@@ -48,17 +48,14 @@ OF_NO_COMPUTATION = {
 
 
 class Recipe(NamedTuple):
-    """How task vectors are added.
-
-    Attributes:
-        method: A function of `weights/task_vectors.py`.
-        density: Share of each task vector that is kept; None with `linear`.
-        seed: Of the draw of `dare`; None: 0.
-    """
+    """How task vectors are added."""
 
     method: Method
+    """A function of `weights/task_vectors.py`."""
     density: float | None
+    """Share of each task vector that is kept; None with `linear`."""
     seed: int | None
+    """Of the draw of `dare`; None: 0."""
 
     def __str__(self) -> str:
         drawn = f", seed {self.seed or 0}" if self.method == "dare" else ""

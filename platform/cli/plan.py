@@ -37,17 +37,14 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The cost model scaled to half of the steps of a run, and compared with the other half.
-
-    Attributes:
-        predicted_step_s: By the scaled model.
-        measured_step_s: Mean of the steps that were not fitted.
-    """
+    """The cost model scaled to half of the steps of a run, and compared with the other half."""
 
     workload: Workload
     scales: Scales
     predicted_step_s: float
+    """By the scaled model."""
     measured_step_s: float
+    """Mean of the steps that were not fitted."""
 
 
 def run_plan(

@@ -58,15 +58,12 @@ _MAX_NAME = 120
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run of a sweep.
-
-    Attributes:
-        values: Its value on each axis, in the order of the axes, as typed.
-        overrides: The same values as overrides.
-    """
+    """One run of a sweep."""
 
     values: tuple[tuple[str, str], ...]
+    """Its value on each axis, in the order of the axes, as typed."""
     overrides: tuple[str, ...]
+    """The same values as overrides."""
 
     @property
     def name(self) -> str:
@@ -85,45 +82,38 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The trials of a sweep.
-
-    Attributes:
-        axes: Key -> values, as typed; the seeds, if given, are the last axis.
-        fixed: Overrides of all trials.
-        trials: All combinations, seed by seed, so that an interrupted sweep has complete tables of the first seeds.
-    """
+    """The trials of a sweep."""
 
     axes: dict[str, tuple[str, ...]]
+    """Key -> values, as typed; the seeds, if given, are the last axis."""
     fixed: tuple[str, ...]
+    """Overrides of all trials."""
     trials: tuple[Trial, ...]
+    """All combinations, seed by seed, so that an interrupted sweep has complete tables of the first seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one trial ended.
-
-    Attributes:
-        status: `completed`; `stopped` early; or `failed` with the cause in the trial's log.
-        run_dir: Run directory of the trial.
-        accuracy: Held-out accuracy after the last step; None if the run has no evaluation.
-        gain: Increase of the accuracy over the run.
-        mean_staleness: Mean staleness of the trained tokens, versions.
-        max_staleness: Largest staleness of any trained token, versions.
-        reward: Mean reward of the trained answers over the last steps, as `reward_last` of the run's summary.
-        reference_kl: Mean divergence from the reference over the last `KL_STEPS` steps, nat per token; None without a
-            reference.
-        wall_s: Wall time of the run, seconds.
-    """
+    """How one trial ended."""
 
     status: Literal["completed", "stopped", "failed"]
+    """`completed`; `stopped` early; or `failed` with the cause in the trial's log."""
     run_dir: str
+    """Run directory of the trial."""
     accuracy: float | None = None
+    """Held-out accuracy after the last step; None if the run has no evaluation."""
     gain: float | None = None
+    """Increase of the accuracy over the run."""
     mean_staleness: float | None = None
+    """Mean staleness of the trained tokens, versions."""
     max_staleness: int | None = None
+    """Largest staleness of any trained token, versions."""
     reward: float | None = None
+    """Mean reward of the trained answers over the last steps, as `reward_last` of the run's summary."""
     reference_kl: float | None = None
+    """Mean divergence from the reference over the last `KL_STEPS` steps, nat per token; None without a reference."""
     wall_s: float | None = None
+    """Wall time of the run, seconds."""
 
 
 Results = Mapping[Trial, Result]

@@ -52,17 +52,14 @@ MAIN_MEMORY_BYTES_PER_S = 5e9
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What the data sheet of an accelerator promises; no program reaches all of it.
-
-    Attributes:
-        flops: Dense bfloat16 FLOP/s.
-        memory_bytes_per_s: Bandwidth of its memory.
-        link_bytes_per_s: To the other accelerators of its node, in one direction.
-    """
+    """What the data sheet of an accelerator promises; no program reaches all of it."""
 
     flops: float
+    """Dense bfloat16 FLOP/s."""
     memory_bytes_per_s: float
+    """Bandwidth of its memory."""
     link_bytes_per_s: float
+    """To the other accelerators of its node, in one direction."""
 
 
 ACCELERATORS = {
@@ -106,22 +103,19 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of a step.
-
-    Attributes:
-        publish_s: Until the engines have a version, the swap included.
-        trainer_idle: Share of the step in which the ranks compute nothing.
-        engine_idle: The same of the engines.
-        bound: What the other one waits for; `both` if they take turns.
-    """
+    """Seconds of a step."""
 
     step_s: float
     train_s: float
     generate_s: float
     publish_s: float
+    """Until the engines have a version, the swap included."""
     trainer_idle: float
+    """Share of the step in which the ranks compute nothing."""
     engine_idle: float
+    """The same of the engines."""
     bound: Literal["trainer", "engines", "both"]
+    """What the other one waits for; `both` if they take turns."""
 
 
 def predict(config: RunConfig, workload: Workload, scales: Scales = Scales()) -> Prediction:

@@ -106,21 +106,18 @@ class RaySettings(LaunchSettings):
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Equal nodes.
-
-    Attributes:
-        accelerator_type: Ray's label of their GPUs; None: any.
-        num_nodes: How many.
-        gpus: GPUs of each.
-        cpus: CPU cores of each.
-        memory_gib: Main memory of each, /dev/shm included.
-    """
+    """Equal nodes."""
 
     accelerator_type: str | None
+    """Ray's label of their GPUs; None: any."""
     num_nodes: int
+    """How many."""
     gpus: int
+    """GPUs of each."""
     cpus: int
+    """CPU cores of each."""
     memory_gib: int
+    """Main memory of each, /dev/shm included."""
 
 
 def node_groups(config: RunConfig, gpus_per_node: int) -> list[NodeGroup]:

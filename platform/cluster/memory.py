@@ -93,15 +93,12 @@ Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_c
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one process by purpose, GiB.
-
-    Attributes:
-        device: Memory on its accelerator; empty on a CPU pool.
-        host: Main memory.
-    """
+    """Memory of one process by purpose, GiB."""
 
     device: dict[Part, float]
+    """Memory on its accelerator; empty on a CPU pool."""
     host: dict[Part, float]
+    """Main memory."""
 
     @property
     def device_gib(self) -> float:
@@ -183,17 +180,14 @@ def keeps_gradients(config: RunConfig) -> bool:
 
 
 class _Training(NamedTuple):
-    """Bytes of one rank for the training of one model, without its weights.
-
-    Attributes:
-        optimizer: Master weights and states of the optimizer.
-        gradients: What a step begins with or DeepSpeed never frees.
-        passing: Largest sum of everything else at one moment of a step.
-    """
+    """Bytes of one rank for the training of one model, without its weights."""
 
     optimizer: float
+    """Master weights and states of the optimizer."""
     gradients: float
+    """What a step begins with or DeepSpeed never frees."""
     passing: float
+    """Largest sum of everything else at one moment of a step."""
 
 
 def _training(config: RunConfig, kept: OptimizerConfig, trained: float, *, on_gpu: bool) -> _Training:

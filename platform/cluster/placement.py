@@ -37,26 +37,23 @@ Process = tuple[Role, PolicyId, int]
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """One process of a run.
-
-    Attributes:
-        index: Rank of a trainer, or number of an engine or reward worker.
-        pool: Name of its pool; None for processes without a device (driver, reward workers without reward.pool).
-        slot: Its first device in the pool, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
-        num_slots: Number of its devices, starting at `slot`; above 1 for an engine with tensor parallelism.
-        num_gpus: GPUs that Ray reserves for it; 0 when colocated, where `shared_bundles` are reserved for all.
-        policy_id: The policy of the run that it belongs to.
-    """
+    """One process of a run."""
 
     role: Role
     index: int
+    """Rank of a trainer, or number of an engine or reward worker."""
     pool: str | None
+    """Name of its pool; None for processes without a device (driver, reward workers without reward.pool)."""
     device: Literal["cpu", "gpu"]
     slot: int
+    """Its first device in the pool, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared."""
     num_gpus: float
+    """GPUs that Ray reserves for it; 0 when colocated, where `shared_bundles` are reserved for all."""
     memory: Memory
     num_slots: int = 1
+    """Number of its devices, starting at `slot`; above 1 for an engine with tensor parallelism."""
     policy_id: PolicyId = POLICY
+    """The policy of the run that it belongs to."""
 
 
 def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:

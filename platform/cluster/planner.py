@@ -124,29 +124,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """Something that does not fit.
-
-    Attributes:
-        excess_gib: How much memory a device lacks.
-        what: The settings that need it.
-    """
+    """Something that does not fit."""
 
     excess_gib: float
+    """How much memory a device lacks."""
     what: str
+    """The settings that need it."""
 
 
 @dataclass(slots=True)
 class Search:
-    """All candidates, and what was discarded.
-
-    Attributes:
-        candidates: Fastest first. Each side fits by itself; `fitting` checks both together.
-        too_large: Options of one side that do not fit.
-    """
+    """All candidates, and what was discarded."""
 
     config: RunConfig
     candidates: list[Candidate] = field(default_factory=list)
+    """Fastest first. Each side fits by itself; `fitting` checks both together."""
     too_large: list[TooLarge] = field(default_factory=list)
+    """Options of one side that do not fit."""
 
     def fitting(self) -> Iterator[Candidate]:
         """The candidates that fit in memory, fastest first."""

@@ -34,19 +34,16 @@ _MEMORY_TOLERANCE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
-    """What a run needs of the nodes. The default is that of no run: only what must be equal on all nodes.
-
-    Attributes:
-        bundles: GPUs that it reserves.
-        pools: Its GPU pools, by name.
-        packages: Those that processes with a device use.
-        shm_gib: Shared memory for published versions on every node that takes part.
-    """
+    """What a run needs of the nodes. The default is that of no run: only what must be equal on all nodes."""
 
     bundles: tuple[Bundle, ...] = ()
+    """GPUs that it reserves."""
     pools: Mapping[str, PoolConfig] | None = None
+    """Its GPU pools, by name."""
     packages: tuple[str, ...] = ("torch", "transformers", "deepspeed", "vllm")
+    """Those that processes with a device use."""
     shm_gib: float = 0.0
+    """Shared memory for published versions on every node that takes part."""
 
 
 def needs_of(config: RunConfig, command: Command) -> NodeNeeds:

@@ -59,27 +59,24 @@ _MAX_FITS = 8
 
 @dataclass(slots=True)
 class Composition:
-    """Result of composing.
-
-    Attributes:
-        config: The configuration, with invalid keys replaced where possible; None if it could not be repaired.
-        problems: One sentence per invalid override or key.
-        wrong_paths: The dotted keys that `problems` are about.
-        remarks: One sentence per value that could be misunderstood: how it was read.
-        typed: Dotted keys that the user has set, on the command line or in a file of theirs.
-        has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
-        raw: What `config` was validated from.
-        derived: Key that the user has not set -> a sentence about its value, which is not the default.
-    """
+    """Result of composing."""
 
     config: RunConfig | None = None
+    """The configuration, with invalid keys replaced where possible; None if it could not be repaired."""
     problems: list[str] = field(default_factory=list)
+    """One sentence per invalid override or key."""
     remarks: list[str] = field(default_factory=list)
+    """One sentence per value that could be misunderstood: how it was read."""
     wrong_paths: list[str] = field(default_factory=list)
+    """The dotted keys that `problems` are about."""
     typed: list[str] = field(default_factory=list)
+    """Dotted keys that the user has set, on the command line or in a file of theirs."""
     has_experiment: bool = True
+    """Whether an experiment was chosen. Without one, most values are not those that the user wants."""
     raw: Raw = field(default_factory=dict)
+    """What `config` was validated from."""
     derived: dict[str, str] = field(default_factory=dict)
+    """Key that the user has not set -> a sentence about its value, which is not the default."""
     _defaults: Raw = field(default_factory=dict)
     _num_fits: Counter[str] = field(default_factory=Counter)
 

@@ -230,21 +230,18 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The key that an error location of pydantic refers to.
-
-    Attributes:
-        path: Dotted key as a user writes it.
-        siblings: Valid keys of the same section.
-        field: The field of the last key in the schema; None if it is unknown or inside a free-form value.
-        chosen: The choice of a config group that the last key stands in.
-        owners: Other choices of that group that have a key of the name of the last one, if `chosen` has none.
-    """
+    """The key that an error location of pydantic refers to."""
 
     path: str
+    """Dotted key as a user writes it."""
     siblings: tuple[str, ...]
+    """Valid keys of the same section."""
     field: FieldInfo | None
+    """The field of the last key in the schema; None if it is unknown or inside a free-form value."""
     chosen: str = ""
+    """The choice of a config group that the last key stands in."""
     owners: tuple[str, ...] = ()
+    """Other choices of that group that have a key of the name of the last one, if `chosen` has none."""
 
 
 def locate(loc: Sequence[str | int], annotation: Any = RunConfig, path: Sequence[str] = ()) -> Place:

@@ -19,35 +19,30 @@ class Fit(NamedTuple):
     """A value that fits where the configured one does not.
 
     It takes the place of a default (compose.py, `Composition.settle`), instead of a refusal.
-
-    Attributes:
-        key: Dotted key.
-        value: The value.
-        why: What it follows from, for the line that says so.
     """
 
     key: str
+    """Dotted key."""
     value: Any
+    """The value."""
     why: str
+    """What it follows from, for the line that says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about a configuration.
-
-    Attributes:
-        message: Where, what is wrong with both numbers, why it matters, what to do.
-        other_keys: Dotted configuration keys that it was computed from, in addition to those in the message.
-        severity: `error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a
-            dataset, memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start.
-            `note` is what a check has found in order, which only a dry run shows.
-        fits: Each of these alone mends what a finding refuses; the first one whose key the user has not set is used.
-    """
+    """One sentence about a configuration."""
 
     message: str
+    """Where, what is wrong with both numbers, why it matters, what to do."""
     other_keys: tuple[str, ...] = ()
+    """Dotted configuration keys that it was computed from, in addition to those in the message."""
     severity: Severity = "error"
+    """`error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a dataset,
+    memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start. `note` is what
+    a check has found in order, which only a dry run shows."""
     fits: tuple[Fit, ...] = ()
+    """Each of these alone mends what a finding refuses; the first one whose key the user has not set is used."""
 
     @property
     def keys(self) -> list[str]:

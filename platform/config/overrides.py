@@ -37,23 +37,20 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 @dataclass(slots=True)
 class Overrides:
-    """The parsed overrides of the user.
-
-    Attributes:
-        choices: Overrides that choose group members, ready for Hydra.
-        values: Overrides that set or delete values, ready for Hydra.
-        typed: Dotted key -> the value override as typed.
-        types: Keys `GROUP.type` of the groups that are chosen.
-        problems: One sentence per invalid override.
-        remarks: Dotted key -> a sentence that says how its value was read, where Hydra alone would read it otherwise.
-    """
+    """The parsed overrides of the user."""
 
     choices: list[str] = field(default_factory=list)
+    """Overrides that choose group members, ready for Hydra."""
     values: list[str] = field(default_factory=list)
+    """Overrides that set or delete values, ready for Hydra."""
     typed: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> the value override as typed."""
     types: list[str] = field(default_factory=list)
+    """Keys `GROUP.type` of the groups that are chosen."""
     problems: list[str] = field(default_factory=list)
+    """One sentence per invalid override."""
     remarks: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> a sentence that says how its value was read, where Hydra alone would read it otherwise."""
 
 
 def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:

@@ -21,19 +21,16 @@ _ARXIV = re.compile(r"arXiv \d{4}\.\d{5}")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One file of conf/algorithm.
-
-    Attributes:
-        summary: What it is for.
-        paper: Where it is published, with the section; empty for a part of an algorithm.
-        differences: How it differs from the paper, one sentence or more each.
-        settings: `algorithm/loss` or `algorithm.mini_batches` -> value and the text beside it.
-    """
+    """One file of conf/algorithm."""
 
     summary: str
+    """What it is for."""
     paper: str
+    """Where it is published, with the section; empty for a part of an algorithm."""
     differences: list[str]
+    """How it differs from the paper, one sentence or more each."""
     settings: dict[str, tuple[str, str]]
+    """`algorithm/loss` or `algorithm.mini_batches` -> value and the text beside it."""
 
 
 def read_preset(path: Path) -> Preset:

@@ -40,16 +40,13 @@ def label_of(name: str, inner: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The folder of one evaluation.
-
-    Attributes:
-        facts: What was measured, and with what, of `evaluation.json`.
-        answers: Answers with a reward, by task.
-    """
+    """The folder of one evaluation."""
 
     folder: Path
     facts: Mapping[str, Any]
+    """What was measured, and with what, of `evaluation.json`."""
     answers: Mapping[TaskKey, Sequence[Row]]
+    """Answers with a reward, by task."""
 
     @property
     def policy(self) -> str:
@@ -62,38 +59,32 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class SetComparison:
-    """Two policies on the tasks of one set.
-
-    Attributes:
-        num_tasks: Tasks that both have answered.
-        num_alone: Tasks that only the first, and only the second has answered.
-        accuracy: Of the first and the second, mean over the tasks.
-        difference: Second minus first.
-        solved_alone: Tasks that only the first, and only the second solves, with at least one answer.
-    """
+    """Two policies on the tasks of one set."""
 
     num_tasks: int
+    """Tasks that both have answered."""
     num_alone: tuple[int, int]
+    """Tasks that only the first, and only the second has answered."""
     accuracy: tuple[float, float]
+    """Of the first and the second, mean over the tasks."""
     difference: Difference
+    """Second minus first."""
     solved_alone: tuple[int, int]
+    """Tasks that only the first, and only the second solves, with at least one answer."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Two policies on the same tasks.
-
-    Attributes:
-        sets: Label -> comparison on the tasks of this set.
-        changed: Tasks that one of the two solves and the other does not, the largest difference of shares first.
-        differs: What else differs between the two evaluations, as sentences.
-    """
+    """Two policies on the same tasks."""
 
     first: Results
     second: Results
     sets: dict[str, SetComparison] = field(default_factory=dict)
+    """Label -> comparison on the tasks of this set."""
     changed: list[TaskKey] = field(default_factory=list)
+    """Tasks that one of the two solves and the other does not, the largest difference of shares first."""
     differs: list[str] = field(default_factory=list)
+    """What else differs between the two evaluations, as sentences."""
 
 
 def is_results(folder: Path) -> bool:

@@ -30,17 +30,14 @@ def sampled_every(batch_groups: int, group_size: int) -> int:
 
 @dataclass(slots=True)
 class BatchStaleness:
-    """Staleness of one batch, in versions, counted over sampled tokens.
-
-    Attributes:
-        tokens_by_staleness: Staleness -> tokens.
-        multi_version_trajectories: Trajectories that hold tokens of two or more versions.
-        trimmed_tokens: Sampled tokens that lost their loss weight because they were too old.
-    """
+    """Staleness of one batch, in versions, counted over sampled tokens."""
 
     tokens_by_staleness: Counter[int]
+    """Staleness -> tokens."""
     multi_version_trajectories: int = 0
+    """Trajectories that hold tokens of two or more versions."""
     trimmed_tokens: int = 0
+    """Sampled tokens that lost their loss weight because they were too old."""
 
     @property
     def num_tokens(self) -> int:
@@ -95,37 +92,34 @@ class MeanLength:
 
 @dataclass(slots=True)
 class FlowStats:
-    """Counters over the whole run, and the samples of the newest batch.
-
-    Attributes:
-        total: Staleness over all trained batches.
-        last: Staleness of the newest batch.
-        trainer_wait_for: Reason for the wait -> absolute seconds that the trainer waited for batches.
-        population: Lengths of all completed trajectories.
-        trained: Lengths of the trained trajectories.
-        sampled_every: The members of one group in so many are samples.
-        samples: All members of the sampled groups of the newest batch.
-        last_version: The version at which the newest batch was trained.
-        num_scored: Trajectories that were scored by this process; a retried one counts again.
-        num_abstained: Trajectories on which the reward had no opinion, over the whole run.
-        num_ready: Groups that this process has made ready.
-        failures: The first failures of groups, with their traceback.
-        anomalies: Notes what goes wrong on the console.
-    """
+    """Counters over the whole run, and the samples of the newest batch."""
 
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
+    """Staleness over all trained batches."""
     last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
+    """Staleness of the newest batch."""
     trainer_wait_for: dict[WaitReason, float] = field(default_factory=lambda: dict.fromkeys(get_args(WaitReason), 0.0))
+    """Reason for the wait -> absolute seconds that the trainer waited for batches."""
     population: MeanLength = field(default_factory=MeanLength)
+    """Lengths of all completed trajectories."""
     trained: MeanLength = field(default_factory=MeanLength)
+    """Lengths of the trained trajectories."""
     num_scored: int = 0
+    """Trajectories that were scored by this process; a retried one counts again."""
     num_abstained: int = 0
+    """Trajectories on which the reward had no opinion, over the whole run."""
     num_ready: int = 0
+    """Groups that this process has made ready."""
     failures: list[TrajectoryError] = field(default_factory=list)
+    """The first failures of groups, with their traceback."""
     sampled_every: int = 1
+    """The members of one group in so many are samples."""
     samples: list[Trajectory] = field(default_factory=list)
+    """All members of the sampled groups of the newest batch."""
     last_version: int = 0
+    """The version at which the newest batch was trained."""
     anomalies: Anomalies = field(default_factory=Anomalies)
+    """Notes what goes wrong on the console."""
     _candidates: dict[GroupId, tuple[Trajectory, ...]] = field(default_factory=dict)
 
     @property

@@ -23,21 +23,18 @@ _ERASE = "\r\x1b[2K"
 
 
 class Progress(NamedTuple):
-    """What a command does now.
-
-    Attributes:
-        what: As a short phrase, e.g. `evaluating v0`. Its time is counted from when it is first seen.
-        done: How much of `total` is done; None: that is not known.
-        total: In `unit`.
-        unit: Plural, e.g. `answers`.
-        num_tokens: Tokens received from the engines since the start of the command; None: not shown.
-    """
+    """What a command does now."""
 
     what: str
+    """As a short phrase, e.g. `evaluating v0`. Its time is counted from when it is first seen."""
     done: int | None = None
+    """How much of `total` is done; None: that is not known."""
     total: int | None = None
+    """In `unit`."""
     unit: str = ""
+    """Plural, e.g. `answers`."""
     num_tokens: int | None = None
+    """Tokens received from the engines since the start of the command; None: not shown."""
 
 
 class ProgressLine:

@@ -118,25 +118,22 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 class _Thread(NamedTuple):
-    """Where a trained thread is in the arrays of its trajectory: begin ≤ own ≤ first ≤ end.
-
-    Attributes:
-        turns: What was said in it; empty if the trajectory has a single turn.
-        begin: Its first token.
-        own: The first token that its parent does not have; `begin` if it forks none.
-        first: The first sampled token.
-        end: After its last token.
-        after_turn: Turns of its parent that it begins with.
-    """
+    """Where a trained thread is in the arrays of its trajectory: begin ≤ own ≤ first ≤ end."""
 
     name: str
     fork_of: str | None
     turns: list[dict[str, Any]]
+    """What was said in it; empty if the trajectory has a single turn."""
     begin: int
+    """Its first token."""
     own: int
+    """The first token that its parent does not have; `begin` if it forks none."""
     first: int
+    """The first sampled token."""
     end: int
+    """After its last token."""
     after_turn: int
+    """Turns of its parent that it begins with."""
 
 
 def _threads(row: dict[str, Any]) -> list[_Thread]:

@@ -44,39 +44,36 @@ class Series:
 
 @dataclass(slots=True)
 class RunRecord:
-    """The contents of a run directory.
-
-    Attributes:
-        config: The resolved configuration, nested dict; empty if missing.
-        summary: `summary.json`; empty if missing.
-        series: Metric name -> its values over the steps.
-        staleness: Staleness in versions -> trained tokens; empty if missing.
-        trajectories: Rows of at most eight evenly spaced steps.
-        outcomes: Step, reward and length (sampled tokens) of the sampled trajectories, of more of the steps.
-        answers: Rows of at most three evaluations; empty if none are stored.
-        timeline: Events of `timeline.json`; empty if missing.
-        environment: `environment.json`: command, versions and machine; empty if missing.
-        changes: Rows of `config_history.jsonl`: keys that were changed since the run began.
-        error: What ended a failed run: the traceback and the newest events of the ledger; empty otherwise.
-        failures: Kind and traceback of the first groups that failed.
-        missing: One sentence per file that is missing or unreadable.
-    """
+    """The contents of a run directory."""
 
     run_dir: Path
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    """The resolved configuration, nested dict; empty if missing."""
     summary: dict[str, Any] = field(default_factory=dict)
+    """`summary.json`; empty if missing."""
     series: dict[str, Series] = field(default_factory=dict)
+    """Metric name -> its values over the steps."""
     staleness: dict[int, int] = field(default_factory=dict)
+    """Staleness in versions -> trained tokens; empty if missing."""
     trajectories: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of at most eight evenly spaced steps."""
     outcomes: list[tuple[int, float | None, int]] = field(default_factory=list)
+    """Step, reward and length (sampled tokens) of the sampled trajectories, of more of the steps."""
     answers: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of at most three evaluations; empty if none are stored."""
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    """Events of `timeline.json`; empty if missing."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """`environment.json`: command, versions and machine; empty if missing."""
     changes: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of `config_history.jsonl`: keys that were changed since the run began."""
     error: str = ""
+    """What ended a failed run: the traceback and the newest events of the ledger; empty otherwise."""
     failures: list[dict[str, Any]] = field(default_factory=list)
+    """Kind and traceback of the first groups that failed."""
     missing: list[str] = field(default_factory=list)
+    """One sentence per file that is missing or unreadable."""
 
     @property
     def evaluated_on(self) -> str | None:

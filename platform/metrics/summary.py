@@ -20,21 +20,18 @@ EvaluatedOn = Literal["held-out", "training", "held-out and training"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedPrompts:
-    """Tasks whose prompt leaves no space for an answer (`env.on_long_prompt: skip`). They are not in the ledger.
-
-    Attributes:
-        taken: Training tasks that were drawn, skipped ones included.
-        skipped: Those that were skipped.
-        first: Id of the first of them; None if there are none.
-        evaluated: Held-out tasks of the newest evaluation.
-        held_out: Held-out tasks that it skipped.
-    """
+    """Tasks whose prompt leaves no space for an answer (`env.on_long_prompt: skip`). They are not in the ledger."""
 
     taken: int = 0
+    """Training tasks that were drawn, skipped ones included."""
     skipped: int = 0
+    """Those that were skipped."""
     first: str | None = None
+    """Id of the first of them; None if there are none."""
     evaluated: int = 0
+    """Held-out tasks of the newest evaluation."""
     held_out: int = 0
+    """Held-out tasks that it skipped."""
 
     def __str__(self) -> str:
         shown = []
@@ -48,76 +45,73 @@ class SkippedPrompts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Key figures of a run. None means "not measured".
-
-    Attributes:
-        name: Name of the run.
-        seed: Seed of the run.
-        status: How the run ended.
-        ended_by: What told it to end: a signal, or `max_hours`; None if nothing did.
-        version: Version of Penstock.
-        evaluated_on: The tasks of the evaluations; None: the run has no evaluations (`evaluation.num_tasks=0`).
-        eval_before: Accuracy on these tasks before the first step, 0..1.
-        eval_after: The same after the last step.
-        eval_reward_before: Mean reward on these tasks before the first step.
-        eval_reward_after: The same after the last step.
-        partner_eval_before: `eval_before` of the partner in a run of two policies.
-        partner_eval_after: `eval_after` of the partner.
-        policy_version: Version of the policy in `policy/`; None if none was written.
-        reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
-        reward_last: The same over the last ones.
-        steps: Training steps done.
-        wall_s: Seconds from the start of the run to its end.
-        trained_groups: Groups trained.
-        max_staleness_configured: `dataflow.max_staleness`, versions.
-        max_staleness_seen: Largest staleness of any trained token, versions.
-        share_tokens_stale: Share of trained tokens with a staleness of 1 or more, 0..1.
-        multi_version_trajectories: Trained trajectories with tokens of two or more versions.
-        tokens_generated: Tokens sampled for training, trained or not.
-        tokens_trained: Sampled tokens trained on.
-        peak_memory_gib: Largest sum of PSS over the processes of the run, GiB.
-        ledger: Number of admitted groups by state.
-        skipped_prompts: Tasks that were skipped before they were admitted.
-        untrained: Groups that ended untrained, by `state(reason)`.
-        failed_attempts: Kind and reason -> failed attempts, retried ones included, since the run or its resume began.
-        slow_parts: Trainer rank or engine that was slow -> how slow, since the run or its resume began.
-        computed_by: How the trainer computed the policy: its rows, head, attention and the choice of experts.
-        branched_from: Directory and step of the run at whose checkpoint this one began, and what it kept of it
-            (`penstock resume RUN --as NEW`); None of a run of its own.
-    """
+    """Key figures of a run. None means "not measured"."""
 
     name: str
+    """Name of the run."""
     seed: int
+    """Seed of the run."""
     status: RunStatus
+    """How the run ended."""
     version: str
+    """Version of Penstock."""
     eval_before: float | None
+    """Accuracy on these tasks before the first step, 0..1."""
     eval_after: float | None
+    """The same after the last step."""
     reward_first: float | None
+    """Mean of `reward/mean` over the first min(10, n/2) steps."""
     reward_last: float | None
+    """The same over the last ones."""
     steps: int
+    """Training steps done."""
     wall_s: float
+    """Seconds from the start of the run to its end."""
     trained_groups: int
+    """Groups trained."""
     max_staleness_configured: int
+    """`dataflow.max_staleness`, versions."""
     max_staleness_seen: int
+    """Largest staleness of any trained token, versions."""
     share_tokens_stale: float
+    """Share of trained tokens with a staleness of 1 or more, 0..1."""
     multi_version_trajectories: int
+    """Trained trajectories with tokens of two or more versions."""
     tokens_generated: int
+    """Tokens sampled for training, trained or not."""
     tokens_trained: int
+    """Sampled tokens trained on."""
     peak_memory_gib: float
+    """Largest sum of PSS over the processes of the run, GiB."""
     ledger: LedgerCounts
+    """Number of admitted groups by state."""
     partner_eval_before: float | None = None
+    """`eval_before` of the partner in a run of two policies."""
     partner_eval_after: float | None = None
+    """`eval_after` of the partner."""
     evaluated_on: EvaluatedOn | None = "held-out"
+    """The tasks of the evaluations; None: the run has no evaluations (`evaluation.num_tasks=0`)."""
     eval_reward_before: float | None = None
+    """Mean reward on these tasks before the first step."""
     eval_reward_after: float | None = None
+    """The same after the last step."""
     policy_version: int | None = None
+    """Version of the policy in `policy/`; None if none was written."""
     ended_by: str | None = None
+    """What told it to end: a signal, or `max_hours`; None if nothing did."""
     skipped_prompts: SkippedPrompts = SkippedPrompts()
+    """Tasks that were skipped before they were admitted."""
     untrained: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Groups that ended untrained, by `state(reason)`."""
     failed_attempts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Kind and reason -> failed attempts, retried ones included, since the run or its resume began."""
     slow_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Trainer rank or engine that was slow -> how slow, since the run or its resume began."""
     computed_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """How the trainer computed the policy: its rows, head, attention and the choice of experts."""
     branched_from: Mapping[str, Any] | None = None
+    """Directory and step of the run at whose checkpoint this one began, and what it kept of it (`penstock resume RUN
+    --as NEW`); None of a run of its own."""
 
     @property
     def is_graded(self) -> bool:

@@ -46,15 +46,12 @@ PREFIX, UNFINISHED = "step_", ".tmp"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
-
-    Attributes:
-        path: Its folder.
-        manifest: Content of driver.json.
-    """
+    """A complete checkpoint on disk."""
 
     path: Path
+    """Its folder."""
     manifest: Mapping[str, Any]
+    """Content of driver.json."""
 
     @property
     def version(self) -> int:

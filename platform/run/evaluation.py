@@ -60,41 +60,38 @@ class SetScore:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Result of one evaluation. All figures are over the answers that could be sampled and scored.
-
-    Attributes:
-        step: Version at its start.
-        accuracy: Share of answers that solve their task, of all sets that the environment names: avg@k, if there are k
-            answers per task.
-        reward_mean: Mean reward of all answers.
-        version_min: Oldest policy version that sampled a token of the evaluation.
-        version_max: Newest such version; equal to `version_min` if no weights were published during the evaluation.
-        num_tasks: Tasks with an answer.
-        partner: Evaluation of the partner policy on the same tasks; None in runs of one policy.
-        sets: Name of the set that the environment gives -> its result; empty if there is only one set.
-        pass_at: j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there
-            is one answer per task.
-        maj_at: k as text -> maj@k, the mean of `majority_solves` over the tasks; empty if there is one answer per task.
-        num_unscorable: Answers that could not be sampled or scored.
-        num_abstained: Answers on which the reward had no opinion; they are in no figure either.
-        num_skipped: Tasks that were skipped, because their prompt leaves no space for an answer.
-        failures: Why not -> number of answers; the most frequent reasons.
-    """
+    """Result of one evaluation. All figures are over the answers that could be sampled and scored."""
 
     step: int
+    """Version at its start."""
     accuracy: float
+    """Share of answers that solve their task, of all sets that the environment names: avg@k, if there are k answers per
+    task."""
     reward_mean: float
+    """Mean reward of all answers."""
     version_min: int
+    """Oldest policy version that sampled a token of the evaluation."""
     version_max: int
+    """Newest such version; equal to `version_min` if no weights were published during the evaluation."""
     num_tasks: int
+    """Tasks with an answer."""
     partner: Evaluation | None = None
+    """Evaluation of the partner policy on the same tasks; None in runs of one policy."""
     sets: Mapping[str, SetScore] = field(default_factory=dict)
+    """Name of the set that the environment gives -> its result; empty if there is only one set."""
     pass_at: Mapping[str, float] = field(default_factory=dict)
+    """j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there is one
+    answer per task."""
     num_unscorable: int = 0
+    """Answers that could not be sampled or scored."""
     num_abstained: int = 0
+    """Answers on which the reward had no opinion; they are in no figure either."""
     num_skipped: int = 0
+    """Tasks that were skipped, because their prompt leaves no space for an answer."""
     failures: Mapping[str, int] = field(default_factory=dict)
+    """Why not -> number of answers; the most frequent reasons."""
     maj_at: Mapping[str, float] = field(default_factory=dict)
+    """k as text -> maj@k, the mean of `majority_solves` over the tasks; empty if there is one answer per task."""
 
     @property
     def score(self) -> SetScore:

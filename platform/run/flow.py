@@ -65,56 +65,47 @@ _FAILURE_REASONS: dict[FailureKind, Reason] = {
 
 @dataclass(frozen=True, slots=True)
 class FlowPorts:
-    """The workers and services that the flow calls.
-
-    Attributes:
-        runner: Samples trajectories on the engines.
-        rewards: Scores trajectories.
-        store: Holds the payloads of ready groups.
-        sampling: Sampling parameters of the run.
-        reference: Computes reference logprobs of each group as soon as it is scored; None if the loss needs none.
-        teacher: Computes teacher logprobs likewise.
-        forward: Computes logprobs of ready groups early, while the trainer waits for its batch; None if disabled.
-        accumulate: Adds the gradient of a part of a batch, while the rest is being generated; None: the trainer gets
-            whole batches.
-    """
+    """The workers and services that the flow calls."""
 
     runner: RolloutRunner
+    """Samples trajectories on the engines."""
     rewards: RewardWorker
+    """Scores trajectories."""
     store: PayloadStore
+    """Holds the payloads of ready groups."""
     sampling: SamplingParams
+    """Sampling parameters of the run."""
     reference: FrozenLogprobs | None = None
+    """Computes reference logprobs of each group as soon as it is scored; None if the loss needs none."""
     teacher: FrozenLogprobs | None = None
+    """Computes teacher logprobs likewise."""
     forward: Forward | None = None
+    """Computes logprobs of ready groups early, while the trainer waits for its batch; None if disabled."""
     accumulate: Accumulate | None = None
+    """Adds the gradient of a part of a batch, while the rest is being generated; None: the trainer gets whole batches.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FlowOptions:
-    """How the flow hands out batches.
-
-    Attributes:
-        batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
-        tokens_per_part: Tokens of a part of a batch at most, with `FlowPorts.accumulate`.
-    """
+    """How the flow hands out batches."""
 
     batch_timeout_s: float
+    """Longest wait for a batch without progress: a token, a score or a ready group; seconds."""
     tokens_per_part: float = math.inf
+    """Tokens of a part of a batch at most, with `FlowPorts.accumulate`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowSnapshot:
-    """The flow between two batches, as a checkpoint keeps it.
-
-    Attributes:
-        state: Counters, task queue and groups, as JSON types.
-        ready: The ready groups; their payloads are in the store.
-        open_groups: Groups that are being sampled or scored.
-    """
+    """The flow between two batches, as a checkpoint keeps it."""
 
     state: Mapping[str, Any]
+    """Counters, task queue and groups, as JSON types."""
     ready: tuple[GroupRef, ...]
+    """The ready groups; their payloads are in the store."""
     open_groups: tuple[OpenGroup, ...]
+    """Groups that are being sampled or scored."""
 
 
 class StopRequestedError(PenstockError):

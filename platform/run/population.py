@@ -71,23 +71,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What is trained in one place of the population.
-
-    Attributes:
-        slot: The place.
-        name: Of its run.
-        keys: Values of the searched keys.
-        parent: Name of the run that it is a branch of; None of the first generation.
-        born: Generation in which it began.
-        score: After the newest generation that it has completed; None before the first, and of one that died.
-    """
+    """What is trained in one place of the population."""
 
     slot: int
+    """The place."""
     name: str
+    """Of its run."""
     keys: Keys
+    """Values of the searched keys."""
     parent: str | None = None
+    """Name of the run that it is a branch of; None of the first generation."""
     born: int = 0
+    """Generation in which it began."""
     score: float | None = None
+    """After the newest generation that it has completed; None before the first, and of one that died."""
 
 
 class Trainable(Protocol):
@@ -110,23 +107,20 @@ class Trainable(Protocol):
 
 @dataclass(slots=True)
 class Population:
-    """The members, and how they came to be.
-
-    Attributes:
-        ranges: Searched key -> its range.
-        steps_per_generation: Steps that every member trains in a generation.
-        seed: Of all draws.
-        members: By slot.
-        generation: Completed generations.
-        lineage: Every member after every generation, oldest first.
-    """
+    """The members, and how they came to be."""
 
     ranges: Mapping[str, Range]
+    """Searched key -> its range."""
     steps_per_generation: int
+    """Steps that every member trains in a generation."""
     seed: int
+    """Of all draws."""
     members: list[Member]
+    """By slot."""
     generation: int = 0
+    """Completed generations."""
     lineage: list[tuple[int, Member]] = field(default_factory=list)
+    """Every member after every generation, oldest first."""
 
     @classmethod
     def begin(cls, num_members: int, ranges: Mapping[str, Range], steps_per_generation: int, seed: int) -> Population:

@@ -30,29 +30,23 @@ Part = TypeVar("Part", bound=str)
 
 
 class Speed(NamedTuple):
-    """Rates of a rank or an engine, in units of work per second.
-
-    Attributes:
-        now: In the newest window.
-        before: Before it; None if that was too short.
-    """
+    """Rates of a rank or an engine, in units of work per second."""
 
     now: tuple[float, ...]
+    """In the newest window."""
     before: tuple[float, ...] | None
+    """Before it; None if that was too short."""
 
 
 class Slow(NamedTuple):
-    """Why something is slow.
-
-    Attributes:
-        share: Its speed relative to the other one, 0..1.
-        expected: The other one.
-        of_peers: Whether that is the median of its peers; otherwise its own speed before.
-    """
+    """Why something is slow."""
 
     share: float
+    """Its speed relative to the other one, 0..1."""
     expected: tuple[float, ...]
+    """The other one."""
     of_peers: bool
+    """Whether that is the median of its peers; otherwise its own speed before."""
 
 
 def slow_ones(speeds: Mapping[Part, Speed], *, depends_on_work: bool, are_equal: bool = True) -> dict[Part, Slow]:

@@ -55,27 +55,24 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Costs of one engine in simulated tokens.
-
-    Attributes:
-        base_s: Seconds of a decode step with an empty batch.
-        per_sequence_s: Seconds each running sequence adds to a step.
-        prefill_s: Seconds to prefill a token; decoding is paused during prefill.
-        slots: Sequences decoded at once.
-        kv_tokens: KV-cache capacity; when it is full the youngest sequence is preempted and prefilled again later.
-        stage_s: Seconds to stage new weights while generation continues.
-        swap_s: Seconds that the engine is paused for a swap.
-        recomputes_kv: Whether running sequences are prefilled again after a swap.
-    """
+    """Costs of one engine in simulated tokens."""
 
     base_s: float
+    """Seconds of a decode step with an empty batch."""
     per_sequence_s: float
+    """Seconds each running sequence adds to a step."""
     prefill_s: float
+    """Seconds to prefill a token; decoding is paused during prefill."""
     slots: int
+    """Sequences decoded at once."""
     kv_tokens: int
+    """KV-cache capacity; when it is full the youngest sequence is preempted and prefilled again later."""
     stage_s: float
+    """Seconds to stage new weights while generation continues."""
     swap_s: float
+    """Seconds that the engine is paused for a swap."""
     recomputes_kv: bool = False
+    """Whether running sequences are prefilled again after a swap."""
 
 
 class PrefixCache:
@@ -106,30 +103,27 @@ class PrefixCache:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine.
-
-    Attributes:
-        start: Position of its first new token in the trajectory; above 0 when it resumes a partial one.
-        target: Number of tokens that it will sample.
-        salt: Version the engine had acknowledged when it was submitted.
-        origin: τ at which it had sampled nothing.
-        emitted: Tokens delivered.
-        version: Weights that sample its next token, once `marks_seen` swaps are applied.
-        event: Number of its next event; older events in the heap are invalid.
-    """
+    """One request inside the engine."""
 
     request: GenerateRequest
     stream: TokenStream
     task: int
     start: int
+    """Position of its first new token in the trajectory; above 0 when it resumes a partial one."""
     target: int
+    """Number of tokens that it will sample."""
     finish_reason: FinishReason
     salt: int
+    """Version the engine had acknowledged when it was submitted."""
     origin: float = 0.0
+    """τ at which it had sampled nothing."""
     emitted: int = 0
+    """Tokens delivered."""
     version: int = -1
+    """Weights that sample its next token, once `marks_seen` swaps are applied."""
     marks_seen: int = 0
     event: int = 0
+    """Number of its next event; older events in the heap are invalid."""
 
 
 @dataclass(slots=True)

@@ -106,31 +106,28 @@ class Parts:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one simulated run.
-
-    Attributes:
-        violation: The error that stopped the run; None if it completed.
-        trace_hash: Hash of all events: equal for equal seeds.
-        tail: The last events.
-        virtual_s: Length of the run in virtual seconds; `train_s` of it from the first admission to the last publish.
-        engines: Counters summed over the engines.
-        num_turns: Iterations of the event loop.
-        environment_s: Seconds that environments were open for training, summed over them.
-        slow_parts: Rank or engine that was found to be slow -> how slow.
-    """
+    """Result of one simulated run."""
 
     seed: int
     violation: str | None
+    """The error that stopped the run; None if it completed."""
     trace_hash: str
+    """Hash of all events: equal for equal seeds."""
     tail: list[str]
+    """The last events."""
     virtual_s: float
+    """Length of the run in virtual seconds; `train_s` of it from the first admission to the last publish."""
     train_s: float
     counts: LedgerCounts | None
     trained: Trained
     engines: Counters
+    """Counters summed over the engines."""
     num_turns: int
+    """Iterations of the event loop."""
     environment_s: float
+    """Seconds that environments were open for training, summed over them."""
     slow_parts: Mapping[str, str]
+    """Rank or engine that was found to be slow -> how slow."""
 
 
 class Simulation:

@@ -17,15 +17,12 @@ from penstock.platform.simulator.world import LengthTable
 
 @dataclass(slots=True)
 class Bias:
-    """Comparison of the trained lengths with all lengths.
-
-    Attributes:
-        trained: Lengths of trained trajectories, simulated tokens.
-        population: Lengths of all trajectories of the tasks up to the last one trained.
-    """
+    """Comparison of the trained lengths with all lengths."""
 
     trained: list[int] = field(default_factory=list)
+    """Lengths of trained trajectories, simulated tokens."""
     population: list[int] = field(default_factory=list)
+    """Lengths of all trajectories of the tasks up to the last one trained."""
 
     def add(self, outcome: Outcome, config: SimulationConfig) -> None:
         if not outcome.trained.tasks:

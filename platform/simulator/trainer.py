@@ -28,19 +28,16 @@ RATE_SIGMA = 0.15
 
 @dataclass(slots=True)
 class Trained:
-    """Record of the trained trajectories.
-
-    Attributes:
-        lengths: Sampled tokens per trajectory.
-        trimmed_tokens: Sampled tokens that carried no loss weight.
-        steps: (virtual time, step seconds, tokens) per step taken.
-    """
+    """Record of the trained trajectories."""
 
     tasks: set[int] = field(default_factory=set)
     lengths: list[int] = field(default_factory=list)
+    """Sampled tokens per trajectory."""
     trimmed_tokens: int = 0
+    """Sampled tokens that carried no loss weight."""
     max_staleness: int = 0
     steps: list[tuple[float, float, int]] = field(default_factory=list)
+    """(virtual time, step seconds, tokens) per step taken."""
 
 
 class SimulatedRank:

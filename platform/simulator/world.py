@@ -52,17 +52,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class LengthProfile:
-    """A distribution of response lengths, in tokens.
-
-    Attributes:
-        sigma: σ of the logarithm; lognormal only.
-        cap: Longest response; longer draws are truncated, as by `max_new_tokens`.
-    """
+    """A distribution of response lengths, in tokens."""
 
     shape: Shape
     mean: float
     sigma: float
+    """σ of the logarithm; lognormal only."""
     cap: int
+    """Longest response; longer draws are truncated, as by `max_new_tokens`."""
 
 
 class LengthTable:
@@ -126,21 +123,18 @@ class LengthTable:
 
 @dataclass(slots=True)
 class World:
-    """Shared state of one simulated run.
-
-    Attributes:
-        lengths: Response lengths by task and member.
-        prompt_tokens: Length of every prompt, simulated tokens.
-        seed: Seed of all random draws.
-        trace: Its events.
-        environment_s: Seconds that environments were open for training, summed.
-    """
+    """Shared state of one simulated run."""
 
     lengths: LengthTable
+    """Response lengths by task and member."""
     prompt_tokens: int
+    """Length of every prompt, simulated tokens."""
     seed: int
+    """Seed of all random draws."""
     trace: Trace = field(default_factory=Trace)
+    """Its events."""
     environment_s: float = 0.0
+    """Seconds that environments were open for training, summed."""
 
     def rng(self, purpose: str) -> random.Random:
         """An independent random stream, so that draws of one component never affect those of another."""

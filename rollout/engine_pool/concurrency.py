@@ -28,14 +28,11 @@ STEP = 4
 
 @dataclass(slots=True)
 class ConcurrencyLimit:
-    """The limit of one engine. It starts at `max_slots`, so an engine that never runs short is never limited.
-
-    Attributes:
-        limit: L, largest number of concurrent requests.
-    """
+    """The limit of one engine. It starts at `max_slots`, so an engine that never runs short is never limited."""
 
     max_slots: int
     limit: int
+    """L, largest number of concurrent requests."""
     _preemptions_seen: int = 0
 
     @classmethod

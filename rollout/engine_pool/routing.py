@@ -36,13 +36,10 @@ SPEED_DECAY = 0.98
 
 @dataclass(slots=True)
 class AverageSpeed:
-    """Tokens/s of one request: the ratio of two exponential averages, so that short intervals weigh little.
-
-    Attributes:
-        value: The ratio; as at the start, while no tokens were reported.
-    """
+    """Tokens/s of one request: the ratio of two exponential averages, so that short intervals weigh little."""
 
     value: float
+    """The ratio; as at the start, while no tokens were reported."""
     _tokens: float = 0.0
     _seconds: float = 0.0
 
@@ -56,34 +53,31 @@ class AverageSpeed:
 
 @dataclass(slots=True, eq=False)
 class EngineView:
-    """State of one engine as routing sees it. Only the dispatcher writes it.
-
-    Attributes:
-        max_slots: Largest number of concurrent requests.
-        limit: Present limit of concurrent requests, 1 ≤ limit ≤ max_slots (adaptive concurrency).
-        outstanding_tokens: Tokens that its requests may still sample.
-        of_all: Speed of all engines of the dispatcher that the engine is in.
-        num_losses: Requests lost, or interrupted for silence, since the last delivered token.
-        losing_groups: Groups of those requests.
-        fenced: Reason why the engine is out of service; None if it is in service.
-        is_paused: Running requests continue, new ones are routed elsewhere.
-        open_index: Index in the dispatcher's list of engines with free slots; -1 without free slots.
-        requests: Requests that hold its slots, in order of their grants.
-        queue: Requests that wait for this engine because it has their prefix, in order of submission.
-    """
+    """State of one engine as routing sees it. Only the dispatcher writes it."""
 
     engine: Engine
     max_slots: int
+    """Largest number of concurrent requests."""
     limit: int
+    """Present limit of concurrent requests, 1 ≤ limit ≤ max_slots (adaptive concurrency)."""
     outstanding_tokens: int = 0
+    """Tokens that its requests may still sample."""
     of_all: AverageSpeed = field(default_factory=lambda: AverageSpeed(1.0), repr=False)
+    """Speed of all engines of the dispatcher that the engine is in."""
     num_losses: int = 0
+    """Requests lost, or interrupted for silence, since the last delivered token."""
     losing_groups: set[Hashable] = field(default_factory=set, repr=False)
+    """Groups of those requests."""
     fenced: str | None = None
+    """Reason why the engine is out of service; None if it is in service."""
     is_paused: bool = False
+    """Running requests continue, new ones are routed elsewhere."""
     open_index: int = -1
+    """Index in the dispatcher's list of engines with free slots; -1 without free slots."""
     requests: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
+    """Requests that hold its slots, in order of their grants."""
     queue: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
+    """Requests that wait for this engine because it has their prefix, in order of submission."""
     _own: AverageSpeed = field(default_factory=lambda: AverageSpeed(0.0), repr=False)
 
     @property
@@ -126,25 +120,22 @@ class EngineView:
 
 @dataclass(eq=False)
 class SlotRequest:
-    """A request for a slot, from its submission to its release.
-
-    Attributes:
-        tokens: Tokens it may still sample; decreases as tokens arrive.
-        prefix: Name of the prompt prefix that it shares: the task of a group, or a conversation; None shares nothing.
-        min_version: Oldest version that may serve it; -1 is any.
-        avoid: Engine to avoid while another one can serve it.
-        serial: Order of submission.
-        view: Engine that was granted, while its slot is held.
-        waits_at: Queue that it waits in.
-    """
+    """A request for a slot, from its submission to its release."""
 
     tokens: int = 1
+    """Tokens it may still sample; decreases as tokens arrive."""
     prefix: str | None = None
+    """Name of the prompt prefix that it shares: the task of a group, or a conversation; None shares nothing."""
     min_version: int = -1
+    """Oldest version that may serve it; -1 is any."""
     avoid: EngineId | None = None
+    """Engine to avoid while another one can serve it."""
     serial: int = -1
+    """Order of submission."""
     view: EngineView | None = None
+    """Engine that was granted, while its slot is held."""
     waits_at: OrderedDict[SlotRequest, None] | None = None
+    """Queue that it waits in."""
 
 
 class LeastLoaded:

@@ -22,33 +22,30 @@ from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything that one engine process needs to start.
-
-    Attributes:
-        model_path: Hugging Face directory with weights, config and tokenizer.
-        device: `cpu` or `cuda`.
-        update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
-        threads: CPU threads of this process.
-        publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
-        bucket_bytes: Stage at most this much of a version, which is then applied in place; None: stage all of it.
-        stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
-        records_routes: Its deltas tell which experts each token was sent to, if the model has any.
-        profile_steps: Training steps during which it writes a profile to the folder `profile_in`.
-    """
+    """Everything that one engine process needs to start."""
 
     engine_id: EngineId
     model_path: str
+    """Hugging Face directory with weights, config and tokenizer."""
     model: ModelConfig
     engine: EngineConfig
     device: Literal["cpu", "cuda"]
+    """`cpu` or `cuda`."""
     update_mode: Literal["keep_kv", "recompute_kv"]
+    """`keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it."""
     seed: int
     threads: int
+    """CPU threads of this process."""
     bucket_bytes: int | None = None
+    """Stage at most this much of a version, which is then applied in place; None: stage all of it."""
     stage_timeout_s: float = 120.0
+    """Longest wait for a version to be fetched and compared, seconds."""
     publish_in: str | None = None
+    """Parent of the folder for versions that come through the object store; None: shared memory."""
     records_routes: bool = False
+    """Its deltas tell which experts each token was sent to, if the model has any."""
     profile_steps: tuple[int, ...] = ()
+    """Training steps during which it writes a profile to the folder `profile_in`."""
     profile_in: str = "profiles"
 
 

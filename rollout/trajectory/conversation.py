@@ -45,29 +45,26 @@ from penstock.envs.reasoning import TurnText
 
 @dataclass(slots=True)
 class PartialTurn:
-    """The tokens of a turn that have been received so far. They are never sampled again.
-
-    Attributes:
-        min_start_version: Oldest version that may start the turn: at least the newest version of earlier turns of its
-            thread, and the oldest version of the episode; -1 is any.
-        num_routes: First tokens of the prompt whose routes are known.
-        on_delta: Called with each delta after it was added; it may call `cut`.
-        num_tokens: Sampled tokens so far.
-        resumed_with: Tokens at the last resume; 0 if it was never resumed.
-        num_interruptions: Interruptions so far, including those of earlier turns.
-        is_cut: The turn was ended by a stop text, before the engine ended it.
-    """
+    """The tokens of a turn that have been received so far. They are never sampled again."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     min_start_version: int = -1
+    """Oldest version that may start the turn: at least the newest version of earlier turns of its thread, and the
+    oldest version of the episode; -1 is any."""
     num_routes: int = 0
+    """First tokens of the prompt whose routes are known."""
     on_delta: Callable[[TokenDelta], None] | None = None
+    """Called with each delta after it was added; it may call `cut`."""
     num_tokens: int = 0
+    """Sampled tokens so far."""
     resumed_with: int = 0
+    """Tokens at the last resume; 0 if it was never resumed."""
     num_interruptions: int = 0
+    """Interruptions so far, including those of earlier turns."""
     finish_reason: FinishReason | None = None
     is_cut: bool = False
+    """The turn was ended by a stop text, before the engine ended it."""
     _deltas: list[TokenDelta] = field(default_factory=list)
 
     @property
@@ -162,17 +159,14 @@ SampleTurn = Callable[[PartialTurn], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """Limits that end an episode before the environment does.
-
-    Attributes:
-        max_turns: Turns of the policy over all threads.
-        max_tokens: Tokens of prompt, turns and observations of one thread.
-        max_threads: Threads of the episode; more are an error of the environment.
-    """
+    """Limits that end an episode before the environment does."""
 
     max_turns: int
+    """Turns of the policy over all threads."""
     max_tokens: int
+    """Tokens of prompt, turns and observations of one thread."""
     max_threads: int = 1
+    """Threads of the episode; more are an error of the environment."""
 
 
 class TurnEnd(NamedTuple):

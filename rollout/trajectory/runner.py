@@ -33,19 +33,16 @@ CHECKS_PER_TIMEOUT = 8
 
 @dataclass(slots=True)
 class ResumeStats:
-    """Absolute counters since the run began.
-
-    Attributes:
-        trajectories: Trajectories that resumed at least once with tokens.
-        tokens: Sampled tokens that were kept over resumes and not sampled again.
-        received_tokens: All tokens received from the engines, those of evaluations included.
-        interruptions: Interruptions by kind, including those before the first token.
-    """
+    """Absolute counters since the run began."""
 
     trajectories: int = 0
+    """Trajectories that resumed at least once with tokens."""
     tokens: int = 0
+    """Sampled tokens that were kept over resumes and not sampled again."""
     received_tokens: int = 0
+    """All tokens received from the engines, those of evaluations included."""
     interruptions: Counter[InterruptionKind] = field(default_factory=Counter)
+    """Interruptions by kind, including those before the first token."""
 
     def __add__(self, other: ResumeStats) -> ResumeStats:
         return ResumeStats(

@@ -35,28 +35,25 @@ FloatArray = TypeVar("FloatArray", "Tensor", NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """Inputs of the advantage estimators.
-
-    Attributes:
-        rewards: `[N]`, already with the overlong penalty.
-        groups: `[N] int`; sequences of the same number are compared with each other.
-        penalties: `[n_i]` each: β · k of every sampled token (`kl.apply_to: reward`), else zeros.
-        carries_loss: `[n_i] bool` each; False for trimmed and masked tokens.
-        parts: Named part of the reward -> `[N]`.
-        values: `[n_i]` each: V of a critic before each sampled token; empty: there is no critic.
-        cut_values: `[N]`: V after the last token of a sequence that was cut off, 0 where it ended by itself; None: 0.
-        attempts: `[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has
-            its own.
-    """
+    """Inputs of the advantage estimators."""
 
     rewards: NDArray[np.float64]
+    """`[N]`, already with the overlong penalty."""
     groups: NDArray[np.int64]
+    """`[N] int`; sequences of the same number are compared with each other."""
     penalties: Tokens
+    """`[n_i]` each: β · k of every sampled token (`kl.apply_to: reward`), else zeros."""
     carries_loss: Sequence[NDArray[np.bool_]]
+    """`[n_i] bool` each; False for trimmed and masked tokens."""
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Named part of the reward -> `[N]`."""
     values: Tokens = ()
+    """`[n_i]` each: V of a critic before each sampled token; empty: there is no critic."""
     cut_values: NDArray[np.float64] | None = None
+    """`[N]`: V after the last token of a sequence that was cut off, 0 where it ended by itself; None: 0."""
     attempts: NDArray[np.int64] | None = None
+    """`[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has its own.
+    """
 
     @property
     def members(self) -> list[NDArray[np.intp]]:

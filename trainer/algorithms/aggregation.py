@@ -28,15 +28,12 @@ SEQUENCE_MEANS = ("seq_mean_token_mean", *SEQUENCE_SUMS)
 
 
 class Lengths(NamedTuple):
-    """The sequences of a batch, or of a part of it that holds whole groups.
-
-    Attributes:
-        num_loss_tokens: `[N] int64`, n_i: tokens of sequence i with loss mask 1. May be 0.
-        groups: `[N] int64`, which group each belongs to.
-    """
+    """The sequences of a batch, or of a part of it that holds whole groups."""
 
     num_loss_tokens: NDArray[np.int64]
+    """`[N] int64`, n_i: tokens of sequence i with loss mask 1. May be 0."""
     groups: NDArray[np.int64]
+    """`[N] int64`, which group each belongs to."""
 
     @property
     def counts(self) -> NDArray[np.float64]:

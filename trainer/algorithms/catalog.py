@@ -99,55 +99,52 @@ def not_loaded(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One algorithm; as a decorator it enters a function. Its formula is the first code in the function's docstring.
-
-    Attributes:
-        settings: Section of the configuration that chooses a loss or an advantage (`Named`), or holds the settings of a
-            correction or of a user's own function.
-        source: arXiv id, or author and year.
-        name: Default: the function's.
-        formula: One line, in the symbols of the module.
-        level: The data from which one number is computed; of a correction with a weight, one weight.
-        takes_weight: Of a loss: False if it uses the behavior logprobs itself, or needs no correction.
-        has_ratio: Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy.
-        needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
-        is_plain_at_one: Of a loss: where ρ is 1, its gradient is that of `reinforce`.
-        has_one_term: Of a loss: all tokens of a sequence have the same term.
-        is_weight: Of a correction: whether it has a weight (at most one in a chain); the others only mask.
-        masks_sequences: Of a correction: whether it masks whole sequences.
-        reads_advantages: Of a correction: whether it masks only answers of negative advantage.
-        compares_proximal: Of a correction: whether it masks by p − b alone, which is 0 at proximal=behavior.
-        select: `(BatchTokens, settings) -> [T] bool`, of what compares all tokens of a batch (`level="batch"`): those
-            that it acts on, which it finds in `LossTokens.selection` under the name of its function.
-        selected_learn: Whether selected tokens have a gradient without an advantage, too.
-        fused: Settings of the kernel that has the whole algorithm; None: no kernel has it.
-        refused: One sentence for each combination with its settings that cannot work.
-        deviations: Combinations that its paper argues against.
-        metrics: Name -> meaning, of what a loss measures of each token (`PolicyLoss.measured`).
-    """
+    """One algorithm; as a decorator it enters a function. Its formula is the first code in the function's docstring."""
 
     kind: Kind
     settings: type[BaseModel] | None = None
+    """Section of the configuration that chooses a loss or an advantage (`Named`), or holds the settings of a correction
+    or of a user's own function."""
     _: KW_ONLY
     source: str = "–"
+    """arXiv id, or author and year."""
     name: str = ""
+    """Default: the function's."""
     formula: str = ""
+    """One line, in the symbols of the module."""
     level: Level = "token"
+    """The data from which one number is computed; of a correction with a weight, one weight."""
     takes_weight: bool = True
+    """Of a loss: False if it uses the behavior logprobs itself, or needs no correction."""
     has_ratio: bool = True
+    """Of a loss: whether it contains ρ, which at proximal=behavior is the ratio to the behavior policy."""
     needs_advantages: bool = True
+    """Of a loss: without advantages (or pairs) its gradient is 0."""
     is_plain_at_one: bool = False
+    """Of a loss: where ρ is 1, its gradient is that of `reinforce`."""
     has_one_term: bool = False
+    """Of a loss: all tokens of a sequence have the same term."""
     is_weight: bool = False
+    """Of a correction: whether it has a weight (at most one in a chain); the others only mask."""
     masks_sequences: bool = False
+    """Of a correction: whether it masks whole sequences."""
     reads_advantages: bool = False
+    """Of a correction: whether it masks only answers of negative advantage."""
     compares_proximal: bool = False
+    """Of a correction: whether it masks by p − b alone, which is 0 at proximal=behavior."""
     select: Callable[[Any, Any], Any] | None = None
+    """`(BatchTokens, settings) -> [T] bool`, of what compares all tokens of a batch (`level="batch"`): those that it
+    acts on, which it finds in `LossTokens.selection` under the name of its function."""
     selected_learn: bool = False
+    """Whether selected tokens have a gradient without an advantage, too."""
     fused: Callable[[AlgorithmConfig], ClippedLoss | None] = lambda _: None
+    """Settings of the kernel that has the whole algorithm; None: no kernel has it."""
     refused: Callable[[AlgorithmConfig], Iterable[str]] = lambda _: ()
+    """One sentence for each combination with its settings that cannot work."""
     deviations: tuple[Deviation, ...] = ()
+    """Combinations that its paper argues against."""
     metrics: Mapping[str, str] = field(default_factory=dict)
+    """Name -> meaning, of what a loss measures of each token (`PolicyLoss.measured`)."""
     function: Callable[..., Any] = not_loaded
 
     def __call__(self, function: Function) -> Function:

@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 
 
 class Correction(NamedTuple):
-    """Factors of the policy-loss terms.
-
-    Attributes:
-        weights: `[T]` ≥ 0.
-        is_masked: `[T] bool`, rejected.
-        of_sequences: `[T]` ≥ 0, the part of the factor that all tokens of a sequence share: the weight of the sequence,
-            and 0 where it is rejected as a whole.
-    """
+    """Factors of the policy-loss terms."""
 
     weights: Tensor
+    """`[T]` ≥ 0."""
     is_masked: Tensor
+    """`[T] bool`, rejected."""
     of_sequences: Tensor
+    """`[T]` ≥ 0, the part of the factor that all tokens of a sequence share: the weight of the sequence, and 0 where it
+    is rejected as a whole."""
 
     @property
     def factors(self) -> Tensor:

@@ -16,21 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProximalInputs:
-    """Inputs from which p is computed, all without gradient.
-
-    Attributes:
-        target: `[T]` sg(c).
-        behavior: `[T]` b.
-        recomputed: `[T]` by a forward at the start of the batch; None if there was none.
-        staleness: `[T] int64`, v_prox − v_token: version at the start of the batch minus that of the token.
-        is_first_update: Whether no optimizer step of this batch was taken yet.
-    """
+    """Inputs from which p is computed, all without gradient."""
 
     target: Tensor
+    """`[T]` sg(c)."""
     behavior: Tensor
+    """`[T]` b."""
     recomputed: Tensor | None = None
+    """`[T]` by a forward at the start of the batch; None if there was none."""
     staleness: Tensor | None = None
+    """`[T] int64`, v_prox − v_token: version at the start of the batch minus that of the token."""
     is_first_update: bool = True
+    """Whether no optimizer step of this batch was taken yet."""
 
 
 @Entry("proximal")

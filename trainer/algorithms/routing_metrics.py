@@ -67,17 +67,14 @@ class RoutingMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSums:
-    """Sums over all ranks, of one optimizer step or of several added up.
-
-    Attributes:
-        by_staleness: `[buckets, 3]`, tokens × layers whose experts are known, are not, and differ.
-        load: `[M, E]`, tokens that an expert was recorded for.
-        balance: `[2]`, loss tokens, and the balance loss times these; 0 if it is not used.
-    """
+    """Sums over all ranks, of one optimizer step or of several added up."""
 
     by_staleness: NDArray[np.float64]
+    """`[buckets, 3]`, tokens × layers whose experts are known, are not, and differ."""
     load: NDArray[np.float64]
+    """`[M, E]`, tokens that an expert was recorded for."""
     balance: NDArray[np.float64]
+    """`[2]`, loss tokens, and the balance loss times these; 0 if it is not used."""
 
     def __add__(self, other: RoutingSums) -> RoutingSums:
         return RoutingSums(self.by_staleness + other.by_staleness, self.load + other.load, self.balance + other.balance)

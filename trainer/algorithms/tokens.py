@@ -23,39 +23,36 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The tokens of one micro-batch. Gradient flows through `target` (or `values`) alone.
-
-    Attributes:
-        target: `[T]` c, log-probability under the trained policy.
-        proximal: `[T]` p, centre of the trust region.
-        behavior: `[T]` b, as recorded when the token was sampled.
-        reference: `[T]` r, of the frozen reference; arbitrary if there is none.
-        advantages: `[T]` A.
-        segments: `[T] int64`, which of the S sequences each token belongs to.
-        num_segments: S; a sequence may have no token here.
-        pairs: `[P, 2] int64`, segments (preferred, other).
-        teacher: `[T]` log-probability under a teacher.
-        values: `[T]` V of a critic, with gradient.
-        old_values: `[T]` V when the tokens were sampled.
-        returns: `[T]` targets of V.
-        selected: Name of the function of a loss or correction of the whole batch -> `[T] bool`, its tokens.
-        nll_factors: `[T]` of `negative_logprob`; None: 0.
-    """
+    """The tokens of one micro-batch. Gradient flows through `target` (or `values`) alone."""
 
     target: Tensor
+    """`[T]` c, log-probability under the trained policy."""
     proximal: Tensor
+    """`[T]` p, centre of the trust region."""
     behavior: Tensor
+    """`[T]` b, as recorded when the token was sampled."""
     reference: Tensor
+    """`[T]` r, of the frozen reference; arbitrary if there is none."""
     advantages: Tensor
+    """`[T]` A."""
     segments: Tensor
+    """`[T] int64`, which of the S sequences each token belongs to."""
     num_segments: int
+    """S; a sequence may have no token here."""
     pairs: Tensor
+    """`[P, 2] int64`, segments (preferred, other)."""
     teacher: Tensor | None = None
+    """`[T]` log-probability under a teacher."""
     values: Tensor | None = None
+    """`[T]` V of a critic, with gradient."""
     old_values: Tensor | None = None
+    """`[T]` V when the tokens were sampled."""
     returns: Tensor | None = None
+    """`[T]` targets of V."""
     selected: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of the function of a loss or correction of the whole batch -> `[T] bool`, its tokens."""
     nll_factors: Tensor | None = None
+    """`[T]` of `negative_logprob`; None: 0."""
 
     def selection(self, name: str) -> Tensor:
         """`[T] bool`: the tokens that were selected under this name; none in an empty micro-batch."""
@@ -76,45 +73,39 @@ class LossTokens:
 
 
 class PolicyLoss(NamedTuple):
-    """Per-token loss terms, before correction and aggregation. A term of a sequence is repeated at each of its tokens.
-
-    Attributes:
-        terms: `[T]`, to be minimised; carries the gradient.
-        is_clipped_low: `[T] bool`, a bound below 1 took the gradient away (or, in cispo, changed its weight).
-        is_clipped_high: `[T] bool`, likewise above 1.
-        measured: Name -> `[T]`, of the metrics that the loss's entry declares; their means over tokens are reported.
-    """
+    """Loss terms of tokens, before correction and aggregation; a sequence's are repeated at each of its tokens."""
 
     terms: Tensor
+    """`[T]`, to be minimised; carries the gradient."""
     is_clipped_low: Tensor
+    """`[T] bool`, a bound below 1 took the gradient away (or, in cispo, changed its weight)."""
     is_clipped_high: Tensor
+    """`[T] bool`, likewise above 1."""
     measured: Mapping[str, Tensor] = MappingProxyType({})
+    """Name -> `[T]`, of the metrics that the loss's entry declares; their means over tokens are reported."""
 
 
 class LossTerms(NamedTuple):
-    """Per loss token of one micro-batch, `[T]`.
-
-    Attributes:
-        terms: To be summed with the token weights; they carry the gradient.
-        is_masked: Rejected by a behavior correction.
-        is_clipped_low: A lower bound of the loss acted.
-        is_clipped_high: An upper bound did.
-        left: What the corrections left of each token, by which `correction.renormalize` divides: 1 or the weight, and 0
-            where masked.
-        left_of_sequences: The part of it that all tokens of a sequence share.
-        unit_shares: What a token is of one unit of the aggregation's mean: 1 / n_i if it sums over the tokens of a
-            sequence, else 1.
-        measured: As in `PolicyLoss`.
-    """
+    """Per loss token of one micro-batch, `[T]`."""
 
     terms: Tensor
+    """To be summed with the token weights; they carry the gradient."""
     is_masked: Tensor
+    """Rejected by a behavior correction."""
     is_clipped_low: Tensor
+    """A lower bound of the loss acted."""
     is_clipped_high: Tensor
+    """An upper bound did."""
     left: Tensor
+    """What the corrections left of each token, by which `correction.renormalize` divides: 1 or the weight, and 0 where
+    masked."""
     left_of_sequences: Tensor
+    """The part of it that all tokens of a sequence share."""
     unit_shares: Tensor
+    """What a token is of one unit of the aggregation's mean: 1 / n_i if it sums over the tokens of a sequence, else 1.
+    """
     measured: Mapping[str, Tensor] = MappingProxyType({})
+    """As in `PolicyLoss`."""
 
 
 def unclipped(terms: Tensor, measured: Mapping[str, Tensor] = MappingProxyType({})) -> PolicyLoss:

@@ -23,15 +23,12 @@ from penstock.weights.layout.sides import TrainingSharding
 
 
 class OptimizerResult(NamedTuple):
-    """Result of one optimizer step, equal on all ranks.
-
-    Attributes:
-        grad_norm: Global 2-norm of the gradient before clipping; inf when it was not finite.
-        is_skipped: Whether the step was skipped because the loss or the gradient was not finite.
-    """
+    """Result of one optimizer step, equal on all ranks."""
 
     grad_norm: float
+    """Global 2-norm of the gradient before clipping; inf when it was not finite."""
     is_skipped: bool
+    """Whether the step was skipped because the loss or the gradient was not finite."""
 
 
 class Backend(Protocol):
@@ -39,26 +36,24 @@ class Backend(Protocol):
 
     A step is: `forward` and `backward` once per micro-batch, then `optimizer_step`. The gradient is that of the *sum*
     of all losses over micro-batches and ranks: normalisers are global and inside the loss, so no backend divides.
-
-    Attributes:
-        rank: This process among all ranks.
-        data_parallel_rank: Whose sequences this rank computes on, 0 ≤ rank < data_parallel_size. Tensor- and
-            sequence-parallel ranks share theirs.
-        sequence_parallel_rank: Which stretch of each of them, 0 ≤ rank < sequence_parallel_size.
-        context_group: Ranks with the other stretches, whose keys and values attention gathers; None: it needs none.
-        adapters: What is trained, if it is not the weights themselves; empty otherwise.
-        experts: Chooses those of the model; None of a dense one.
     """
 
     rank: int
+    """This process among all ranks."""
     data_parallel_rank: int
+    """Whose sequences this rank computes on, 0 ≤ rank < data_parallel_size. Tensor- and sequence-parallel ranks share
+    theirs."""
     data_parallel_size: int
     sequence_parallel_rank: int
+    """Which stretch of each of them, 0 ≤ rank < sequence_parallel_size."""
     sequence_parallel_size: int
     context_group: ProcessGroup | None
+    """Ranks with the other stretches, whose keys and values attention gathers; None: it needs none."""
     device: torch.device
     adapters: Adapters
+    """What is trained, if it is not the weights themselves; empty otherwise."""
     experts: ExpertChoice | None
+    """Chooses those of the model; None of a dense one."""
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
         """`PolicyModel.forward`. Collective under ZeRO-3."""

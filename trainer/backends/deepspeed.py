@@ -68,19 +68,16 @@ _GATHER_BYTES = 256 << 20
 
 
 class MasterStretch(NamedTuple):
-    """Where this rank has float32 values of a parameter.
-
-    Attributes:
-        updated: What the optimizer updates: the parameter, its float32 copy, or a flat buffer of several.
-        offset: First element in it.
-        start: First element in this rank's tensor-parallel part of the parameter, row-major.
-        length: Number of elements, without padding.
-    """
+    """Where this rank has float32 values of a parameter."""
 
     updated: Tensor
+    """What the optimizer updates: the parameter, its float32 copy, or a flat buffer of several."""
     offset: int
+    """First element in it."""
     start: int
+    """First element in this rank's tensor-parallel part of the parameter, row-major."""
     length: int
+    """Number of elements, without padding."""
 
 
 class DeepSpeedBackend:

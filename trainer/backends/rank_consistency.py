@@ -25,19 +25,16 @@ _EXACT = 1 << 50
 
 @dataclass(slots=True)
 class RankShare:
-    """Values of one rank over the updates of a batch.
-
-    Attributes:
-        fingerprint: Fingerprint of its weights at the start; 0 if they are partitioned.
-        loss: Σ weight · term.
-        token_weight: Σ weight.
-        squared_signal: Σ (∂loss/∂logprob)², on the device.
-    """
+    """Values of one rank over the updates of a batch."""
 
     fingerprint: int
+    """Fingerprint of its weights at the start; 0 if they are partitioned."""
     squared_signal: Tensor
+    """Σ (∂loss/∂logprob)², on the device."""
     loss: float = 0.0
+    """Σ weight · term."""
     token_weight: float = 0.0
+    """Σ weight."""
 
     @classmethod
     def at_start(cls, backend: Backend) -> RankShare:

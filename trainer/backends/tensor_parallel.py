@@ -90,20 +90,17 @@ def _in_order(shape: Shape, axis: int, widths: Sequence[int]) -> tuple[Box, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """Which part of every tensor the ranks of a tensor-parallel group have.
-
-    Attributes:
-        rank: This one, in the group.
-        group: The tensor-parallel ranks.
-        shapes: HF name -> full shape.
-        splits: HF name -> the part of each rank; a tensor without an entry is whole on all.
-    """
+    """Which part of every tensor the ranks of a tensor-parallel group have."""
 
     rank: int
+    """This one, in the group."""
     size: int
     group: Any
+    """The tensor-parallel ranks."""
     shapes: Mapping[str, Shape]
+    """HF name -> full shape."""
     splits: Splits
+    """HF name -> the part of each rank; a tensor without an entry is whole on all."""
 
     def box(self, name: str) -> Box:
         """This rank's part of a tensor."""

@@ -23,28 +23,25 @@ from penstock.trainer.models.varlen_attention import SequenceBoundaries
 
 
 class ModelInputs(NamedTuple):
-    """Arguments of `PolicyModel.forward`.
-
-    Attributes:
-        input_ids: `[R, L] int64`.
-        position_ids: `[R, L] int64`, restarting with every sequence, at the end of what it shares with others.
-        attention_mask: `[R, 1, L, L] bool`, True where attended; None: causal, within `boundaries` if given.
-        target_index: `[K] int64` into the flattened `[R·L]` hidden states.
-        target_ids: `[K] int64`, the token to predict there.
-        boundaries: Of the sequences, for attention without a mask (varlen); None for sdpa.
-        alternatives: `[K, A] int64`, the other ids that each target was sampled from, then −1; None: sampled from the
-            whole vocabulary.
-        routes: `[R·L, layers, k] int16`, the experts of each token, −1 where they are not known; None: of no token.
-    """
+    """Arguments of `PolicyModel.forward`."""
 
     input_ids: Tensor
+    """`[R, L] int64`."""
     position_ids: Tensor
+    """`[R, L] int64`, restarting with every sequence, at the end of what it shares with others."""
     attention_mask: Tensor | None
+    """`[R, 1, L, L] bool`, True where attended; None: causal, within `boundaries` if given."""
     target_index: Tensor
+    """`[K] int64` into the flattened `[R·L]` hidden states."""
     target_ids: Tensor
+    """`[K] int64`, the token to predict there."""
     boundaries: SequenceBoundaries | None = None
+    """Of the sequences, for attention without a mask (varlen); None for sdpa."""
     alternatives: Tensor | None = None
+    """`[K, A] int64`, the other ids that each target was sampled from, then −1; None: sampled from the whole
+    vocabulary."""
     routes: Tensor | None = None
+    """`[R·L, layers, k] int16`, the experts of each token, −1 where they are not known; None: of no token."""
 
     def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
         """Call a (wrapped) `PolicyModel` with these."""
@@ -53,43 +50,40 @@ class ModelInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Model inputs and the inputs of the loss, `[K]` each. An empty micro-batch has one dummy token of weight 0.
-
-    Attributes:
-        reference_logprobs: 0 where the loss does not need them.
-        staleness: `int64`, in versions.
-        segments: `int64`, index of the loss token's sequence among the S sequences of this micro-batch.
-        pairs: `[P, 2] int64`, segments (preferred, other) of a pair loss.
-        sequence_index: `[K] int64`, index of the loss token's sequence in the batch.
-        token_index: `[K] int64`, index among the loss tokens of its sequence.
-        num_segments: S.
-        num_tokens: Number of real loss tokens: K, or 0 if empty.
-        proximal_logprobs: None if there was no forward pass at the start of the batch.
-        old_values: V of the critic at the start of the batch; None if there is no critic.
-        returns: Targets of the critic.
-        teacher_logprobs: None if there is no teacher.
-        selected: Name -> `bool`, as in `TrainingSequence`.
-        nll_factors: As in `TrainingSequence`; None: 0.
-    """
+    """Model inputs and the inputs of the loss, `[K]` each. An empty micro-batch has one dummy token of weight 0."""
 
     inputs: ModelInputs
     behavior_logprobs: Tensor
     advantages: Tensor
     token_weights: Tensor
     reference_logprobs: Tensor
+    """0 where the loss does not need them."""
     staleness: Tensor
+    """`int64`, in versions."""
     segments: Tensor
+    """`int64`, index of the loss token's sequence among the S sequences of this micro-batch."""
     pairs: Tensor
+    """`[P, 2] int64`, segments (preferred, other) of a pair loss."""
     sequence_index: NDArray[np.int64]
+    """`[K] int64`, index of the loss token's sequence in the batch."""
     token_index: NDArray[np.int64]
+    """`[K] int64`, index among the loss tokens of its sequence."""
     num_segments: int
+    """S."""
     num_tokens: int
+    """Number of real loss tokens: K, or 0 if empty."""
     proximal_logprobs: Tensor | None = None
+    """None if there was no forward pass at the start of the batch."""
     old_values: Tensor | None = None
+    """V of the critic at the start of the batch; None if there is no critic."""
     returns: Tensor | None = None
+    """Targets of the critic."""
     teacher_logprobs: Tensor | None = None
+    """None if there is no teacher."""
     selected: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> `bool`, as in `TrainingSequence`."""
     nll_factors: Tensor | None = None
+    """As in `TrainingSequence`; None: 0."""
 
 
 _PER_TOKEN = (

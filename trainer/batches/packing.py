@@ -55,55 +55,52 @@ _Key = tuple[bool, int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One sequence as the optimizer step sees it.
-
-    Attributes:
-        token_ids: `[T] int`, prompt first.
-        targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
-        behavior_logprobs: `[len(targets)] float32`.
-        token_weight: Aggregation weight of each loss token.
-        is_imitated: Whether its −logprob is in the loss of `nll_coefficient`. Not used by losses of pairs.
-        nll_factor: What the −logprob of each of its loss tokens is multiplied by, beside `nll_coefficient` and the
-            token weight: its average is not that of the policy loss.
-        advantages: `[len(targets)]`; None: zeros.
-        staleness: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
-        reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
-        teacher_logprobs: Likewise, of a teacher.
-        preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
-        unit: Sequences of one unit share a micro-batch; None: it may be in any.
-        group: Position of its group in the batch; mini-batches contain whole groups.
-        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None without one.
-        old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
-        returns: `[len(targets)]`, targets of the critic.
-        alternatives: `[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they
-            were sampled from the whole vocabulary.
-        routes: `[T, layers, k]`, as in `Trajectory`; None: the routers choose.
-        selected: Name of a loss or correction of the whole batch -> `[len(targets)] bool`, which of the loss tokens it
-            selects (`Algorithm.select`).
-        recorded_as: Trajectory, the sequence's first position in its arrays, and their length T; None for those that
-            are not recorded.
-    """
+    """One sequence as the optimizer step sees it."""
 
     token_ids: NDArray[np.integer]
+    """`[T] int`, prompt first."""
     targets: NDArray[np.integer]
+    """Positions of the loss tokens in `token_ids`, ascending, each ≥ 1."""
     behavior_logprobs: NDArray[np.float32]
+    """`[len(targets)] float32`."""
     token_weight: float = 0.0
+    """Aggregation weight of each loss token."""
     advantages: NDArray[np.floating] | None = None
+    """`[len(targets)]`; None: zeros."""
     staleness: NDArray[np.integer] | None = None
+    """`[len(targets)] int`, staleness of each loss token in versions; None: zeros."""
     reference_logprobs: NDArray[np.float32] | None = None
+    """`[len(targets)] float32`; None where the loss does not need them."""
     preferred_to: tuple[int, ...] = ()
+    """Indices of the sequences of the batch that a pair loss prefers it to."""
     unit: int | None = None
+    """Sequences of one unit share a micro-batch; None: it may be in any."""
     group: int = 0
+    """Position of its group in the batch; mini-batches contain whole groups."""
     proximal_logprobs: NDArray[np.float32] | None = None
+    """`[len(targets)] float32`, of a forward at the start of the batch; None without one."""
     old_values: NDArray[np.floating] | None = None
+    """`[len(targets)]`, V of the critic at the start of the batch; None: there is no critic."""
     returns: NDArray[np.floating] | None = None
+    """`[len(targets)]`, targets of the critic."""
     teacher_logprobs: NDArray[np.float32] | None = None
+    """Likewise, of a teacher."""
     alternatives: NDArray[np.integer] | None = None
+    """`[len(targets), A] int`, the other ids that each loss token was sampled from, then −1; None: they were sampled
+    from the whole vocabulary."""
     routes: Routes | None = None
+    """`[T, layers, k]`, as in `Trajectory`; None: the routers choose."""
     selected: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Name of a loss or correction of the whole batch -> `[len(targets)] bool`, which of the loss tokens it selects
+    (`Algorithm.select`)."""
     recorded_as: tuple[TrajectoryId, int, int] | None = None
+    """Trajectory, the sequence's first position in its arrays, and their length T; None for those that are not
+    recorded."""
     is_imitated: bool = False
+    """Whether its −logprob is in the loss of `nll_coefficient`. Not used by losses of pairs."""
     nll_factor: float = 0.0
+    """What the −logprob of each of its loss tokens is multiplied by, beside `nll_coefficient` and the token weight: its
+    average is not that of the policy loss."""
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -120,18 +117,15 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """One forward-backward on one rank.
-
-    Attributes:
-        rows: Sequence indices of each row, in order. No rows: an empty micro-batch that keeps the ranks in step.
-        row_length: L, tokens; every row is padded to it.
-        shared: Like `rows`: the number of first tokens that a sequence shares with the one before it in the row, which
-            may share some of these with the one before that. They are computed once. Empty: nothing is shared.
-    """
+    """One forward-backward on one rank."""
 
     rows: tuple[tuple[int, ...], ...]
+    """Sequence indices of each row, in order. No rows: an empty micro-batch that keeps the ranks in step."""
     row_length: int
+    """L, tokens; every row is padded to it."""
     shared: tuple[tuple[int, ...], ...] = ()
+    """Like `rows`: the number of first tokens that a sequence shares with the one before it in the row, which may share
+    some of these with the one before that. They are computed once. Empty: nothing is shared."""
 
     @property
     def num_padded_tokens(self) -> int:
@@ -149,15 +143,12 @@ EMPTY_MICRO_BATCH = MicroBatchPlan(rows=(), row_length=1)
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Assignment of sequences to ranks and micro-batches in one optimizer step.
-
-    Attributes:
-        ranks: For each rank its micro-batches; equally many on every rank.
-        efficiency: Useful tokens / padded tokens over all ranks, 0..1.
-    """
+    """Assignment of sequences to ranks and micro-batches in one optimizer step."""
 
     ranks: tuple[tuple[MicroBatchPlan, ...], ...]
+    """For each rank its micro-batches; equally many on every rank."""
     efficiency: float
+    """Useful tokens / padded tokens over all ranks, 0..1."""
 
     @property
     def shared_lengths(self) -> list[int]:

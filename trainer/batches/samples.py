@@ -113,37 +113,34 @@ def policy_sequences(
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One sequence of the batch.
-
-    Attributes:
-        trajectory: The thread as a trajectory of its own (`Trajectory.split_threads`).
-        group: Position of its group in the batch.
-        baseline: Members of equal baseline are compared: of a group, or the threads of one name in it.
-        attempt: Members of equal attempt share one reward, which counts once: threads of a trajectory.
-        num_overlong: Sampled tokens that the overlong penalty counts: of the longest thread of its attempt.
-        reward: As scored.
-        carries_loss: `[n_i] bool`, of its sampled tokens.
-        reference_logprobs: `[n_i] float32` logprobs of the reference policy; None if there is none.
-        values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
-        cut_value: V of the critic after the last token, if it was cut off there and `bootstrap` uses it; else 0.
-        teacher_logprobs: `[n_i] float32` logprobs of a teacher; None if there is none.
-        proximal_logprobs: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
-        recorded_as: As in `TrainingSequence`.
-    """
+    """One sequence of the batch."""
 
     trajectory: Trajectory
+    """The thread as a trajectory of its own (`Trajectory.split_threads`)."""
     group: int
+    """Position of its group in the batch."""
     baseline: int
+    """Members of equal baseline are compared: of a group, or the threads of one name in it."""
     attempt: int
+    """Members of equal attempt share one reward, which counts once: threads of a trajectory."""
     num_overlong: int
+    """Sampled tokens that the overlong penalty counts: of the longest thread of its attempt."""
     reward: float
+    """As scored."""
     carries_loss: NDArray[np.bool_]
+    """`[n_i] bool`, of its sampled tokens."""
     reference_logprobs: NDArray[np.float32] | None
+    """`[n_i] float32` logprobs of the reference policy; None if there is none."""
     values: NDArray[np.float32] | None = None
+    """`[n_i] float32`, V of the critic before each sampled token; None if there is none."""
     cut_value: float = 0.0
+    """V of the critic after the last token, if it was cut off there and `bootstrap` uses it; else 0."""
     teacher_logprobs: NDArray[np.float32] | None = None
+    """`[n_i] float32` logprobs of a teacher; None if there is none."""
     proximal_logprobs: NDArray[np.float32] | None = None
+    """`[n_i] float32` logprobs of a forward before the batch was complete; None if there was none."""
     recorded_as: tuple[TrajectoryId, int, int] | None = None
+    """As in `TrainingSequence`."""
 
     @property
     def behavior(self) -> NDArray[np.float32]:

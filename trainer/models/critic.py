@@ -33,18 +33,16 @@ class Pace(NamedTuple):
 
     Invariant: after p updates of the policy, floor(p · ratio) of the critic were due. An update of the policy is one of
     its mini-batches, also if it was skipped, had no gradient, or was in the critic's warm-up.
-
-    Attributes:
-        ratio: Updates of the critic per update of the policy.
-        policy_updates: Updates of the policy, since the run has this ratio.
-        due: Updates of the critic that followed them.
-        taken: Those of them that changed the critic.
     """
 
     ratio: float
+    """Updates of the critic per update of the policy."""
     policy_updates: int = 0
+    """Updates of the policy, since the run has this ratio."""
     due: int = 0
+    """Updates of the critic that followed them."""
     taken: int = 0
+    """Those of them that changed the critic."""
 
     @property
     def num_next(self) -> int:

@@ -58,24 +58,21 @@ class OffloadedParameters:
 
 @dataclass(frozen=True, slots=True)
 class FrozenPolicy:
-    """Scores groups.
-
-    Attributes:
-        max_tokens: Padded tokens of one forward.
-        temperature: The sampling temperature; the same as the trainer's, so that logprobs can be compared.
-        attention_share: Of the cost model of packing, by the shape of the policy that is trained.
-        replays_routes: Tokens go to the experts that the engines recorded for the policy.
-        offloaded: Its parameters, if they leave the device between uses.
-    """
+    """Scores groups."""
 
     model: PolicyModel
     device: torch.device
     layout: RowLayout
     max_tokens: int
+    """Padded tokens of one forward."""
     temperature: float
+    """The sampling temperature; the same as the trainer's, so that logprobs can be compared."""
     attention_share: float
+    """Of the cost model of packing, by the shape of the policy that is trained."""
     replays_routes: bool = True
+    """Tokens go to the experts that the engines recorded for the policy."""
     offloaded: OffloadedParameters | None = None
+    """Its parameters, if they leave the device between uses."""
 
     @classmethod
     def load(

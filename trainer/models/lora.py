@@ -38,17 +38,14 @@ _OF_EXPERTS = ".lora_"
 
 
 class Adapter(NamedTuple):
-    """The addition to one weight: scale · up @ down.
-
-    Attributes:
-        down: A `[rank, in]`, of experts `[E, rank, in]`.
-        up: B `[out, rank]`, of experts `[E, out, rank]`.
-        scale: s; 0 while it is switched off.
-    """
+    """The addition to one weight: scale · up @ down."""
 
     down: Tensor
+    """A `[rank, in]`, of experts `[E, rank, in]`."""
     up: Tensor
+    """B `[out, rank]`, of experts `[E, out, rank]`."""
     scale: float
+    """s; 0 while it is switched off."""
 
 
 class Adapters:

@@ -47,29 +47,27 @@ class SequenceBoundaries:
     """Where the sequences of a micro-batch begin and end.
 
     They are made once per micro-batch. No layer reads a tensor back from the device to learn a length.
-
-    Attributes:
-        lengths: Tokens of each of the S sequences, without those that it shares with the one before it; with padding,
-            which belongs to the sequence before it, T in all.
-        shared: Of each sequence the number of first tokens that it shares with the one before it, which may share some
-            of these with the one before that; empty if none does.
-        key_lengths: Keys of each sequence: its own tokens behind those that it shares. Of a stretch, those up to the
-            last of its queries.
-        cumulative: `[S + 1] int32`, first token of each sequence and T, on the device.
-        keys: `[U] int64`, the tokens that sequences attend to, one sequence after the other; None: their own.
-        cumulative_keys: `[S + 1] int32`, the first of each sequence among the keys, and U.
-        group: Ranks that have a stretch of the row each; `keys` are places in the whole row, and all others those of
-            the stretch. None: this rank has the whole row.
     """
 
     lengths: tuple[int, ...]
+    """Tokens of each of the S sequences, without those that it shares with the one before it; with padding, which
+    belongs to the sequence before it, T in all."""
     shared: tuple[int, ...]
+    """Of each sequence the number of first tokens that it shares with the one before it, which may share some of these
+    with the one before that; empty if none does."""
     # What is on the device follows from these two; DeepSpeed compares inputs of tensor ranks.
     key_lengths: tuple[int, ...] = field(compare=False)
+    """Keys of each sequence: its own tokens behind those that it shares. Of a stretch, those up to the last of its
+    queries."""
     cumulative: Tensor = field(compare=False)
+    """`[S + 1] int32`, first token of each sequence and T, on the device."""
     keys: Tensor | None = field(compare=False)
+    """`[U] int64`, the tokens that sequences attend to, one sequence after the other; None: their own."""
     cumulative_keys: Tensor = field(compare=False)
+    """`[S + 1] int32`, the first of each sequence among the keys, and U."""
     group: ProcessGroup | None = field(default=None, compare=False)
+    """Ranks that have a stretch of the row each; `keys` are places in the whole row, and all others those of the
+    stretch. None: this rank has the whole row."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, shared: Sequence[int] = ()) -> SequenceBoundaries:

@@ -31,26 +31,24 @@ class Encoded:
     """One encoded buffer of one version: metadata, and flat tensors to be sent one after the other.
 
     Parts may alias the tensor that was encoded or the sender's state: send them before either changes.
-
-    Attributes:
-        buffer: Its name.
-        version: The version that the receiver holds after decoding.
-        base_version: The version that it must hold before; None for `whole`, which needs none.
-        dtype: Of the wire, and of the buffers of sender and receiver.
-        num_elements: n.
-        form: How to read `parts`.
-        parts: Name -> `[...]` tensor.
-        num_changed: Elements whose bits differ from the base version; None if not measured.
     """
 
     buffer: str
+    """Its name."""
     version: int
+    """The version that the receiver holds after decoding."""
     base_version: int | None
+    """The version that it must hold before; None for `whole`, which needs none."""
     dtype: DType
+    """Of the wire, and of the buffers of sender and receiver."""
     num_elements: int
+    """n."""
     form: Form
+    """How to read `parts`."""
     parts: Mapping[str, Tensor] = field(repr=False)
+    """Name -> `[...]` tensor."""
     num_changed: int | None = None
+    """Elements whose bits differ from the base version; None if not measured."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,17 +58,14 @@ class Encoded:
 
 @dataclass(slots=True, eq=False)
 class SenderState:
-    """The values that the receivers of one buffer hold.
-
-    Attributes:
-        buffer: Its name.
-        version: The last one encoded; None before the first.
-        values: `[n]` in the wire dtype, a copy of its own; None if the codec keeps none. Costs n · itemsize bytes.
-    """
+    """The values that the receivers of one buffer hold."""
 
     buffer: str
+    """Its name."""
     version: int | None = None
+    """The last one encoded; None before the first."""
     values: Tensor | None = None
+    """`[n]` in the wire dtype, a copy of its own; None if the codec keeps none. Costs n · itemsize bytes."""
 
     def keep(self, version: int, values: Tensor | None) -> None:
         """Record the version and values that receivers hold from now on."""

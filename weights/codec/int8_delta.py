@@ -42,12 +42,10 @@ class Int8DeltaCodec:
 
     A buffer is sent whole if the receiver's values are unknown, if that is smaller, or if a value is not finite.
     Extra memory: 9 n bytes while encoding, 8 n while decoding.
-
-    Attributes:
-        block_elements: B.
     """
 
     block_elements: int = BLOCK_ELEMENTS
+    """B."""
 
     @torch.no_grad()
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:

@@ -47,15 +47,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the source or the destination of a transfer holds a model.
-
-    Attributes:
-        shards: By tensor name.
-        buffers: By rank: name -> size in elements, padding included.
-    """
+    """Where the source or the destination of a transfer holds a model."""
 
     shards: Mapping[str, tuple[Shard, ...]]
+    """By tensor name."""
     buffers: tuple[Mapping[str, int], ...]
+    """By rank: name -> size in elements, padding included."""
 
     @property
     def num_ranks(self) -> int:

@@ -11,15 +11,12 @@ from penstock.weights.layout.training import Splits, training_layout
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """How engines hold a model, as reported by one of them.
-
-    Attributes:
-        type: Of the engine.
-        layout: Of one engine: its ranks are tensor-parallel.
-    """
+    """How engines hold a model, as reported by one of them."""
 
     type: Literal["vllm", "torch"]
+    """Of the engine."""
     layout: Layout
+    """Of one engine: its ranks are tensor-parallel."""
 
     @property
     def tp_size(self) -> int:
@@ -34,25 +31,22 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSharding:
-    """How the training ranks shard a model.
-
-    Attributes:
-        tensors: Names and full shapes, tied ones once.
-        num_replicas: Ranks that hold the same part of each tensor, or partition it among themselves.
-        is_partitioned: Each part is partitioned over them (ZeRO-3, FSDP2); otherwise every rank holds all of it.
-        tp_size: Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank.
-        splits: The part of each tensor that a tensor-parallel rank holds.
-        by_rows: Partitions are whole rows (FSDP2), not stretches of elements (ZeRO-3).
-        num_copies: So many times the ranks hold all of a partitioned model, one copy after the other (HSDP).
-    """
+    """How the training ranks shard a model."""
 
     tensors: tuple[TensorSpec, ...]
+    """Names and full shapes, tied ones once."""
     num_replicas: int = 1
+    """Ranks that hold the same part of each tensor, or partition it among themselves."""
     is_partitioned: bool = False
+    """Each part is partitioned over them (ZeRO-3, FSDP2); otherwise every rank holds all of it."""
     tp_size: int = 1
+    """Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank."""
     splits: Splits = field(default_factory=dict)
+    """The part of each tensor that a tensor-parallel rank holds."""
     by_rows: bool = False
+    """Partitions are whole rows (FSDP2), not stretches of elements (ZeRO-3)."""
     num_copies: int = 1
+    """So many times the ranks hold all of a partitioned model, one copy after the other (HSDP)."""
 
     @property
     def description(self) -> str:

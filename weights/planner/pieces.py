@@ -15,18 +15,15 @@ from penstock.weights.layout.algebra import Box, Layout, Shard, View, intersect,
 
 
 class Piece(NamedTuple):
-    """A box that one destination shard needs.
-
-    Attributes:
-        sources: Rank of each owner -> its view of the box.
-        destination: The destination shard's view of the box.
-    """
+    """A box that one destination shard needs."""
 
     tensor: str
     box: Box
     dst_rank: int
     destination: View
+    """The destination shard's view of the box."""
     sources: Mapping[int, View]
+    """Rank of each owner -> its view of the box."""
 
 
 def missing_pieces(source: Layout, destination: Layout, resident: Mapping[int, int]) -> Iterator[Piece]:

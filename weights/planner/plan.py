@@ -37,19 +37,16 @@ class PlannedCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of one transfer.
-
-    Attributes:
-        item_bytes: Size of an element on the wire.
-        bucket_bytes: Most bytes that any rank sends or receives within one bucket.
-        resident: Destination rank -> source rank on the same device; copies between them are local.
-        buckets: Copies in the order of transfer.
-    """
+    """All copies of one transfer."""
 
     item_bytes: int
+    """Size of an element on the wire."""
     bucket_bytes: int
+    """Most bytes that any rank sends or receives within one bucket."""
     resident: Mapping[int, int]
+    """Destination rank -> source rank on the same device; copies between them are local."""
     buckets: tuple[tuple[PlannedCopy, ...], ...]
+    """Copies in the order of transfer."""
 
     @property
     def copies(self) -> Iterable[PlannedCopy]:

@@ -58,17 +58,14 @@ print(json.dumps([is_open(*pair) for pair in json.loads(sys.argv[1])]))
 
 
 class VersionBufferHandle(NamedTuple):
-    """Opens a version buffer in another process of the node, once.
-
-    Attributes:
-        device: `device_identity` of the buffer's device.
-        rebuild: Pickled function and arguments that map it.
-        checksum: CRC-32 of `rebuild`.
-    """
+    """Opens a version buffer in another process of the node, once."""
 
     device: str
+    """`device_identity` of the buffer's device."""
     rebuild: bytes
+    """Pickled function and arguments that map it."""
     checksum: int
+    """CRC-32 of `rebuild`."""
 
 
 class VersionBuffer:

@@ -41,22 +41,18 @@ IN_DEVICE_MEMORY = "device"
 
 @dataclass(frozen=True)
 class ShardTransfer:
-    """Everything a training rank needs to write its part of each version. Made once, by the driver.
-
-    Attributes:
-        plan: The copies of each training rank.
-        buffers: By engine rank: name -> size in elements.
-        dtype: Of the wire, and of the engine's parameters.
-        directory: Folder of the files, in shared memory; None: the version buffers are in device memory.
-        num_buffers: Version buffers per engine rank. With one, no engine may still read a version when the next is
-            written.
-    """
+    """Everything a training rank needs to write its part of each version. Made once, by the driver."""
 
     plan: Plan
+    """The copies of each training rank."""
     buffers: tuple[Mapping[str, int], ...]
+    """By engine rank: name -> size in elements."""
     dtype: DType
+    """Of the wire, and of the engine's parameters."""
     directory: str | None
+    """Folder of the files, in shared memory; None: the version buffers are in device memory."""
     num_buffers: int = NUM_BUFFERS
+    """Version buffers per engine rank. With one, no engine may still read a version when the next is written."""
 
     @classmethod
     def between(

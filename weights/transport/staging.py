@@ -26,15 +26,12 @@ from penstock.weights.transport.shared_memory import read_version
 
 
 class Staged(NamedTuple):
-    """One version for one tensor-parallel rank.
-
-    Attributes:
-        values: Buffer name -> flat values, held until the swap; or chunks that are applied in place.
-        entries: Expected live parameters of this rank after the swap.
-    """
+    """One version for one tensor-parallel rank."""
 
     values: dict[str, torch.Tensor] | ShardChunks
+    """Buffer name -> flat values, held until the swap; or chunks that are applied in place."""
     entries: tuple[TensorEntry, ...]
+    """Expected live parameters of this rank after the swap."""
 
 
 def stage(

@@ -26,17 +26,14 @@ MAX_UNWRITTEN = 1024
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """One line of `metrics.jsonl`.
-
-    Attributes:
-        step: Training step; 0 is before the first one.
-        time_s: Unix time, seconds.
-        metrics: `family/name -> value`.
-    """
+    """One line of `metrics.jsonl`."""
 
     step: int
+    """Training step; 0 is before the first one."""
     time_s: float
+    """Unix time, seconds."""
     metrics: Mapping[str, float]
+    """`family/name -> value`."""
 
 
 def _line(step: int, time_s: float, metrics: Mapping[str, float]) -> str:

@@ -42,40 +42,32 @@ PREFILL_BUDGET_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Sizes of a `DecodeBatch`, and the device its tensors are on.
-
-    Attributes:
-        deterministic: Every forward pass has the same shape.
-    """
+    """Sizes of a `DecodeBatch`, and the device its tensors are on."""
 
     max_num_seqs: int
     max_context_tokens: int
     journal_interval_tokens: int
     device: str
     deterministic: bool = False
+    """Every forward pass has the same shape."""
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One request and its tokens.
-
-    Attributes:
-        token_ids: Prompt and sampled tokens.
-        seed: Key of its draws; None until the batch assigns one to a request without a seed.
-        num_cached: Leading tokens that are in the cache. The next step takes the token after them; it samples if that
-            is the last one.
-        num_routed: Leading tokens whose routes were recorded, or are not asked for.
-        unreported_*: Sampled since the last delta; spans as (version, count) pairs; alternatives only if the
-            distribution is truncated; routes of the tokens up to the last but one, if they are recorded.
-    """
+    """One request and its tokens."""
 
     request: GenerateRequest
     token_ids: list[int]
+    """Prompt and sampled tokens."""
     max_tokens: int
     stop_token_ids: frozenset[int]
     seed: int | None
+    """Key of its draws; None until the batch assigns one to a request without a seed."""
     num_cached: int = 0
+    """Leading tokens that are in the cache. The next step takes the token after them; it samples if that is the last
+    one."""
     num_routed: int = 0
+    """Leading tokens whose routes were recorded, or are not asked for."""
     unreported_ids: list[int] = field(default_factory=list)
     unreported_logprobs: list[float] = field(default_factory=list)
     unreported_spans: list[Span] = field(default_factory=list)

@@ -41,15 +41,12 @@ Form = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class RankLayout(NamedTuple):
-    """The parameters of one rank of an engine.
-
-    Attributes:
-        shards: Tensor of the trainer -> its shards on this rank; empty if it is on other ranks.
-        form: Shape and strides of every parameter.
-    """
+    """The parameters of one rank of an engine."""
 
     shards: Mapping[str, list[Shard]]
+    """Tensor of the trainer -> its shards on this rank; empty if it is on other ranks."""
     form: Form
+    """Shape and strides of every parameter."""
 
 
 def trace_rank(vllm_config: VllmConfig, tensors: Sequence[TensorSpec], dtype: DType, rank: int) -> RankLayout:

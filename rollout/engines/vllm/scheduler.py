@@ -32,16 +32,13 @@ _CLIENT = 0
 
 @dataclass(slots=True)
 class Pieces:
-    """Outputs of one request that were not sent yet.
-
-    Attributes:
-        num_tokens: Tokens of `outputs`.
-        interval: Tokens with which they are sent.
-    """
+    """Outputs of one request that were not sent yet."""
 
     outputs: list[EngineCoreOutput]
     num_tokens: int
+    """Tokens of `outputs`."""
     interval: int
+    """Tokens with which they are sent."""
 
 
 class HeldOutputs:

@@ -45,35 +45,29 @@ BACKEND = "penstock_shared_memory"
 
 @dataclass(eq=False)
 class PendingUpdate:
-    """A version that this worker is about to apply.
-
-    Attributes:
-        staged: The fetched version.
-        broken: Why it was applied only in part; empty if it was not.
-    """
+    """A version that this worker is about to apply."""
 
     manifest: WeightManifest
     staged: Staged | None = None
+    """The fetched version."""
     broken: str = ""
+    """Why it was applied only in part; empty if it was not."""
 
 
 @dataclass(eq=False)
 class ModelState:
-    """State of this worker's model between calls.
-
-    Attributes:
-        base: The weights the model was loaded with, for versions of adapters.
-        device_receiver: Receives versions from other processes.
-        has_joined: It has started to join a transfer group.
-        version_buffer: Holds a version in device memory, if versions are written or received there.
-        update: The newest one.
-    """
+    """State of this worker's model between calls."""
 
     base: BaseWeights
+    """The weights the model was loaded with, for versions of adapters."""
     device_receiver: DeviceReceiver
+    """Receives versions from other processes."""
     has_joined: bool = False
+    """It has started to join a transfer group."""
     version_buffer: VersionBuffer | None = None
+    """Holds a version in device memory, if versions are written or received there."""
     update: PendingUpdate | None = None
+    """The newest one."""
 
 
 _states: WeakKeyDictionary[torch.nn.Module, ModelState] = WeakKeyDictionary()

@@ -51,29 +51,26 @@ class ReceiverAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferGroupSpec:
-    """Parameters that all participants must agree on. The driver makes a new one whenever receivers join or leave.
-
-    Attributes:
-        transfer: Plan and buffers; each weight receiver uses a directory of its own.
-        num_training: Training ranks.
-        receivers: In relay order.
-        on_devices: Messages are packed on each process's device, so on GPUs NCCL is used; else in main memory.
-        store_at: Host and port of the store where the participants rendezvous.
-        generation: A number that no earlier group at this store has.
-        timeout_s: Longest wait for all participants, and then for each message, seconds.
-        codec: That messages are encoded with.
-        is_in_place: Versions are received into the engines' live parameters; there are no version buffers.
-    """
+    """Parameters that all participants must agree on. The driver makes a new one whenever receivers join or leave."""
 
     transfer: ShardTransfer
+    """Plan and buffers; each weight receiver uses a directory of its own."""
     num_training: int
+    """Training ranks."""
     receivers: tuple[ReceiverAddress, ...]
+    """In relay order."""
     on_devices: bool
+    """Messages are packed on each process's device, so on GPUs NCCL is used; else in main memory."""
     store_at: tuple[str, int]
+    """Host and port of the store where the participants rendezvous."""
     generation: int
+    """A number that no earlier group at this store has."""
     timeout_s: float
+    """Longest wait for all participants, and then for each message, seconds."""
     codec: CodecName
+    """That messages are encoded with."""
     is_in_place: bool = False
+    """Versions are received into the engines' live parameters; there are no version buffers."""
 
     @property
     def members(self) -> Members:
@@ -107,31 +104,25 @@ class TransferGroupSpec:
 
 
 class SendReport(NamedTuple):
-    """What one training rank has sent of one version.
-
-    Attributes:
-        sums: Its contributions to the checksums of the engines' parameters.
-        num_bytes: Sent to other processes, headers included.
-        num_elements: Encoded with a codec; 0 without one.
-        num_changed: Encoded elements that differ from the previous version; all, if the receivers' values are unknown.
-    """
+    """What one training rank has sent of one version."""
 
     sums: list[PartialSum]
+    """Its contributions to the checksums of the engines' parameters."""
     num_bytes: int
+    """Sent to other processes, headers included."""
     num_elements: int
+    """Encoded with a codec; 0 without one."""
     num_changed: int
+    """Encoded elements that differ from the previous version; all, if the receivers' values are unknown."""
 
 
 class BucketChecksums(NamedTuple):
-    """Checksums of the buckets of one version that one training rank will send.
-
-    Attributes:
-        sums: Bucket by bucket.
-        num_bytes: That it will send to other processes.
-    """
+    """Checksums of the buckets of one version that one training rank will send."""
 
     sums: list[BucketSum]
+    """Bucket by bucket."""
     num_bytes: int
+    """That it will send to other processes."""
 
 
 def changed_share(sent: Iterable[SendReport]) -> float | None:

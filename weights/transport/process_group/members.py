@@ -13,33 +13,26 @@ from penstock.weights.planner.relay import Hop
 
 
 class Route(NamedTuple):
-    """Group ranks of the ranks of a plan.
-
-    Attributes:
-        sources: Source rank of the plan -> group rank.
-        replicas: By replica of the destination: destination rank of the plan -> group rank. The sources send to
-            replica 0 only.
-        hops: How the replicas relay it.
-    """
+    """Group ranks of the ranks of a plan."""
 
     sources: tuple[int, ...]
+    """Source rank of the plan -> group rank."""
     replicas: tuple[tuple[int, ...], ...]
+    """By replica of the destination: destination rank of the plan -> group rank. The sources send to replica 0 only."""
     hops: tuple[Hop, ...] = ()
+    """How the replicas relay it."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """All members of a group. When engines join or leave, a new group is formed.
-
-    Attributes:
-        num_training: Training ranks.
-        engines: Name of each replica.
-        tp_size: Ranks of each replica.
-    """
+    """All members of a group. When engines join or leave, a new group is formed."""
 
     num_training: int
+    """Training ranks."""
     engines: tuple[str, ...]
+    """Name of each replica."""
     tp_size: int = 1
+    """Ranks of each replica."""
 
     @property
     def world_size(self) -> int:

@@ -48,30 +48,24 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Message(NamedTuple):
-    """Elements [start, stop) of a process's message buffer.
-
-    Attributes:
-        peer: Group rank of its receiver or sender.
-    """
+    """Elements [start, stop) of a process's message buffer."""
 
     peer: int
+    """Group rank of its receiver or sender."""
     start: int
     stop: int
     copies: tuple[PlannedCopy, ...]
 
 
 class Step(NamedTuple):
-    """One bucket of one process.
-
-    Attributes:
-        sends: Messages in the outgoing buffer.
-        receives: Messages in the incoming buffer.
-        children: Group ranks that the incoming buffer is relayed to.
-    """
+    """One bucket of one process."""
 
     sends: tuple[Message, ...]
+    """Messages in the outgoing buffer."""
     receives: tuple[Message, ...]
+    """Messages in the incoming buffer."""
     children: tuple[int, ...]
+    """Group ranks that the incoming buffer is relayed to."""
 
     @property
     def num_sent(self) -> int:
@@ -162,41 +156,35 @@ def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[PlannedCopy
 
 
 class VersionTensors(NamedTuple):
-    """The tensors of one version in one process.
-
-    Attributes:
-        source: Tensors that it sends.
-        destination: Tensors that it receives into.
-        held: The previous version, as received.
-        expected: Checksums that received buckets are compared with, if `destination` is in use.
-    """
+    """The tensors of one version in one process."""
 
     version: int
     source: Tensors
+    """Tensors that it sends."""
     destination: Tensors
+    """Tensors that it receives into."""
     held: Tensors
+    """The previous version, as received."""
     expected: ExpectedBuckets | None = None
+    """Checksums that received buckets are compared with, if `destination` is in use."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What one process has sent and received of one version.
-
-    Attributes:
-        sent_bytes: By group rank of the receiver.
-        received_bytes: By group rank of the sender.
-        seconds: Since all members were ready.
-        sums: Contributions of the sent data to the checksums; None if not wanted.
-        num_elements: Sent through a codec.
-        num_changed: Changed elements among them; all elements of messages where the codec does not count them.
-    """
+    """What one process has sent and received of one version."""
 
     sent_bytes: Counter[int] = field(default_factory=Counter)
+    """By group rank of the receiver."""
     received_bytes: Counter[int] = field(default_factory=Counter)
+    """By group rank of the sender."""
     seconds: float = 0.0
+    """Since all members were ready."""
     sums: list[PartialSum] | None = None
+    """Contributions of the sent data to the checksums; None if not wanted."""
     num_elements: int = 0
+    """Sent through a codec."""
     num_changed: int = 0
+    """Changed elements among them; all elements of messages where the codec does not count them."""
 
 
 class ExpectedBuckets:
