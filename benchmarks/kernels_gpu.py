@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.kl import KlConfig
@@ -43,8 +42,6 @@ class GpuWork:
     hidden_size: int = 4096
     packed_tokens: int = 262_144
     num_sequences: int = 64
-    num_weights: int = 1 << 29
-    changed_share: float = 0.01
 
 
 @dataclass(frozen=True)
@@ -159,33 +156,11 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
 
         return run
 
-    composed = Objective(Algorithm(LOSS)).composed
+    objective = Objective(Algorithm(LOSS))
     # Read are 7 float32 columns and the staleness, written is the gradient; backward reads and writes it once more.
     num_bytes = (7 * 4 + 8 + 4 + 8.0) * num_tokens
-    for name, function in (
-        ("penstock", Objective(Algorithm(LOSS))),
-        ("torch", composed),
-        ("torch.compile", torch.compile(composed)),
-    ):
+    for name, function in (("penstock", objective), ("torch.compile", torch.compile(objective))):
         yield Contender("policy loss and its metrics", name, loss_of(function), num_bytes=num_bytes)
-
-
-def other_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
-    previous = torch.randint(-30000, 30000, (work.num_weights,), device=device, dtype=torch.int16)
-    flips = torch.rand(work.num_weights, device=device) < work.changed_share
-    current = torch.where(flips, previous ^ 1, previous)
-    del flips
-    num_bytes = 4.125 * work.num_weights + 12.0 * work.changed_share * work.num_weights
-
-    def compacted(function: Callable[[Tensor, Tensor], Any]) -> Callable[[], object]:
-        def run() -> object:
-            changes = function(current, previous)
-            return changes.positions(), changes.values()
-
-        return run
-
-    for name, function in (("penstock", find_changes), ("torch", compare_words)):
-        yield Contender("changed weights", name, compacted(function), num_bytes=num_bytes)
 
 
 def ceilings(work: GpuWork, device: torch.device) -> tuple[float, float]:
@@ -205,7 +180,7 @@ def run_gpu(say: Callable[[str], None]) -> dict[str, Any]:
     device, work = torch.device("cuda"), GpuWork()
     flops_rate, bytes_rate = ceilings(work, device)
     rows = []
-    for contenders in (logprob_contenders, loss_contenders, other_contenders):
+    for contenders in (logprob_contenders, loss_contenders):
         for contender in contenders(work, device):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -237,8 +212,8 @@ def gpu_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list
     notes = [
         f"ceilings of this run: {results['flops_per_s'] / 1e12:.0f} TFLOP/s (bf16 product of a slice of the head), "
         f"{results['bytes_per_s'] / 1e12:.2f} TB/s (device copy)",
-        f"logprobs: T={work['num_tokens']}, V={work['vocab_size']}, H={work['hidden_size']}, bf16; loss and scan: "
-        f"{work['packed_tokens']} tokens; weights: {work['num_weights']} in bf16, {work['changed_share']:.0%} changed",
+        f"logprobs: T={work['num_tokens']}, V={work['vocab_size']}, H={work['hidden_size']}, bf16; loss: "
+        f"{work['packed_tokens']} tokens",
         f"{ROUNDS} repetitions after {WARMUP}: median (least … greatest); share of the ceiling, for the contained work",
         "liger-kernel computes the gradient in forward and only for a mean: three products, no entropies"
         if find_spec("liger_kernel")

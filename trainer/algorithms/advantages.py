@@ -323,12 +323,10 @@ def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
     skipped, not zeros. The last sampled token gets the reward, and what follows it has the value 0, or `cut_values`
-    (partial-episode bootstrapping, arXiv 1712.00378). One scan covers all sequences, concatenated.
+    (partial-episode bootstrapping, arXiv 1712.00378). The sum is a reverse scan over all sequences, concatenated, in
+    ⌈log₂ L⌉ doubling steps for up to L tokens (Hillis and Steele 1986): after that of width w each token has the terms
+    of 2w tokens, and `carry` is what later ones are multiplied by.
     """
-    import torch
-
-    from penstock.kernels.segment_scan import reverse_scan
-
     ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
     has_tokens = [len(values) > 0 for values in batch.values]
     lasts = ends[has_tokens] - 1
@@ -338,10 +336,13 @@ def _discounted_td_errors(batch: RewardBatch, config: GaeConfig) -> list[NDArray
     following = np.append(values[1:], 0.0)[: len(values)]
     following[lasts] = 0.0 if batch.cut_values is None else batch.cut_values[has_tokens]
     td_errors = per_token + config.gamma * following - values
-    decay = np.full_like(values, config.gamma * config.lam)
-    bounds = torch.from_numpy(np.append(0, ends))
-    advantages = reverse_scan(torch.from_numpy(td_errors), torch.from_numpy(decay), bounds)
-    return np.split(advantages.numpy(), ends[:-1])
+    advantages, carry, width = td_errors, np.full_like(values, config.gamma * config.lam), 1
+    carry[lasts] = 0.0
+    while width < max((len(one) for one in batch.values), default=0):
+        advantages[:-width] += carry[:-width] * advantages[width:]
+        carry = np.append(carry[:-width] * carry[width:], np.zeros(width))
+        width *= 2
+    return np.split(advantages, ends[:-1])
 
 
 def whitened(

@@ -29,7 +29,6 @@ class Algorithm:
 
     Attributes:
         selecting: Function's name, selection and settings of each loss and correction that selects tokens of the batch.
-        fused: What the kernel is told that has the whole algorithm; None: none has it.
         always_learns: Whether sequences without an advantage have a gradient, too.
         learning_selection: Name of a selection whose tokens have a gradient without an advantage, too; else empty.
         weighs_divergence: Whether the divergence has a weight of its own, because the policy loss takes none.
@@ -60,7 +59,6 @@ class Algorithm:
             for entry in config.entries_of_batch
             if entry.select is not None
         ]
-        self.fused = loss.fused(config)
         self.kl_in_loss, self.kl_in_reward = config.kl_in_loss, config.kl_in_reward
         learns = self.kl_in_loss or config.entropy.coefficient or config.teacher_coefficient
         self.always_learns = bool(learns) or loss.is_own or not loss.needs_advantages

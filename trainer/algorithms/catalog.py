@@ -30,7 +30,6 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.import_path import load_object
 
 if TYPE_CHECKING:
-    from penstock.kernels.policy_loss import ClippedLoss
     from penstock.trainer.algorithms.conditions import Deviation
     from penstock.trainer.config import AlgorithmConfig
 
@@ -137,8 +136,6 @@ class Entry:
     acts on, which it finds in `LossTokens.selection` under the name of its function."""
     selected_learn: bool = False
     """Whether selected tokens have a gradient without an advantage, too."""
-    fused: Callable[[AlgorithmConfig], ClippedLoss | None] = lambda _: None
-    """Settings of the kernel that has the whole algorithm; None: no kernel has it."""
     refused: Callable[[AlgorithmConfig], Iterable[str]] = lambda _: ()
     """One sentence for each combination with its settings that cannot work."""
     deviations: tuple[Deviation, ...] = ()

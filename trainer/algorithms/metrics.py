@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.policy_loss import BY_STALENESS, MAXIMA, SUMS
 from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.tokens import LossTerms, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
@@ -26,6 +25,15 @@ from penstock.trainer.batches.collate import MicroBatch
 OF_ANOTHER_POLICY = -1
 """In place of a staleness: the token was sampled by another policy of the run."""
 STALENESS_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
+SUMS = (
+    "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
+    "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
+)  # fmt: skip
+"""Sums over all tokens of a step."""
+BY_STALENESS = ("tokens", "weight", "masked", "weight_squared", "abs_log_ratio", "kl_k3")
+"""Sums over the tokens of each bucket of staleness."""
+MAXIMA = ("weight", "abs_log_ratio")
+"""Maxima over all tokens, followed by the largest weight of each bucket of staleness."""
 OF_SEQUENCES = ("left_of_sequences", "units", "left_units")
 """Sums of a step: the token weights times what is left of their sequences; the unit shares; these times the same."""
 _BUCKET_ENDS = (OF_ANOTHER_POLICY, 0, 1, 3)
@@ -54,15 +62,6 @@ class TokenMetrics:
         self._of_sequences = torch.zeros(len(OF_SEQUENCES), dtype=torch.float64, device=device)
         self._of_loss = {name: torch.zeros((), dtype=torch.float64, device=device) for name in of_loss}
         self.bucket_ends = torch.tensor(_BUCKET_ENDS, device=device)
-
-    def add_sums(self, sums: Tensor, maxima: Tensor, by_staleness: Tensor) -> None:
-        """Add one micro-batch that a kernel has measured; the columns are those of `kernels.policy_loss`.
-
-        The kernel has no correction of whole sequences, which leaves `OF_SEQUENCES` at 0.
-        """
-        self._sums += sums
-        self._maxima = torch.maximum(self._maxima, maxima)
-        self._by_staleness += by_staleness
 
     @torch.no_grad()
     def add(
@@ -179,8 +178,8 @@ class TokenSums:
         """
         total, kept = (float(self.sums[SUMS.index(name)]) for name in ("token_weight", "kept_token_weight"))
         left_of_sequences, units, left_units = self.of_sequences.tolist()
-        if not kept or not units:
-            return kept / total if total else 1.0
+        if not kept:
+            return 0.0 if total else 1.0
         return (kept / left_of_sequences) * (left_units / units)
 
     def metrics(self) -> dict[str, float]:

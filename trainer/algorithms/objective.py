@@ -17,9 +17,6 @@ corrections give it no weight and no mask.
 φ makes the last term a mean of its own: over the pairs of the batch, or over the tokens of answers that pass
 (`negative_logprob`).
 
-The algorithms that `kernels.policy_loss` has are one pass on a GPU: loss, gradient and metrics. Any other, and any on a
-CPU, is composed of plain functions, which the kernel is tested against.
-
 Shape legend: T loss tokens.
 """
 
@@ -31,15 +28,12 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
-from penstock.kernels.gpu.dispatch import runs_on_triton
-from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.advantages import with_teacher
 from penstock.trainer.algorithms.aggregation import SEQUENCE_SUMS, is_low_entropy, staleness_factors
 from penstock.trainer.algorithms.algorithm import Algorithm
 from penstock.trainer.algorithms.controllers import entropy_bonus
 from penstock.trainer.algorithms.corrections import Correction
 from penstock.trainer.algorithms.losses.plain import negative_logprob
-from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.tokens import LossTerms, LossTokens, PolicyLoss, clamped_exp, nowhere
 from penstock.trainer.batches.collate import MicroBatch
@@ -50,7 +44,7 @@ LossFunction = Callable[[Tensor, Tensor, MicroBatch, OpenOptimizerStep], Tensor]
 
 
 class Objective:
-    """The loss of an algorithm: by one kernel where it and the device have one, else composed of plain functions."""
+    """The loss of an algorithm, composed of the functions that its configuration names."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -64,13 +58,8 @@ class Objective:
             micro_batch: The recorded logprobs, advantages, staleness and weights of the tokens.
             update: That the micro-batch belongs to.
         """
-        fused = self._algorithm.fused
-        if fused is not None and can_fuse(target):
-            proximal = self.proximal(target, micro_batch, is_first_update=update.is_first)
-            start = _start(target, micro_batch, update)
-            loss = fused_loss(target, proximal, start, entropies, micro_batch, fused, update.metrics)
-        else:
-            loss = self.composed(target, entropies, micro_batch, update)
+        terms = self.terms(target, entropies, micro_batch, is_first_update=update.is_first)
+        loss = _weighted(terms, target, entropies, micro_batch, update)
         # NaN if a recorded logprob is not finite: not every algorithm reads all of them, but none may train on it. The
         # gradient of this is 0; of a loss that is not finite it becomes NaN at every token (`poison_if_not_finite`),
         # also where a clip or a mask has cut the gradient of the loss off.
@@ -81,11 +70,6 @@ class Objective:
             micro_batch.teacher_logprobs,
         )
         return loss + 0.0 * torch.cat([target, *(one for one in recorded if one is not None)]).sum()
-
-    def composed(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenOptimizerStep) -> Tensor:
-        """Any algorithm, on any device."""
-        terms = self.terms(target, entropies, micro_batch, is_first_update=update.is_first)
-        return _weighted(terms, target, entropies, micro_batch, update)
 
     def terms(
         self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, *, is_first_update: bool = True
@@ -218,48 +202,3 @@ def correct(chain: Iterable[Callable[[LossTokens], Correction]], tokens: LossTok
             total.weights * one.weights, total.is_masked | one.is_masked, total.of_sequences * one.of_sequences
         )
     return total
-
-
-def can_fuse(target: Tensor) -> bool:
-    """Logprobs that the kernel takes: in float32, where Triton runs."""
-    return target.dtype == torch.float32 and runs_on_triton(target)
-
-
-def fused_loss(
-    target: Tensor,
-    proximal: Tensor,
-    start: Tensor | None,
-    entropies: Tensor,
-    micro_batch: MicroBatch,
-    settings: ClippedLoss,
-    metrics: TokenMetrics,
-) -> Tensor:
-    """Σ weight · term of one micro-batch, with gradient in `target`; what is measured is added to `metrics`.
-
-    Args:
-        target: `[T] float32`.
-        proximal: `[T] float32`, without gradient.
-        start: `[T] float32`, logprobs at the start of the batch; None: not known any more, or measured before.
-        entropies: `[T] float32`, nats.
-        micro_batch: Everything else.
-        settings: Of the algorithm.
-        metrics: Of the optimizer step.
-    """
-    reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
-    tokens = ClippedTokens(
-        target=target,
-        proximal=proximal,
-        behavior=micro_batch.behavior_logprobs,
-        reference=reference,
-        advantages=micro_batch.advantages,
-        weights=micro_batch.token_weights,
-        start=start,
-        teacher=reference if teacher is None else teacher,
-        entropies=entropies,
-        staleness=micro_batch.staleness,
-        bucket_ends=metrics.bucket_ends,
-    )
-    loss, sums, maxima, by_staleness = clipped_policy_loss(tokens, settings)
-    if micro_batch.num_tokens:
-        metrics.add_sums(sums, maxima, by_staleness)
-    return loss

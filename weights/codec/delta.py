@@ -22,9 +22,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.changed_elements import ChangedElements, bits_of, find_changes
 from penstock.weights.codec.codec import (
     DTYPE_NAMES,
     Encoded,
@@ -70,13 +70,13 @@ def _difference(current: Tensor, state: SenderState, version: int) -> Encoded:
     """Changed elements; all elements if the receiver's values are unknown or if that is smaller."""
     if state.values is None:
         return whole(current, state.buffer, version)
-    changes = find_changes(words(current), words(state.values))
-    num_elements, num_changed, item_bytes = current.numel(), changes.num_changed, current.element_size()
+    is_changed = words(current) != words(state.values)
+    num_elements, num_changed, item_bytes = current.numel(), int(is_changed.count_nonzero()), current.element_size()
     # If a bitmap is not the smallest encoding, seven of eight elements are unchanged, and `whole` is larger.
     if (num_elements - num_changed) * item_bytes <= -(-num_elements // 8):
         return whole(current, state.buffer, version, num_changed)
-    form, packed = pack_positions(changes)
-    parts = {"values": changes.values().view(current.dtype), "positions": packed}
+    form, packed = pack_positions(is_changed)
+    parts = {"values": current[is_changed], "positions": packed}
     dtype = DTYPE_NAMES[current.dtype]
     return Encoded(state.buffer, version, state.version, dtype, num_elements, form, parts, num_changed)
 
@@ -96,11 +96,11 @@ def _check_positions(encoded: Encoded, positions: Tensor, values: Tensor) -> Non
         )
 
 
-def pack_positions(changes: ChangedElements) -> tuple[PositionForm, Tensor]:
-    """Name of the smaller encoding, and a flat tensor of bytes."""
-    size = -(-changes.num_elements // 8)
-    if changes.num_changed < size:  # gaps have a byte per position, or more
-        positions = changes.positions()
+def pack_positions(is_changed: Tensor) -> tuple[PositionForm, Tensor]:
+    """Name of the smaller encoding of `[n] bool`, and a flat tensor of bytes."""
+    size = -(-is_changed.numel() // 8)
+    positions = is_changed.nonzero().squeeze(1)
+    if len(positions) < size:  # gaps have a byte per position, or more
         gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
         stops = (gaps // _ESCAPE + 1).cumsum(0)
         num_entries = int(stops[-1]) if stops.numel() else 0
@@ -108,7 +108,16 @@ def pack_positions(changes: ChangedElements) -> tuple[PositionForm, Tensor]:
             entries = gaps.new_full((num_entries,), _ESCAPE)
             entries[stops - 1] = gaps % _ESCAPE
             return "gaps", entries.to(torch.uint8)
-    return "bitmap", changes.bitmap()
+    return "bitmap", _bitmap(is_changed)
+
+
+def _bitmap(is_changed: Tensor) -> Tensor:
+    """`[⌈n / 8⌉] uint8`; the bits beyond n are 0."""
+    padded = functional.pad(is_changed.view(torch.uint8), (0, -is_changed.numel() % 8)).view(-1, 8)
+    packed = padded[:, 0].clone()
+    for bit in range(1, 8):
+        packed |= padded[:, bit] << bit
+    return packed
 
 
 def unpack_positions(form: PositionForm, packed: Tensor, num_elements: int) -> Tensor:
@@ -118,7 +127,8 @@ def unpack_positions(form: PositionForm, packed: Tensor, num_elements: int) -> T
         `[k] int64`, increasing.
     """
     if form == "bitmap":
-        return bits_of(packed, num_elements).nonzero().squeeze(1)
+        bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        return ((packed.unsqueeze(1) >> bits) & 1).flatten()[:num_elements].nonzero().squeeze(1)
     gaps = packed.to(torch.int64)
     is_position = gaps != _ESCAPE
     return ((gaps + is_position).cumsum(0) - 1)[is_position]

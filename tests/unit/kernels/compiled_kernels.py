@@ -11,9 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.kernels.gpu import changed_elements, logprob_backward, logprob_forward, policy_loss
+from penstock.kernels.gpu import logprob_backward, logprob_forward
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.trainer.algorithms.metrics import STALENESS_BUCKETS
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory a program may have, by compute capability: A100, and H100 or H200."""
@@ -66,47 +65,7 @@ def backward_variants() -> Iterator[Variant]:
         )
 
 
-def other_variants() -> Iterator[Variant]:
-    yield from loss_variants()
-    for words, size in (("i16", "i32"), ("i32", "i64")):
-        types = dict.fromkeys(("current", "previous", "values", "target"), f"*{words}")
-        types |= {"bitmap": "*u8", "counts": "*i32", "offsets": "*i64", "positions": "*i64"}
-        types |= {"num_elements": size, "num_values": size}
-        for kernel in (
-            changed_elements.compare_kernel,
-            changed_elements.gather_kernel,
-        ):
-            name = f"{kernel.fn.__name__} {words} {size}"
-            yield Variant(name, kernel, types, {"BLOCK": changed_elements.BLOCK})
-
-
-def loss_variants() -> Iterator[Variant]:
-    columns = ("target", "proximal", "behavior", "reference", "advantages", "weights", "start", "teacher", "entropies")
-    types = {
-        **dict.fromkeys((*columns, "gradient"), "*fp32"),
-        "partials": "*fp64",
-        "staleness": "*i64",
-        "bucket_ends": "*i64",
-    }
-    types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit", "kl_limit"), "fp32")
-    for correction, divergence, is_measured in (
-        ("none", "k3", True),
-        ("decoupled", "none", False),
-        ("decoupled", "k2", True),
-        ("tis_token", "k3", True),
-    ):
-        constants = {
-            "CORRECTION": policy_loss.CORRECTIONS[correction],
-            "DIVERGENCE": policy_loss.DIVERGENCES[divergence],
-            "IS_MEASURED": is_measured,
-            "NUM_BUCKETS": len(STALENESS_BUCKETS),
-            "BLOCK": policy_loss.BLOCK,
-        }
-        name = f"loss {correction} {divergence} measured={is_measured}"
-        yield Variant(name, policy_loss.clipped_loss_kernel, types, constants)
-
-
-VARIANTS = [*forward_variants(), *backward_variants(), *other_variants()]
+VARIANTS = [*forward_variants(), *backward_variants()]
 
 
 def compiled(variant: Variant, capability: int) -> Any:

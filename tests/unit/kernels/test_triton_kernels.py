@@ -15,18 +15,12 @@ import pytest
 from tests.tiers import IS_FULL
 
 HERE = Path(__file__).parent
-INTERPRETED = (
-    "interpreted_logprob.py",
-    "interpreted_policy_loss.py",
-    "test_changed_elements.py",
-    "../trainer/interpreted_steps.py",
-)
 
 
-def run_tests(names: tuple[str, ...], **environment: str) -> str:
-    """Run test files of this folder in another process; its output if all pass."""
+def run_tests(name: str, **environment: str) -> str:
+    """Run a file of tests of this folder in another process; its output if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(["-m", ""] if IS_FULL else [])]
-    command += [str(HERE / name) for name in names]
+    command.append(str(HERE / name))
     everything = {**os.environ, **environment}
     result = subprocess.run(
         command, cwd=HERE.parents[2], env=everything, check=False, capture_output=True, text=True, timeout=280
@@ -37,9 +31,9 @@ def run_tests(names: tuple[str, ...], **environment: str) -> str:
 
 @pytest.mark.full
 def test_interpreted_kernels_give_what_the_references_give() -> None:
-    run_tests(INTERPRETED, TRITON_INTERPRET="1")
+    run_tests("interpreted_logprob.py", TRITON_INTERPRET="1")
 
 
 @pytest.mark.full
 def test_every_kernel_and_configuration_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
-    run_tests(("compiled_kernels.py",), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    run_tests("compiled_kernels.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

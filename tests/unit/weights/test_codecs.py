@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.changed_elements import FlaggedChanges
 from penstock.weights.codec.codec import ReceiverState, SenderState, whole, words
 from penstock.weights.codec.delta import DeltaCodec, pack_positions, unpack_positions
 from penstock.weights.codec.wire import CODECS, from_wire, to_wire
@@ -146,7 +145,7 @@ def test_delta_takes_the_smallest_form(dtype: torch.dtype, num_elements: int, nu
 def test_positions_survive_their_coding_with_gaps_of_any_length(positions: set[int], num_more: int) -> None:
     is_changed = torch.zeros(max(positions, default=0) + num_more, dtype=torch.bool)
     is_changed[sorted(positions)] = True
-    form, packed = pack_positions(FlaggedChanges(is_changed, is_changed, int(is_changed.sum())))
+    form, packed = pack_positions(is_changed)
     assert unpack_positions(form, packed, is_changed.numel()).tolist() == sorted(positions)
 
 
@@ -156,7 +155,7 @@ def test_gaps_around_the_escape(gap: int) -> None:
         positions = [*range(300), *(300 + gap + i for i in range(repeats))]
         is_changed = torch.zeros(positions[-1] + 1, dtype=torch.bool)
         is_changed[positions] = True
-        form, packed = pack_positions(FlaggedChanges(is_changed, is_changed, int(is_changed.sum())))
+        form, packed = pack_positions(is_changed)
         assert unpack_positions(form, packed, is_changed.numel()).tolist() == positions
 
 

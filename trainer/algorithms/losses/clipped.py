@@ -7,19 +7,17 @@ correction and mean come later (objective.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from penstock.trainer.algorithms.catalog import Entry, Named
 from penstock.trainer.algorithms.conditions import RATIO_MOVES, Deviation
-from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
-from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO, LossTokens, PolicyLoss, clamped_exp
+from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.kernels.policy_loss import ClippedLoss
     from penstock.trainer.config import AlgorithmConfig
 
 
@@ -87,41 +85,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     )
 
 
-def fused_ppo_clip(config: AlgorithmConfig) -> ClippedLoss | None:
-    """Settings of the fused kernel; None if it cannot compute the algorithm.
-
-    It can: `ppo_clip` with one importance weight per token and a divergence k2 or k3 in the loss, and nothing else. A
-    divergence at `proximal=behavior` has a factor of its own (u in `objective.py`).
-    """
-    from penstock.kernels.policy_loss import ClippedLoss
-
-    loss, settings = cast("ClippedConfig", config.loss), config.correction.decoupled or config.correction.tis_token
-    estimator = config.kl.estimator if config.kl_in_loss else "none"
-    is_beyond_kernel = (
-        str(config.correction) not in ("none", "decoupled", "tis_token")
-        or getattr(settings, "min_weight", 0.0) > 0
-        or config.correction.renormalize == "weights"
-        or (estimator != "none" and (estimator == "k1" or config.proximal == "behavior"))
-        or min(config.staleness_decay, config.entropy_top_share) < 1
-        or max(config.teacher_coefficient, config.nll_coefficient, config.entropy.coefficient) > 0
-    )
-    if is_beyond_kernel:
-        return None
-    return ClippedLoss(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        max_log_ratio=MAX_LOG_RATIO,
-        max_kl_log_ratio=MAX_K3_LOG_RATIO,
-        correction=cast("Literal['none', 'decoupled', 'tis_token']", str(config.correction)),
-        cap=1.0 if settings is None else settings.max_weight,
-        kl=cast("Literal['none', 'k2', 'k3']", estimator),
-        kl_coefficient=config.kl_in_loss,
-    )
-
-
-@Entry(
-    "loss", ClippedConfig, source="1707.06347", is_plain_at_one=True, fused=fused_ppo_clip, deviations=_OF_DAPO
-)  # fmt: skip
+@Entry("loss", ClippedConfig, source="1707.06347", is_plain_at_one=True, deviations=_OF_DAPO)
 def ppo_clip(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
     """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))`. PPO; ε_hi > ε_lo: DAPO, arXiv 2503.14476."""
     ratio = clamped_exp(tokens.target - tokens.proximal)
