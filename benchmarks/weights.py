@@ -48,7 +48,7 @@ from weights_plan import bytes_per_link, config_of_shape, egress, plain_layout, 
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
 from penstock.weights.layout.checkpoint_names import module_tensors
-from penstock.weights.layout.training import training_layout
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import DTYPE_BYTES, ModelConfig
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
@@ -99,7 +99,7 @@ def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], it
     destination = plain_layout(config_of_shape(model.shape), tensors, model.dtype, setting.tp_size)
     for _ in range(PLANNING_ROUNDS):
         started = time.perf_counter()
-        source = training_layout(tensors, num_replicas=setting.num_training_ranks, is_partitioned=True)
+        source = TrainingSharding(tuple(tensors), setting.num_training_ranks, is_partitioned=True).layout()
         plan = make_plan(source, destination, item_bytes)
         planning_s.append(time.perf_counter() - started)
     needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)

@@ -38,7 +38,6 @@ from penstock.weights.hf_folder import transformers_config
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, cut, subtract, volume, whole
 from penstock.weights.layout.checkpoint_names import module_tensors
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
-from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES, DType, ModelShape
 from penstock.weights.planner.plan import Plan
 from penstock.weights.planner.relay import Hop, relay_tree
@@ -86,7 +85,7 @@ def plan_report(config: RunConfig) -> PlanReport:
     hf_config = _transformers_config(config)
     tensors = tuple(module_tensors(hf_config))
     if rollout.engine.type == "torch":
-        layout = training_layout(tensors)
+        layout = TrainingSharding(tuple(tensors)).layout()
     else:  # traced from vLLM's own loader, without allocating weights
         os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
         layout = plain_layout(hf_config, tensors, config.model.dtype, rollout.engine.tensor_parallel_size)

@@ -91,11 +91,17 @@ def linear_logprobs(
     *,
     temperature: float = 1.0,
     alternatives: Tensor | None = None,
+    part: VocabularyShard | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> LinearLogprobs:
     """Compute the logprob of each target and the entropy of each distribution, in float32.
 
     Differentiable in `hidden` and `head` through both results; every tile is recomputed in backward.
+
+    With `part` the head is sharded over the ranks of a group, and every rank gets the full result. Forward uses two
+    collectives of `[T]` and `[3, T]` (with alternatives one of `[T, 1 + A]`), backward one of `[T, H]` float32. The
+    gradient of `hidden` is that of the whole vocabulary on every rank: all ranks compute the same loss, which is not
+    summed over ranks. `hidden`, `targets` and `alternatives` are equal on all of them.
 
     Args:
         hidden: `[T, H]`, last hidden states, float32, bfloat16 or float16 (float64 is computed in float64).
@@ -104,48 +110,20 @@ def linear_logprobs(
         temperature: Divides the logits; > 0.
         alternatives: `[T, A] int64`, the other ids that each target was sampled from, then −1; the distribution is
             renormalised over target and alternatives. None: over the whole vocabulary.
+        part: The rows of the whole vocabulary that `head` has on this rank, whose number may differ between ranks. A
+            module is then called once, with this computation in place of its own forward, including any collective in
+            it, and has no bias. None: `head` has all rows.
         max_logits: Maximum number of elements of a tile of logits.
 
     Raises:
         ShapeError: If shapes or dtypes do not match.
     """
     support = None if alternatives is None else torch.cat([targets[:, None], alternatives], dim=1)
+    if part is not None:
+        return _scores(hidden, head, targets, support, Settings(1.0 / temperature, max_logits, part.group), part.start)
     if isinstance(head, nn.Module) and not _is_plain(head):
         return _chunked_scores(hidden, head, targets, support, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
     return _scores(hidden, head, targets, support, Settings(1.0 / temperature, max_logits))
-
-
-def vocabulary_parallel_logprobs(
-    hidden: Tensor,
-    head: nn.Module | Tensor,
-    targets: Tensor,
-    part: VocabularyShard,
-    *,
-    temperature: float = 1.0,
-    alternatives: Tensor | None = None,
-    max_logits: int = MAX_LOGITS,
-) -> LinearLogprobs:
-    """Compute `linear_logprobs` with the head sharded over the ranks of a group; every rank gets the full result.
-
-    Forward uses two collectives of `[T]` and `[3, T]` (with alternatives one of `[T, 1 + A]`), backward one of `[T, H]`
-    float32. The gradient of `hidden` is
-    that of the whole vocabulary on every rank: all ranks compute the same loss, which is not summed over ranks.
-
-    Args:
-        hidden: `[T, H]`, equal on all ranks.
-        head: This rank's rows, `[V', H]`, or a module without bias that has them as its `weight`. A module is called
-            once, with this computation in place of its own forward, including any collective in it.
-        targets: `[T] int64`, tokens of the whole vocabulary, equal on all ranks.
-        part: The range of the rows and the process group; V' may differ between ranks.
-        temperature: Divides the logits; > 0.
-        alternatives: As in `linear_logprobs`, equal on all ranks.
-        max_logits: Maximum number of elements of a tile of logits.
-
-    Raises:
-        ShapeError: If shapes or dtypes do not match.
-    """
-    support = None if alternatives is None else torch.cat([targets[:, None], alternatives], dim=1)
-    return _scores(hidden, head, targets, support, Settings(1.0 / temperature, max_logits, part.group), part.start)
 
 
 def _scores(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.weights.layout.algebra import Layout, Shape, Shard, TensorSpec, View
-from penstock.weights.layout.sides import EngineLayout
-from penstock.weights.layout.training import training_layout
+from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 
 FOLDER = Path(__file__).parent / "data" / "layouts"
 NAMES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
@@ -39,6 +38,11 @@ def read(name: str) -> Frozen:
         shards = {tensor: tuple(map(_shard, rows)) for tensor, rows in layout["shards"].items()}
         layouts[int(tp)] = Layout(shards, tuple(layout["buffers"]))
     return Frozen(tensors, layouts)
+
+
+def training_layout(tensors: Iterable[TensorSpec], **sharding: Any) -> Layout:
+    """How training ranks hold these tensors; whole by default."""
+    return TrainingSharding(tuple(tensors), **sharding).layout()
 
 
 def torch_layout(tensors: Iterable[TensorSpec] | None = None) -> EngineLayout:

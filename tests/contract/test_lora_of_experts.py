@@ -14,8 +14,8 @@ from penstock.trainer.models.lora import Adapter, Adapters, load_adapted_policy,
 from penstock.trainer.models.policy_model import hf_parameters, load_policy
 from penstock.trainer.models.varlen_attention import SequenceBoundaries
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.training import training_layout
 from penstock.weights.transport.adapters import adapter_manifest, adapter_tensors
+from tests.layouts import training_layout
 
 from .test_model_families import make_model, model_config
 

@@ -28,9 +28,9 @@ from penstock.weights.layout.checkpoint_names import (
     model_without_memory,
     module_tensors,
 )
-from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from tests import layouts
+from tests.layouts import training_layout
 from tests.unit.weights.models import PADDING, buffers_of, numbered
 from tests.unit.weights.test_reshard_plans import carried_out
 

@@ -24,12 +24,12 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.layout.algebra import Layout
-from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import Hop, relay_tree
 from penstock.weights.transport.process_group.group import LostPeerError, TransferGroup, connect_store
 from penstock.weights.transport.process_group.members import Members, Route
 from penstock.weights.transport.process_group.transfer import Transfer
+from tests.layouts import training_layout
 from tests.unit.weights.models import (
     PADDING,
     buffers_of,

@@ -2,7 +2,7 @@
 
 AutoTP could read the plan of transformers or guess by names. We pass an explicit plan and read the resulting splits
 from the live model. Three choices:
-- An untied head is split by rows and never gathered: `vocabulary_parallel_logprobs` works on its local rows.
+- An untied head is split by rows and never gathered: `linear_logprobs` works on its local rows.
 - A tied head stays whole with its embedding. AutoTP would split both by vocabulary and use its own loss.
 - Norms of single heads (q_norm, k_norm) are whole, but each rank sees its own heads only: their gradients are summed.
 """
@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 
 from penstock.dataflow.errors import ConfigError
 from penstock.weights.layout.algebra import Box, Shape, cut, extents, volume, whole
-from penstock.weights.layout.training import Splits
 
 _COLUMN = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
 _ROW = r".*\.(o_proj|down_proj)\.weight$"
@@ -99,7 +98,7 @@ class TensorSplit:
     """The tensor-parallel ranks."""
     shapes: Mapping[str, Shape]
     """HF name -> full shape."""
-    splits: Splits
+    splits: Mapping[str, Sequence[Box]]
     """HF name -> the part of each rank; a tensor without an entry is whole on all."""
 
     def box(self, name: str) -> Box:

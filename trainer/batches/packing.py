@@ -250,8 +250,14 @@ def plan_batch(
         most = max(sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares)
         rows = fill_rows(lengths, range(len(lengths)), max_tokens)
         shared_out = _share_rows(lengths, rows, num_ranks, attention_share, most)
-        if shared_out is not None and (fewest := max(map(len, shared_out))) < count:
-            plans, count = [[_micro_batch(lengths, [row]) for row in own] for own in shared_out], fewest
+        if shared_out is not None and max(map(len, shared_out)) < count:
+            plans = [[_micro_batch(lengths, [row]) for row in own] for own in shared_out]
+    return _of_equal_length(plans, lengths)
+
+
+def _of_equal_length(plans: Sequence[Sequence[MicroBatchPlan]], lengths: Sequence[int]) -> BatchPlan:
+    """Equally many micro-batches on each rank, at least one: ranks with fewer get empty ones."""
+    count = max(1, *map(len, plans))
     padded = sum(micro_batch.num_padded_tokens for plan in plans for micro_batch in plan)
     return BatchPlan(
         ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
@@ -273,12 +279,7 @@ def _plan_padded(
     for bundle, width in zip(bundles, widths, strict=True):
         _check_unit(lengths, bundle, width * len(bundle), max_tokens)
     costs = [len(bundle) * sequence_cost(width, attention_share) for bundle, width in zip(bundles, widths, strict=True)]
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for index in sorted(range(len(bundles)), key=lambda index: (-costs[index], index)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(index)
-        heapq.heappush(loads, (load + costs[index], rank))
+    shares = _deal(costs, num_ranks, max_each=len(costs))
     plans: list[list[MicroBatchPlan]] = []
     for share in shares:
         plan: list[MicroBatchPlan] = []
@@ -289,12 +290,7 @@ def _plan_padded(
             else:
                 plan.append(MicroBatchPlan(rows, widths[index]))
         plans.append(plan)
-    count = max(1, *map(len, plans))
-    padded = sum(one.num_padded_tokens for plan in plans for one in plan)
-    return BatchPlan(
-        ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
-        efficiency=sum(lengths) / padded if padded else 1.0,
-    )
+    return _of_equal_length(plans, lengths)
 
 
 def _check_unit(lengths: Sequence[int], unit: Sequence[int], num_tokens: int, max_tokens: int) -> None:
@@ -318,40 +314,43 @@ def _check_longest(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float) -> list[list[int]]:
-    """Assign sequences to ranks, costliest first, each to the rank with the lowest cost so far (LPT; Graham 1969).
+    """Assign sequences to ranks by cost.
 
     Returns:
         For each rank, indices of its sequences (those of length ≥ 1), longest first.
     """
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for index in _longest_first(lengths, range(len(lengths))):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(index)
-        heapq.heappush(loads, (load + sequence_cost(lengths[index], attention_share), rank))
-    return shares
+    costs = [sequence_cost(length, attention_share) for length in lengths]
+    shares = _deal(costs, num_ranks, max_each=len(costs))
+    return [[index for index in share if lengths[index]] for share in shares]
 
 
 def _share_rows(
     lengths: Sequence[int], rows: Sequence[tuple[int, ...]], num_ranks: int, attention_share: float, most_cost: float
 ) -> list[list[tuple[int, ...]]] | None:
-    """Assign equally many rows to each rank: the costliest first, to the rank with the lowest cost that is not full.
+    """Assign equally many rows to each rank by cost.
 
     Returns:
         For each rank its rows; None if a rank would cost more than `most_cost` and than `MAX_IMBALANCE` of the mean.
     """
-    costs = {row: sum(sequence_cost(lengths[index], attention_share) for index in row) for row in rows}
-    max_rows = -(-len(rows) // num_ranks)
-    shares: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for row in sorted(rows, key=lambda row: (-costs[row], row)):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(row)
-        if len(shares[rank]) < max_rows:
-            heapq.heappush(loads, (load + costs[row], rank))
-    totals = [sum(costs[row] for row in share) for share in shares]
+    costs = [sum(sequence_cost(lengths[index], attention_share) for index in row) for row in rows]
+    shares = _deal(costs, num_ranks, max_each=-(-len(rows) // num_ranks))
+    totals = [sum(costs[index] for index in share) for share in shares]
     allowed = max(MAX_IMBALANCE * sum(totals) / num_ranks, most_cost)
-    return shares if max(totals) <= allowed else None
+    return [[rows[index] for index in share] for share in shares] if max(totals) <= allowed else None
+
+
+def _deal(costs: Sequence[float], num_ranks: int, *, max_each: int) -> list[list[int]]:
+    """Indices for each rank: costliest first, each to the rank with the lowest cost so far that is not full (LPT;
+    Graham 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        if len(shares[rank]) < max_each:
+            heapq.heappush(loads, (load + costs[index], rank))
+    return shares
 
 
 def sequence_cost(length: int, attention_share: float) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.expert_choice import ExpertChoice
 from penstock.kernels.float32_head import Float32Head
-from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
+from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs
 from penstock.trainer.models.varlen_attention import SequenceBoundaries, register_varlen
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.checkpoint_names import body_of, loading_arguments
@@ -89,12 +89,9 @@ class PolicyModel(nn.Module):
         positions = position_ids if self.rows == "packed" else None
         hidden = hidden_at(body, input_ids, positions, attention_mask, target_index, boundaries)
         head, part = self._own_logits or self.causal_lm.get_output_embeddings(), self.vocabulary
-        if part is None:
-            scored = linear_logprobs(hidden, head, target_ids, temperature=temperature, alternatives=alternatives)
-        else:
-            scored = vocabulary_parallel_logprobs(
-                hidden, head, target_ids, part, temperature=temperature, alternatives=alternatives
-            )
+        scored = linear_logprobs(
+            hidden, head, target_ids, temperature=temperature, alternatives=alternatives, part=part
+        )
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
-from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.layout.training import Splits, training_layout
+from penstock.weights.layout.algebra import (
+    Box,
+    Layout,
+    Shard,
+    TensorSpec,
+    View,
+    extents,
+    flat_boxes,
+    row_major,
+    volume,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +43,12 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSharding:
-    """How the training ranks shard a model."""
+    """How the training ranks shard a model: replicated (ZeRO 0 to 2), ZeRO-3, FSDP2, AutoTP, or ZeRO-3 with AutoTP.
+
+    ZeRO-3 flattens each tensor in row-major order and gives rank r of W the elements [r·p, min((r+1)·p, n)),
+    p = ceil(n / W); the tail of the last partition is padding. FSDP2 gives it whole rows, ceil(rows / W) of them: the
+    last ranks may have fewer, or none. W = `num_replicas` / `num_copies`; rank r of each copy holds the same.
+    """
 
     tensors: tuple[TensorSpec, ...]
     """Names and full shapes, tied ones once."""
@@ -41,8 +58,8 @@ class TrainingSharding:
     """Each part is partitioned over them (ZeRO-3, FSDP2); otherwise every rank holds all of it."""
     tp_size: int = 1
     """Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank."""
-    splits: Splits = field(default_factory=dict)
-    """The part of each tensor that a tensor-parallel rank holds."""
+    splits: Mapping[str, Sequence[Box]] = field(default_factory=dict)
+    """Name -> the box that each tensor-parallel rank holds, read from the live model; of others each holds all."""
     by_rows: bool = False
     """Partitions are whole rows (FSDP2), not stretches of elements (ZeRO-3)."""
     num_copies: int = 1
@@ -58,13 +75,32 @@ class TrainingSharding:
         return f"{split}{held} over {self.num_replicas} ranks{copies}"
 
     def layout(self) -> Layout:
-        """Where the ranks hold the model."""
-        return training_layout(
-            self.tensors,
-            num_replicas=self.num_replicas,
-            tp_size=self.tp_size,
-            is_partitioned=self.is_partitioned,
-            by_rows=self.by_rows,
-            num_copies=self.num_copies,
-            splits=self.splits,
-        )
+        """Where the ranks hold the model. Every tensor of a rank is a buffer of its own, with the tensor's name."""
+        shards: dict[str, tuple[Shard, ...]] = {}
+        buffers: list[dict[str, int]] = [{} for _ in range(self.num_replicas * self.tp_size)]
+        for tensor in self.tensors:
+            held: list[Shard] = []
+            for tp in range(self.tp_size):
+                box = self.splits[tensor.name][tp] if tensor.name in self.splits else whole(tensor.shape)
+                num_elements = volume(box)
+                num_parts = self.num_replicas // self.num_copies if self.is_partitioned else 1
+                unit = prod(extents(box)[1:]) if self.by_rows else 1
+                part = -(-num_elements // (unit * num_parts)) * unit
+                for dp in range(self.num_replicas):
+                    rank = dp * self.tp_size + tp
+                    start = dp % num_parts * part
+                    stop = min(start + part, num_elements)
+                    held += _flat_shards(rank, tensor.name, box, start, stop)
+                    buffers[rank][tensor.name] = max(stop - start, 0) if self.by_rows else part
+            shards[tensor.name] = tuple(held)
+        return Layout(shards, tuple(buffers))
+
+
+def _flat_shards(rank: int, name: str, box: Box, start: int, stop: int) -> Iterator[Shard]:
+    """Elements [start, stop) of the contiguous local tensor that holds `box`, stored from address 0 on."""
+    local = extents(box)
+    strides = row_major(local)
+    for part in flat_boxes(local, start, stop):
+        first = sum(begin * stride for (begin, _), stride in zip(part, strides, strict=True))
+        moved = tuple((begin + low, end + low) for (begin, end), (low, _) in zip(part, box, strict=True))
+        yield Shard(rank, moved, View(name, first - start, strides))

@@ -47,7 +47,7 @@ from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.checkpoint_names import loading_arguments
-from penstock.weights.layout.training import training_layout
+from penstock.weights.layout.sides import TrainingSharding
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.device_memory import VersionBuffer, VersionBufferHandle, version_buffer_for
@@ -161,7 +161,7 @@ class TorchEngine:
 
     async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Whole, under the trainer's own names. See `LocalEngine`."""
-        return training_layout(tensors)
+        return TrainingSharding(tuple(tensors)).layout()
 
     async def profile(self, name: str, seconds: float) -> None:
         """See `LocalEngine`."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from penstock.kernels.linear_logprob import VocabularyShard, vocabulary_parallel_logprobs
+from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs
 from tests.unit.kernels.problems import expected_scores, expected_truncated_scores, head_problem, some_alternatives
 
 TEMPERATURE = 0.6
@@ -28,11 +28,11 @@ def run_rank(rank: int, folder: str) -> None:
         group = dist.group.WORLD
         assert group is not None
         part = VocabularyShard(bounds[rank], bounds[rank + 1], group)
-        scored = vocabulary_parallel_logprobs(
+        scored = linear_logprobs(
             hidden,
             weight,
             problem.targets,
-            part,
+            part=part,
             temperature=TEMPERATURE,
             alternatives=some_alternatives(problem, 5) if is_truncated else None,
             max_logits=160,

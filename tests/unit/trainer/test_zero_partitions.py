@@ -7,7 +7,7 @@ import pytest
 from penstock.dataflow.errors import CheckpointError, WeightSyncError
 from penstock.trainer.backends.deepspeed import check_partitions, of_deepspeed
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.training import training_layout
+from tests.layouts import training_layout
 
 TENSORS = (TensorSpec("model.norm.weight", (7,)), TensorSpec("lm_head.weight", (5, 3)))
 SIZES = {"model.norm.weight": 7, "lm_head.weight": 15}

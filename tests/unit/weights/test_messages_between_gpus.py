@@ -18,7 +18,6 @@ from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.sides import TrainingSharding
-from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.process_group.endpoints import (
@@ -33,7 +32,7 @@ from penstock.weights.transport.process_group.members import Members
 from penstock.weights.transport.process_group.transfer import Transfer
 from penstock.weights.transport.shards import ShardTransfer
 from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
-from tests.layouts import torch_layout
+from tests.layouts import torch_layout, training_layout
 from tests.unit.weights.models import (
     PADDING,
     buffers_of,

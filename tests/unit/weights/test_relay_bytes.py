@@ -7,11 +7,11 @@ from math import prod
 import pytest
 
 from benchmarks.weights_plan import wire_bytes
-from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.process_group.members import Members
 from penstock.weights.transport.process_group.transfer import Step, steps_of
+from tests.layouts import training_layout
 from tests.unit.weights.models import engine_layout, tensors_of
 
 NUM_ENGINES = 64

@@ -14,10 +14,10 @@ from benchmarks.weights_plan import bytes_per_link, egress, expected_splits, low
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
-from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.shards import ShardTransfer
+from tests.layouts import training_layout
 from tests.tiers import each_of
 from tests.unit.weights.models import PADDING, buffers_of, engine_layout, numbered, strided, tensors_of, vllm_rank
 
