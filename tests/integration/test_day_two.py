@@ -175,18 +175,17 @@ def test_evaluate_on_several_sets_measure_any_policy_compare_two(folder: Path) -
 
 
 @pytest.mark.parametrize("tracker", ["every_library", "my_own"])
-def test_log_to_trackers(folder: Path, tracker: str) -> None:
+def test_log_to_trackers(folder: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, every_library, my_own = of_section("Log to W&B, MLflow, Trackio or a tracker of yours")
+    for name, value in (("TRACKIO_DIR", str(folder / "trackio")), ("HF_HUB_OFFLINE", "1"), ("WANDB_MODE", "offline")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if tracker == "every_library":
         for library in ("mlflow", "trackio"):
             pytest.importorskip(library, reason=f"the extra `{library}` is not installed")
     (folder / "my_module.py").write_text(MY_TRACKER)
     words = {"every_library": every_library, "my_own": my_own}[tracker]
-    with in_process(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("WANDB_MODE", "offline")
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with in_process(folder):
         invoke([*words[:2], *small(tracker, folder, *words[3:], "total_steps=3")])
     run_dir = folder / "runs" / tracker
     if tracker == "my_own":
