@@ -1,8 +1,8 @@
 """`penstock population`: train several members side by side; the worst go on as branches of the best, with other keys.
 
 The rule is platform/run/population.py. A member is a run: `penstock train` in its first generation, `penstock resume`
-after it, and a branch (branch.py) where it goes on from another one. DIR holds the runs, their logs, and after every
-generation population.json, from which the same command continues, population.md and population.html.
+after it, and a branch (branch.py) where it goes on from another one. DIR holds the runs, their logs, and from the
+start on population.json, with which the same command continues, population.md and population.html.
 
 Ray Tune has a scheduler of this kind. It is not used: a trial of Tune holds its checkpoints in Tune's storage and its
 processes in Tune's cluster, while a member here is a run of its own, on this machine with a Ray of its own or in the
@@ -244,20 +244,28 @@ def check_members(
 
 
 def continued(population: Population, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Continue where the population of this folder was, if it has one.
+    """Continue where the population of this folder was, or write the state of a new one before its first member.
 
     Raises:
-        ConfigError: If it is another one.
+        ConfigError: If it is another one, or members are there whose settings nobody knows.
     """
     path = folder / STATE_FILE
     if not path.exists():
+        if found := [member.name for member in population.members if (folder / member.name).exists()]:
+            raise ConfigError(
+                [
+                    f"--folder {folder}: it holds {', '.join(found)}, and no {STATE_FILE} that says with which keys "
+                    "they began, so they cannot be continued. Use another folder, or delete them."
+                ]
+            )
+        write_results(population, folder, settings)
         return
     state = json.loads(path.read_text())
-    if (found := state["settings"]) != dict(settings):
-        different = next(key for key in settings if found.get(key) != settings[key])
+    if (before := state["settings"]) != dict(settings):
+        different = next(key for key in settings if before.get(key) != settings[key])
         raise ConfigError(
             [
-                f"--folder {folder}: it holds a population whose {different} is {found.get(different)}, and this one "
+                f"--folder {folder}: it holds a population whose {different} is {before.get(different)}, and this one "
                 f"has {settings[different]}. Use the same command to continue it, or another folder."
             ]
         )

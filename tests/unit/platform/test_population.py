@@ -148,6 +148,27 @@ def test_an_interrupted_population_continues_as_if_it_had_not_been(tmp_path: Pat
         quadratic(tmp_path / "cut", 6, 6)
 
 
+def test_a_population_that_ends_in_its_first_generation_is_known_by_its_settings(tmp_path: Path, monkeypatch) -> None:
+    from examples.quadratic_member import Quadratic
+
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Quadratic, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quadratic(tmp_path, 4, 1)
+    with pytest.raises(ConfigError, match="it holds a population whose seed is 4, and this one has 6"):
+        quadratic(tmp_path, 6, 1)
+    quadratic(tmp_path, 4, 1)
+
+
+def test_members_of_an_unknown_population_are_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "member1").mkdir()
+    with pytest.raises(ConfigError, match=r"it holds member1, and no population\.json"):
+        quadratic(tmp_path, 4, 1)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
