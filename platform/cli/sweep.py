@@ -242,10 +242,11 @@ def run_trials(
     results: dict[Trial, Result] = {}
     own_yaml = [] if config_dir is None else ["--config-dir", str(config_dir)]
     is_ending, writing = threading.Event(), threading.Lock()
+    began_at: dict[str, float] = {}
 
     def run(number: int, trial: Trial, config: RunConfig) -> None:
         where = f"[{number + 1}/{len(configs)}] {trial.name}"
-        behind = FallsBehind(config, [other for other in configs.values() if other is not config])
+        behind = FallsBehind(config, began_at)
 
         def ending() -> str | None:
             if is_ending.is_set():
@@ -253,6 +254,7 @@ def run_trials(
             return behind() if stops_early else None
 
         result = find_completed(config) or find_stopped(config, stops_early=stops_early)
+        began_at[config.run_dir] = 0.0 if result else time.time()
         if result is None:
             note(f"{where}: running")
             log = folder / f"{trial.name}.log"
@@ -300,12 +302,19 @@ class FallsBehind:
     """Whether a trial falls behind: the median stopping rule of Golovin et al., "Google Vizier", 2017, section 3.2.1.
 
     At an evaluation during training, its best accuracy so far is compared with the median of the means, up to the same
-    step, of the other trials that came as far. It needs `FEWEST_OTHERS` of them.
+    step, of the other trials of this sweep that came as far. It needs `FEWEST_OTHERS` of them.
     """
 
-    def __init__(self, config: RunConfig, others: Sequence[RunConfig]) -> None:
-        self._run_dir = Path(config.run_dir)
-        self._others = [Path(other.run_dir) for other in others]
+    def __init__(self, config: RunConfig, began_at: Mapping[str, float]) -> None:
+        """Compare nothing yet.
+
+        Args:
+            config: Of the trial.
+            began_at: Run directory of each trial that has begun, this one included -> Unix time from which its records
+                count: an earlier sweep may have left some of another configuration.
+        """
+        self._run_dir = config.run_dir
+        self._began_at = began_at
         self._read_at = 0.0
 
     def __call__(self) -> str | None:
@@ -313,12 +322,13 @@ class FallsBehind:
         if time.monotonic() - self._read_at < LOOK_S:
             return None
         self._read_at = time.monotonic()
-        mine = _accuracies(self._run_dir)
+        others = dict(self._began_at)  # which other threads add to
+        mine = _accuracies(self._run_dir, others.pop(self._run_dir))
         if not mine or (step := mine[-1][0]) == 0:
             return None
         means = []
-        for other in self._others:
-            found = _accuracies(other)
+        for other, since_s in others.items():
+            found = _accuracies(other, since_s)
             if found and found[-1][0] >= step:
                 means.append(mean(value for at, value in found if at <= step))
         best = max(value for _, value in mine)
@@ -330,10 +340,10 @@ class FallsBehind:
         )
 
 
-def _accuracies(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and accuracy of the evaluations of a run so far; empty if it has not begun."""
+def _accuracies(run_dir: str, since_s: float = 0.0) -> list[tuple[int, float]]:
+    """Step and accuracy of the evaluations of a run from a Unix time on; empty if it has not begun."""
     try:
-        records = list(read_metrics(run_dir))
+        records = [one for one in read_metrics(Path(run_dir)) if one.time_s >= since_s]
     except FileNotFoundError:
         return []
     return [(one.step, one.metrics[ACCURACY_METRIC]) for one in records if ACCURACY_METRIC in one.metrics]
@@ -341,10 +351,16 @@ def _accuracies(run_dir: Path) -> list[tuple[int, float]]:
 
 def find_stopped(config: RunConfig, *, stops_early: bool) -> Result | None:
     """The result of a trial that was stopped early; None if it was not, or is to be completed now."""
-    found = _accuracies(Path(config.run_dir))
-    if not stops_early or not found or not (Path(config.run_dir) / STOPPED_FILE).exists():
+    found = _accuracies(config.run_dir)
+    if not stops_early or not found or not (Path(config.run_dir) / STOPPED_FILE).exists() or not _is_of(config):
         return None
     return Result("stopped", config.run_dir, accuracy=found[-1][1], gain=found[-1][1] - found[0][1])
+
+
+def _is_of(config: RunConfig) -> bool:
+    """Whether the run in the directory has this configuration."""
+    written = Path(config.run_dir) / CONFIG_FILE
+    return written.exists() and _without_keep(written.read_text()) == _without_keep(to_yaml(config))
 
 
 def _without_keep(text: str) -> dict[str, Any]:
@@ -357,10 +373,8 @@ def _without_keep(text: str) -> dict[str, Any]:
 def find_completed(config: RunConfig) -> Result | None:
     """Return the result of a completed run of the same configuration; None if there is none."""
     run_dir = Path(config.run_dir)
-    written, summary_file = run_dir / CONFIG_FILE, run_dir / SUMMARY_FILE
-    if not summary_file.exists() or not written.exists():
-        return None
-    if _without_keep(written.read_text()) != _without_keep(to_yaml(config)):
+    summary_file = run_dir / SUMMARY_FILE
+    if not summary_file.exists() or not _is_of(config):
         return None
     summary = json.loads(summary_file.read_text())
     if summary["status"] != "completed":

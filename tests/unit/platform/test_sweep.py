@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -354,7 +355,7 @@ def test_a_trial_is_stopped_when_its_best_is_below_the_median_of_the_others_mean
     ):
         shutil.rmtree(mine.run_dir, ignore_errors=True)
         evaluate(mine, *accuracies)
-        found = FallsBehind(mine, others)()
+        found = FallsBehind(mine, dict.fromkeys([mine.run_dir, *(other.run_dir for other in others)], 0.0))()
         assert (found is None) if said is None else (said in (found or ""))
 
 
@@ -364,18 +365,43 @@ def test_too_few_others_stop_nothing(tmp_path: Path) -> None:
     for other in others[:2]:
         evaluate(other, 0.1, 0.9)
     evaluate(others[2], 0.1)  # has not come as far
-    assert FallsBehind(mine, others)() is None
+    assert FallsBehind(mine, dict.fromkeys([mine.run_dir, *(other.run_dir for other in others)], 0.0))() is None
+
+
+def test_a_trial_is_not_compared_by_what_earlier_sweeps_have_left(tmp_path: Path, monkeypatch) -> None:
+    grid = parse_grid(["experiment=arithmetic", "dataflow.max_staleness=0,1,2,3,4"])
+    configs, _ = check_trials(grid, tmp_path, dry_run=True)
+    for config in configs.values():  # of another sweep
+        evaluate(config, 0.1, 0.1 if config is list(configs.values())[3] else 0.9)
+    monkeypatch.setattr(sweep, "LOOK_S", 0.0)
+    reasons = []
+
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str, grace_s: float, ending: Any) -> None:
+        config = list(configs.values())[len(reasons)]
+        time.sleep(0.002)  # the times of records are rounded to milliseconds
+        before = ending()
+        evaluate(config, 0.1, 0.1 if len(reasons) == 3 else 0.9)
+        reasons.append((before, ending()))
+
+    monkeypatch.setattr(sweep, "run_penstock", run)
+    run_trials(grid, configs, tmp_path, 10.0, print, stops_early=True)
+    assert [reason for reason, _ in reasons] == [None] * 5, "its own old evaluations are those of another run"
+    assert [reason is None for _, reason in reasons] == [True, True, True, False, True]
+    assert "below the median of 3 others, 0.500" in reasons[3][1]
 
 
 def test_a_stopped_trial_is_kept_and_completed_without_the_option(tmp_path: Path) -> None:
     (config,) = of_runs(tmp_path, 1)
     evaluate(config, 0.1, 0.3)
+    (Path(config.run_dir) / "config.yaml").write_text(to_yaml(config))
     assert find_stopped(config, stops_early=True) is None
     (Path(config.run_dir) / "stopped_early.txt").write_text("why")
     found = find_stopped(config, stops_early=True)
     assert found is not None
     assert (found.status, found.accuracy, found.gain) == ("stopped", 0.3, pytest.approx(0.2))
     assert find_stopped(config, stops_early=False) is None
+    other = config.model_copy(update={"total_steps": config.total_steps + 1})
+    assert find_stopped(other, stops_early=True) is None, "it was stopped under another configuration"
 
 
 @pytest.mark.full
