@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -26,7 +26,10 @@ from penstock.envs.import_path import load_object
 from penstock.platform.checks.load import load_config
 from penstock.platform.cli.branch import begin
 from penstock.platform.cli.child import run_penstock
+from penstock.platform.config.field_errors import nearest_choice
+from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.hub import catalog, undeclared
 from penstock.platform.metrics.run_files import CONFIG_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run.checkpoint import CheckpointFolder
@@ -155,7 +158,7 @@ def run_population(
 
     grace_s, is_made_first = 25.0, False
     if trainable is None:
-        grace_s, is_made_first = check_members(population, fixed, folder, config_dir, dry_run=dry_run, note=note)
+        grace_s, is_made_first = check_members(population, fixed, folder, config_dir, score, dry_run=dry_run, note=note)
     if dry_run:
         for member in population.members:
             note(f"{member.name}: {', '.join(f'{key}={_written(value)}' for key, value in member.keys.items())}")
@@ -219,17 +222,18 @@ def check_members(
     fixed: Sequence[str],
     folder: Path,
     config_dir: Path | None,
+    score: str,
     *,
     dry_run: bool,
     note: Callable[[str], None],
 ) -> tuple[float, bool]:
-    """Compose and check the first and the last of the first members.
+    """Compose and check the first and the last of the first members, and whether they can be compared and go on.
 
     Returns:
         Their `stop_grace_s`, and whether a warm start makes the policy of all of them first.
 
     Raises:
-        ConfigError: If one is invalid.
+        ConfigError: If one is invalid, or would end a generation without score or checkpoint.
     """
     told: dict[str, None] = {}
     for member in (population.members[0], population.members[-1]):
@@ -238,9 +242,30 @@ def check_members(
         own += [f"{key}={_written(value)}" for key, value in member.keys.items()]
         loaded = load_config("train", [*fixed, *own], config_dir=config_dir, dry_run=dry_run)
         told |= dict.fromkeys(loaded.warnings)
+    if problems := list(obstacles(loaded.config, score)):
+        raise ConfigError(problems)
     for warning in told:
         note(f"warning: {warning}")
     return loaded.config.stop_grace_s, loaded.warm_start is not None
+
+
+def obstacles(config: RunConfig, score: str) -> Iterator[str]:
+    """Yield why members would have no score at the end of a generation, or could not go on."""
+    evaluation, checkpoint = config.evaluation, config.checkpoint
+    if undeclared([score]):
+        yield f"--score {score}: no run logs such a metric.{nearest_choice(score, list(catalog()))}"
+    if score.startswith("eval/") and evaluation.num_tasks == 0 and not evaluation.sets:
+        yield f"--score {score}: it is never measured with evaluation.num_tasks=0. Leave that out, or give another one."
+    if evaluation.patience is not None:
+        yield (
+            f"evaluation.patience={evaluation.patience}: a member that ends before its generation has no score. "
+            "Use evaluation.patience=null: the population ends what is no longer better."
+        )
+    if not (checkpoint.every_steps or checkpoint.every_minutes):
+        yield (
+            "checkpoint.every_minutes=0 and checkpoint.every_steps=0: there would be no checkpoint with which a branch "
+            "could begin, or a member go on. Set one of them."
+        )
 
 
 def continued(population: Population, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@
 
 Jaderberg et al., "Population Based Training of Neural Networks", 2017, arXiv:1711.09846 (truncation selection). A
 member that dies is tried once more, then replaced by a branch as if it were the worst, so that a population stays full.
+So is a branch that cannot begin, e.g. since the disk was full when its parent took its last checkpoint.
 
 Pure but for `Trainable`, which trains one member. All draws depend on the seed, the generation and the member alone, so
 a population that was interrupted continues as if it had not been.
@@ -91,7 +92,11 @@ class Trainable(Protocol):
     """Trains members. Its methods may be called in several threads, each for another member."""
 
     def branch(self, parent: str, name: str, step: int, keys: Keys) -> None:
-        """Make a member that begins at this step of another one. Called while nothing trains."""
+        """Make a member that begins at this step of another one. Called while nothing trains.
+
+        Raises:
+            PenstockError: If the other one cannot be continued from this step.
+        """
         ...
 
     def train(self, name: str, step: int, keys: Keys) -> float:
@@ -159,13 +164,20 @@ class Population:
             PenstockError: If every member dies.
         """
         self.members = self.chosen()
+        unborn: set[int] = set()
         for member in self.members:
             if member.parent is not None and member.born == self.generation:
                 note(f"{member.name} is a branch of {member.parent} at step {self.step}, {_told(member.keys)}")
-                trainable.branch(member.parent, member.name, self.step, member.keys)
+                try:
+                    trainable.branch(member.parent, member.name, self.step, member.keys)
+                except PenstockError as failure:
+                    note(f"{member.name} could not begin, and is replaced after this generation: {failure}")
+                    unborn.add(member.slot)
         until = self.step + self.steps_per_generation
 
         def trained(member: Member) -> Member:
+            if member.slot in unborn:
+                return replace(member, score=None)
             for attempt in range(1, NUM_TRIES + 1):
                 try:
                     return replace(member, score=trainable.train(member.name, until, member.keys))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform.cli.population import run_population, searched
+from penstock.platform.cli.population import check_members, run_population, searched
 from penstock.platform.run.population import Keys, Member, Population, Range
 
 RATE = {"lr": Range(1e-5, 1e-1)}
@@ -91,6 +91,24 @@ def test_a_member_that_dies_once_goes_on_and_one_that_dies_again_is_replaced() -
     advance(population, trainable)
     assert [member.score is not None for member in population.members] == [True] * 4, "it is full again"
     assert {name for _, name, _ in trainable.branches} == {"member1-1"}, "the dead one took the place of the worst"
+
+
+def test_a_branch_that_cannot_begin_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = Population.begin(4, RATE, 10, seed=0)
+    trainable = Scored({"member2": 0.9, "member1": 0.1})
+    advance(population, trainable)
+
+    def failing(parent: str, name: str, step: int, keys: Keys) -> None:
+        raise PenstockError("there is no checkpoint of step 10")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainable, "branch", failing)
+        notes = advance(population, trainable)
+    assert "member1-1 could not begin" in notes[-1]
+    assert [member.score for member in population.members] == [0.5, None, 0.9, 0.5]
+    advance(population, trainable)
+    assert trainable.branches == [("member2", "member1-2", 20)]
+    assert {name for name, _ in trainable.trained} == {"member0", "member1", "member2", "member3", "member1-2"}
 
 
 def test_it_ends_only_when_all_have_died() -> None:
@@ -182,6 +200,35 @@ def test_members_of_an_unknown_population_are_not_taken_over(tmp_path: Path) -> 
 def test_what_is_no_search_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         searched(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "score", "said"),
+    [
+        ([], "eval/acuracy", r"--score eval/acuracy: no run logs such a metric\. Did you mean eval/accuracy\?"),
+        (["evaluation.num_tasks=0"], "eval/accuracy", r"never measured with evaluation\.num_tasks=0"),
+        (
+            ["evaluation.patience=2"],
+            "eval/accuracy",
+            r"evaluation\.patience=2: a member that ends before its generation",
+        ),
+        (["checkpoint.every_minutes=0"], "eval/accuracy", "no checkpoint with which a branch could begin"),
+    ],
+)
+def test_what_no_generation_could_end_with_is_refused_before_the_first(
+    tmp_path: Path, words: list[str], score: str, said: str
+) -> None:
+    ranges, fixed = searched(["experiment=arithmetic", "trainer.optimizer.lr=1e-6:1e-4", *words])
+    population = Population.begin(4, ranges, 10, 0)
+    with pytest.raises(ConfigError, match=said) as refused:
+        check_members(population, fixed, tmp_path, None, score, dry_run=True, note=print)
+    assert len(refused.value.violations) == 1
+
+
+def test_members_that_can_be_compared_and_branched_are_taken(tmp_path: Path) -> None:
+    ranges, fixed = searched(["experiment=arithmetic", "trainer.optimizer.lr=1e-6:1e-4", "evaluation.num_tasks=32"])
+    population = Population.begin(4, ranges, 10, 0)
+    check_members(population, fixed, tmp_path, None, "reward/mean", dry_run=True, note=print)
 
 
 def test_words_with_a_colon_that_are_no_ranges_are_overrides() -> None:
