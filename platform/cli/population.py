@@ -34,6 +34,7 @@ from penstock.platform.metrics.run_files import CONFIG_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.population import Keys, Member, Population, Range, Trainable
+from penstock.platform.run.run_dir import locked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,7 +148,7 @@ def run_population(
         console: Told what happens.
 
     Raises:
-        ConfigError: If a member is invalid, or the folder holds another population.
+        ConfigError: If a member is invalid, or the folder holds another population or is in use.
         PenstockError: If all members have died.
     """
     ranges, fixed = searched(overrides)
@@ -166,7 +167,6 @@ def run_population(
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"overrides": list(overrides), "members": num_members, "seed": seed, "score": score}
     settings |= {"steps_per_generation": steps_per_generation, "trainable": trainable}
-    continued(population, folder, settings)
     members: Trainable
     if trainable is None:
         members = runs = Runs(fixed, folder, config_dir, score, timeout_s, grace_s)
@@ -187,11 +187,14 @@ def run_population(
                 threads.shutdown(cancel_futures=True)
                 raise
 
-    while population.generation < generations:
-        population.advance(members, note, train_all)
-        write_results(population, folder, settings)
-        best = population.best
-        note(f"generation {population.generation} of {generations}: the best is {best.name}, {score} {best.score:.4g}")
+    with locked(folder, "--folder "):
+        continued(population, folder, settings)
+        while population.generation < generations:
+            population.advance(members, note, train_all)
+            write_results(population, folder, settings)
+            best = population.best
+            where = f"generation {population.generation} of {generations}"
+            note(f"{where}: the best is {best.name}, {score} {best.score:.4g}")
     note(f"{folder / 'population.md'}, population.json, population.html")
     return 0
 

@@ -40,6 +40,7 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run.run_dir import locked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -452,7 +453,7 @@ def run_sweep(
     """Check all trials, run the uncompleted ones and print the table; returns the exit code.
 
     Raises:
-        ConfigError: If a trial is invalid; raised before any trial runs.
+        ConfigError: If a trial is invalid, or another sweep runs in the folder; raised before any trial runs.
         PenstockError: If trials failed; raised after all others are done.
     """
     from rich.table import Table
@@ -471,9 +472,10 @@ def run_sweep(
         return 0
     folder.mkdir(parents=True, exist_ok=True)
 
-    results = run_trials(
-        grid, configs, folder, cell_timeout_s, note, config_dir, side_by_side=side_by_side, stops_early=stops_early
-    )
+    with locked(folder, "--folder "):
+        results = run_trials(
+            grid, configs, folder, cell_timeout_s, note, config_dir, side_by_side=side_by_side, stops_early=stops_early
+        )
     header, *rows = result_rows(grid, results)
     shown = Table(title="greedy held-out accuracy after training", title_justify="left")
     for column in header:

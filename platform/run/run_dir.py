@@ -83,8 +83,12 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, key: str = "run_dir=") -> Iterator[None]:
     """Hold the lock of a run directory, so that no second process writes into it.
+
+    Args:
+        run_dir: The directory; or that of a sweep or a population.
+        key: What has named it.
 
     Raises:
         ConfigError: If another process holds it.
@@ -95,7 +99,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             raise ConfigError(
-                f"run_dir={run_dir} is in use by {file.read().strip() or 'another process'}: two runs would write over "
+                f"{key}{run_dir} is in use by {file.read().strip() or 'another process'}: two runs would write over "
                 "each other's files. Wait for its end, or stop it."
             ) from error
         file.truncate(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.cli.population import check_members, run_population, searched
 from penstock.platform.run.population import Keys, Member, Population, Range
+from penstock.platform.run.run_dir import locked
 
 RATE = {"lr": Range(1e-5, 1e-1)}
 
@@ -179,6 +181,15 @@ def test_a_population_that_ends_in_its_first_generation_is_known_by_its_settings
     with pytest.raises(ConfigError, match="it holds a population whose seed is 4, and this one has 6"):
         quadratic(tmp_path, 6, 1)
     quadratic(tmp_path, 4, 1)
+
+
+def test_two_populations_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path),
+        pytest.raises(ConfigError, match=rf"--folder {tmp_path} is in use by process {os.getpid()} on"),
+    ):
+        quadratic(tmp_path, 4, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_members_of_an_unknown_population_are_not_taken_over(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
+from penstock.platform.run.run_dir import locked
 
 TWO = ["experiment=arithmetic", "dataflow.max_staleness=0,2"]
 
@@ -202,6 +203,13 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monke
     assert [(row["dataflow.max_staleness"], row["status"], row["accuracy"]) for row in rows] == [
         ("0", "failed", ""), ("2", "completed", "0.7"),
     ]  # fmt: skip
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "run_penstock", lambda *_: pytest.fail("it ran"))
+    console = Console(quiet=True)
+    with locked(tmp_path), pytest.raises(ConfigError, match=rf"--folder {tmp_path} is in use by process"):
+        run_sweep(TWO, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console)
 
 
 def test_a_run_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
