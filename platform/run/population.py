@@ -85,7 +85,7 @@ class Member:
     born: int = 0
     """Generation in which it began."""
     score: float | None = None
-    """After the newest generation that it has completed; None before the first, and of one that died."""
+    """After the newest generation that it has completed, finite; None before the first, and of one that died."""
 
 
 class Trainable(Protocol):
@@ -180,9 +180,14 @@ class Population:
                 return replace(member, score=None)
             for attempt in range(1, NUM_TRIES + 1):
                 try:
-                    return replace(member, score=trainable.train(member.name, until, member.keys))
+                    score = trainable.train(member.name, until, member.keys)
                 except PenstockError as death:
                     note(f"{member.name} has died, {attempt} of {NUM_TRIES} times: {death}")
+                    continue
+                if math.isfinite(score):
+                    return replace(member, score=score)
+                note(f"{member.name} has the score {score}, which no other can be compared with: it counts as dead")
+                break
             return replace(member, score=None)
 
         members = train_all(trained, self.members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -111,6 +112,21 @@ def test_a_branch_that_cannot_begin_counts_as_a_death(monkeypatch: pytest.Monkey
     advance(population, trainable)
     assert trainable.branches == [("member2", "member1-2", 20)]
     assert {name for name, _ in trainable.trained} == {"member0", "member1", "member2", "member3", "member1-2"}
+
+
+def test_a_score_that_is_not_finite_is_none_and_begins_no_branch() -> None:
+    population = Population.begin(4, RATE, 10, seed=0)
+    trainable = Scored({"member0": math.nan, "member2": 0.9, "member3": math.inf})
+    notes = advance(population, trainable)
+    assert [member.score for member in population.members] == [None, 0.5, 0.9, None]
+    assert "member0 has the score nan" in notes[0]
+    assert population.best.name == "member2"
+    assert len(trainable.trained) == 4, "it would have the same score again"
+    advance(population, trainable)
+    assert {(parent, name) for parent, name, _ in trainable.branches} == {
+        ("member2", "member0-1"),
+        ("member2", "member3-1"),
+    }
 
 
 def test_it_ends_only_when_all_have_died() -> None:
