@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,26 +87,31 @@ class Runs:
                 own = [f"name={name}", f"run_dir={run_dir}", f"total_steps={step}", "resume=auto"]
                 own += [f"{key}={_written(value)}" for key, value in keys.items()]
                 words = ["train", *self._own_yaml, *self._overrides, *own]
-            ending = partial(_told_to_end, self.ending)
-            run_penstock(words, log, self._timeout_s, name, self._grace_s, ending)
+            run_penstock(
+                *(words, log, self._timeout_s, name, self._grace_s),
+                lambda: "the population was told to end" if self.ending.is_set() else None,
+            )
             score = self._score_at(run_dir, step)
         if score is None:
             raise PenstockError(f"{name}: {self._score} was not measured at step {step}; its output is in {log}.")
         return score
 
     def _score_at(self, run_dir: Path, step: int) -> float | None:
+        """The newest score of the policy of this step.
+
+        An evaluation is logged at the step that the run has reached when it ends, and may be of an older policy.
+        """
         try:
-            found = [one.metrics[self._score] for one in read_metrics(run_dir) if self._is_score(one.step, step, one)]
+            found = [
+                one.metrics[self._score]
+                for one in read_metrics(run_dir)
+                if one.step == step
+                and self._score in one.metrics
+                and all(of == step for name, of in one.metrics.items() if name.startswith("eval/version_min"))
+            ]
         except FileNotFoundError:
             return None
         return found[-1] if found else None
-
-    def _is_score(self, logged_at: int, step: int, record: Any) -> bool:
-        return logged_at == step and self._score in record.metrics
-
-
-def _told_to_end(event: threading.Event) -> str | None:
-    return "the population was told to end" if event.is_set() else None
 
 
 def _written(value: float) -> str:

@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform.cli.population import check_members, run_population, searched
+from penstock.platform.cli import population as population_command
+from penstock.platform.cli.population import Runs, check_members, run_population, searched
+from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 from penstock.platform.run.population import Keys, Member, Population, Range
 from penstock.platform.run.run_dir import locked
 
@@ -206,6 +208,28 @@ def test_two_populations_do_not_share_a_folder(tmp_path: Path) -> None:
     ):
         quadratic(tmp_path, 4, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    ("score", "of_set", "found"),
+    [("eval/accuracy", "", 0.7), ("eval/accuracy/long", "/long", 0.7), ("reward/mean", "", 0.3)],
+)
+def test_an_evaluation_of_an_older_policy_is_no_score(
+    tmp_path: Path, monkeypatch, score: str, of_set: str, found: float
+) -> None:
+    run_dir = tmp_path / "member0"
+    tracker = JsonlTracker(run_dir)
+    tracker.log(20, {"reward/mean": 0.3})
+    tracker.log(20, {f"eval/accuracy{of_set}": 0.9, f"eval/version_min{of_set}": 10})  # it ended while v20 was reached
+    commands = []
+
+    def run(words: list[str], *_: object) -> None:
+        commands.append(words)
+        tracker.log(20, {f"eval/accuracy{of_set}": 0.7, f"eval/version_min{of_set}": 20})
+
+    monkeypatch.setattr(population_command, "run_penstock", run)
+    assert Runs([], tmp_path, None, score, 10.0, 25.0).train("member0", 20, {"lr": 0.1}) == found
+    assert len(commands) == (score != "reward/mean")
 
 
 def test_members_of_an_unknown_population_are_not_taken_over(tmp_path: Path) -> None:
