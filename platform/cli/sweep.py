@@ -54,7 +54,8 @@ FEWEST_OTHERS, LOOK_S = 3, 2.0
 ACCURACY_METRIC = "eval/accuracy"
 STALENESS_METRIC = "staleness/mean_versions"
 KL_METRIC, KL_STEPS = "loss/reference_kl", 10
-_MAX_NAME = 120
+_MAX_NAME = 119
+"""Of a trial, characters: a hash of 9 follows, and `RunConfig.name` has 128 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the run directory, e.g. `lr-0.0001--seed-0`. A hash replaces values that a file name cannot hold."""
+        """Name of the run directory, e.g. `lr-0.0001--seed-0`. A hash replaces what the name of a run cannot hold."""
         plain = "--".join(f"{key.rpartition('.')[2].replace('/', '.')}-{value}" for key, value in self.values)
-        safe = re.sub(r"[^\w.+-]", "_", plain)[:_MAX_NAME]
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", plain)[:_MAX_NAME]
         if safe == plain:
             return safe
         return f"{safe}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"

@@ -10,9 +10,10 @@ import threading
 import time
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
@@ -71,7 +72,14 @@ def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
     grid = parse_grid(["+key='a,b',c,[1,2]"])
     assert [trial.overrides for trial in grid.trials] == [("+key='a,b'",), ("+key=c",), ("+key=[1,2]",)]
     assert len({trial.name for trial in grid.trials}) == 3
-    assert all(re.fullmatch(r"[\w.+-]+", trial.name) for trial in grid.trials), "they are names of folders"
+
+
+@pytest.mark.parametrize("value", ["long" * 40, "'größe'", "a+b"])
+def test_the_name_of_a_trial_is_one_of_a_run(value: str) -> None:
+    one, other = names(f"key={value},x")
+    assert other == "key-x"
+    name = RunConfig.model_fields["name"]
+    TypeAdapter(Annotated[str, *name.metadata]).validate_python(one)
 
 
 def test_values_that_cannot_be_folder_names_get_different_folders() -> None:
