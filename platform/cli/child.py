@@ -1,15 +1,17 @@
-"""A `penstock` command as a process of another one, which ends it with itself."""
+"""`penstock` commands as processes of another one, some of them at the same time, which ends them with itself."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from penstock.dataflow.errors import PenstockError
 
@@ -18,6 +20,8 @@ _KILL_RESERVE_S = 10.0
 """Longer than the grace time of a command, after which it ends itself, seconds."""
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 2000
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 
 
 @contextmanager
@@ -49,8 +53,8 @@ def process_of(
                 process.wait()
 
 
-class EndedError(PenstockError):
-    """A command was ended in order, for the reason that the message gives."""
+class EndedError(Exception):
+    """A command was ended in order, for the reason that the message gives; it has not failed."""
 
 
 def run_penstock(
@@ -86,3 +90,31 @@ def run_penstock(
     if code:
         tail = log.read_text(errors="replace")[-_LOG_TAIL_BYTES:]
         raise PenstockError(f"{name} failed with exit code {code}. The end of {log}:\n{tail}")
+
+
+def run_side_by_side(
+    run: Callable[[Item], Done],
+    items: Sequence[Item],
+    at_once: int,
+    is_ending: threading.Event,
+    *,
+    first_alone: bool,
+) -> list[Done]:
+    """Call a function for all items, each call with commands of its own.
+
+    Args:
+        run: The function.
+        items: Its arguments.
+        at_once: How many calls there are at the same time.
+        is_ending: Set if one fails or an interrupt comes, so that the others end theirs.
+        first_alone: Whether the first call is done before the others, since it makes a warm start that is that of all.
+    """
+    num_alone = len(items) if at_once == 1 else int(first_alone)
+    done = [run(item) for item in items[:num_alone]]
+    with ThreadPoolExecutor(at_once) as threads:
+        try:
+            return done + list(threads.map(run, items[num_alone:]))
+        except BaseException:
+            is_ending.set()
+            threads.shutdown(cancel_futures=True)
+            raise

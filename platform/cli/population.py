@@ -15,7 +15,6 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +23,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.envs.import_path import load_object
 from penstock.platform.checks.load import load_config
 from penstock.platform.cli.branch import begin
-from penstock.platform.cli.child import run_penstock
+from penstock.platform.cli.child import run_penstock, run_side_by_side
 from penstock.platform.config.field_errors import nearest_choice
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
@@ -179,17 +178,8 @@ def run_population(
         members, ending = cast("Trainable", load_object(trainable, "--trainable")(folder)), threading.Event()
 
     def train_all(train: Callable[[Member], Member], of: Sequence[Member]) -> list[Member]:
-        alone = of[: int(is_made_first and not population.generation)]  # its warm start is that of all
-        done = [train(member) for member in alone]
-        if side_by_side == 1:
-            return done + [train(member) for member in of[len(alone) :]]
-        with ThreadPoolExecutor(side_by_side) as threads:
-            try:
-                return done + list(threads.map(train, of[len(alone) :]))
-            except BaseException:
-                ending.set()
-                threads.shutdown(cancel_futures=True)
-                raise
+        first_alone = is_made_first and not population.generation
+        return run_side_by_side(train, of, side_by_side, ending, first_alone=first_alone)
 
     with locked(folder, "--folder "):
         continued(population, folder, settings)

@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -34,7 +33,7 @@ from hydra.errors import HydraException
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.load import load_config
-from penstock.platform.cli.child import EndedError, run_penstock
+from penstock.platform.cli.child import EndedError, run_penstock, run_side_by_side
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
@@ -246,7 +245,9 @@ def run_trials(
     is_ending, writing = threading.Event(), threading.Lock()
     began_at: dict[str, float] = {}
 
-    def run(number: int, trial: Trial, config: RunConfig) -> None:
+    def run(numbered: tuple[int, Trial]) -> None:
+        number, trial = numbered
+        config = configs[trial]
         where = f"[{number + 1}/{len(configs)}] {trial.name}"
         behind = FallsBehind(config, began_at)
 
@@ -284,19 +285,7 @@ def run_trials(
             in_order = {one: results[one] for one in configs if one in results}
             write_results(grid, in_order, folder)
 
-    todo = [(number, trial, config) for number, (trial, config) in enumerate(configs.items())]
-    if side_by_side == 1:
-        for one in todo:
-            run(*one)
-    else:
-        run(*todo[0])  # alone, since its warm start may be that of all
-        with ThreadPoolExecutor(side_by_side) as threads:
-            try:
-                list(threads.map(lambda one: run(*one), todo[1:]))
-            except BaseException:
-                is_ending.set()
-                threads.shutdown(cancel_futures=True)
-                raise
+    run_side_by_side(run, list(enumerate(configs)), side_by_side, is_ending, first_alone=True)
     return {trial: results[trial] for trial in configs}
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform.cli import child
 from penstock.platform.cli import population as population_command
 from penstock.platform.cli.population import Runs, check_members, run_population, searched
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
@@ -129,6 +130,25 @@ def test_a_score_that_is_not_finite_is_none_and_begins_no_branch() -> None:
         ("member2", "member0-1"),
         ("member2", "member3-1"),
     }
+
+
+def test_the_end_of_a_population_is_no_death_of_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_PROGRAM", "import time; time.sleep(60)")
+    runs = Runs([], tmp_path, None, "reward/mean", 60.0, 1.0)
+    population = Population.begin(3, RATE, 10, seed=0)
+    notes: list[str] = []
+
+    def interrupted(train: Callable[[Member], Member], members: Sequence[Member]) -> list[Member]:
+        def one(member: Member) -> Member:
+            if member.slot == 0:
+                raise KeyboardInterrupt
+            return train(member)
+
+        return child.run_side_by_side(one, members, 3, runs.ending, first_alone=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        population.advance(runs, notes.append, interrupted)
+    assert notes == []
 
 
 def test_it_ends_only_when_all_have_died() -> None:
