@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cli import child
 from penstock.platform.cli import population as population_command
-from penstock.platform.cli.population import Runs, check_members, run_population, searched
+from penstock.platform.cli.population import Runs, check_members, obstacles, run_population, searched
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 from penstock.platform.run.population import Keys, Member, Population, Range
 from penstock.platform.run.run_dir import locked
@@ -273,33 +274,25 @@ def test_what_is_no_search_is_refused(words: list[str], said: str) -> None:
         searched(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "score", "said"),
-    [
-        ([], "eval/acuracy", r"--score eval/acuracy: no run logs such a metric\. Did you mean eval/accuracy\?"),
-        (["evaluation.num_tasks=0"], "eval/accuracy", r"never measured with evaluation\.num_tasks=0"),
-        (
-            ["evaluation.patience=2"],
-            "eval/accuracy",
-            r"evaluation\.patience=2: a member that ends before its generation",
-        ),
-        (["checkpoint.every_minutes=0"], "eval/accuracy", "no checkpoint with which a branch could begin"),
-    ],
-)
-def test_what_no_generation_could_end_with_is_refused_before_the_first(
-    tmp_path: Path, words: list[str], score: str, said: str
-) -> None:
-    ranges, fixed = searched(["experiment=arithmetic", "trainer.optimizer.lr=1e-6:1e-4", *words])
-    population = Population.begin(4, ranges, 10, 0)
-    with pytest.raises(ConfigError, match=said) as refused:
-        check_members(population, fixed, tmp_path, None, score, dry_run=True, note=print)
-    assert len(refused.value.violations) == 1
+def test_what_would_leave_members_without_score_or_checkpoint_is_refused_before_the_first(tmp_path: Path) -> None:
+    words = ["experiment=arithmetic", "trainer.optimizer.lr=1e-6:1e-4", "evaluation.patience=2"]
+    ranges, fixed = searched([*words, "checkpoint.every_minutes=0"])
+    with pytest.raises(ConfigError) as refused:
+        check_members(
+            Population.begin(4, ranges, 10, 0), fixed, tmp_path, None, "eval/acuracy", dry_run=True, note=print
+        )
+    misspelt, ends_early, without_checkpoint = refused.value.violations
+    assert "no run logs such a metric. Did you mean eval/accuracy?" in misspelt
+    assert "evaluation.patience=2: a member that ends before its generation has no score" in ends_early
+    assert "no checkpoint with which a branch could begin" in without_checkpoint
 
 
-def test_members_that_can_be_compared_and_branched_are_taken(tmp_path: Path) -> None:
-    ranges, fixed = searched(["experiment=arithmetic", "trainer.optimizer.lr=1e-6:1e-4", "evaluation.num_tasks=32"])
-    population = Population.begin(4, ranges, 10, 0)
-    check_members(population, fixed, tmp_path, None, "reward/mean", dry_run=True, note=print)
+def test_only_a_score_of_evaluations_needs_them() -> None:
+    config = compose_config(["experiment=arithmetic", "evaluation.num_tasks=0"])
+    assert list(obstacles(config, "reward/mean")) == []
+    (unmeasured,) = obstacles(config, "eval/accuracy")
+    assert "never measured with evaluation.num_tasks=0" in unmeasured
+    assert list(obstacles(compose_config(["experiment=arithmetic"]), "eval/accuracy")) == []
 
 
 def test_words_with_a_colon_that_are_no_ranges_are_overrides() -> None:
