@@ -246,6 +246,11 @@ class Flow:
         self.core.record_version(group_id, member, version)
         self._credits_changed.set()
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """Train so many batches in all, from now on. After the last step, more of them free credits."""
+        self.core.set_total_steps(total_steps)
+        self._credits_changed.set()
+
     def skip(self) -> None:
         """Record that the optimizer step was skipped: its groups end as dropped(bad_step) and free their credits."""
         self.core.skip()

@@ -30,6 +30,7 @@ from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.evaluation import evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
+from penstock.platform.run.live_settings import with_what_was_set
 from penstock.platform.run.run_dir import locked
 from penstock.platform.run.saved_config import (
     changed_config,
@@ -103,6 +104,7 @@ def train(config: RunConfig) -> int:
         return training.train(config.model_copy(update={"overwrite": is_untrained or config.overwrite}))
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
+        config = with_what_was_set(config, run_dir)
         if checkpoint.version >= config.total_steps:
             print(f"{run_dir} has been trained to step {checkpoint.version} of {config.total_steps}: nothing is left")
             return EXIT_OK

@@ -114,6 +114,11 @@ class Run:
         return self._flow.core.ledger.reasons
 
     @property
+    def has_trained(self) -> bool:
+        """Whether the training loop has been left, so that no step follows."""
+        return self.has_begun and not self._flow.is_running
+
+    @property
     def slow_parts(self) -> Mapping[str, str]:
         """Rank or engine that was slow -> how slow."""
         return self._log.slow_parts.named
@@ -232,7 +237,7 @@ class Run:
 
     def _set_total_steps(self, total_steps: int) -> None:
         self.total_steps = total_steps
-        self._flow.core.set_total_steps(total_steps)
+        self._flow.set_total_steps(total_steps)
 
     @property
     def wall_s(self) -> float:

@@ -52,7 +52,11 @@ def enter_folder_of(run_dir: Path) -> None:
 
 
 def changed_config(
-    saved: Mapping[str, Any], overrides: Sequence[str], run_dir: Path, other: Path | None = None
+    saved: Mapping[str, Any],
+    overrides: Sequence[str],
+    run_dir: Path,
+    other: Path | None = None,
+    typed: Sequence[str] | None = None,
 ) -> RunConfig:
     """The saved configuration with the overrides.
 
@@ -61,6 +65,7 @@ def changed_config(
         overrides: `KEY=VALUE` words.
         run_dir: Directory of the run.
         other: Directory of another run that is to have this configuration, and its name.
+        typed: Keys of `saved` that the user has set; None: those of the run.
 
     Raises:
         ConfigError: If an override is no `KEY=VALUE`, or the result is invalid.
@@ -73,23 +78,23 @@ def changed_config(
                 for word in choices
             ]
         )
-    typed = {word.partition("=")[0]: word for word in overrides}
+    words = {word.partition("=")[0]: word for word in overrides}
     # Without that file every key counts as typed, so that no default of the run is adapted once more.
-    began_with = read_environment(run_dir).get("typed", _flat(saved))
+    began_with = read_environment(run_dir).get("typed", flat(saved)) if typed is None else typed
     try:
         merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
         raw = OmegaConf.to_container(merged, resolve=True)
         assert isinstance(raw, dict)
         raw |= {"run_dir": str(other or run_dir), "overwrite": False}
         raw |= {} if other is None else {"name": other.name, "resume": "never"}
-        composition = Composition(raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *typed])
+        composition = Composition(raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *words])
         composition.validate()
         assert composition.config is not None, "it is valid"
         return composition.config
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).splitlines()[0]]) from error
     except ValidationError as error:
-        raise ConfigError(list(describe_errors(error, typed).values())) from error
+        raise ConfigError(list(describe_errors(error, words).values())) from error
 
 
 def _escaped(tree: Any) -> Any:
@@ -103,7 +108,7 @@ def _escaped(tree: Any) -> Any:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> both values, of every leaf that differs between two configurations."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     return {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
@@ -121,24 +126,33 @@ def write_changed(
         keys: Changed key -> both values.
         by: Command that has changed them.
     """
-    write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
-    environment = read_environment(run_dir) | {"typed": sorted(config.typed)}
-    write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
     rows = [
         {"time_s": round(time.time(), 3), "after_step": version, "key": key, "before": old, "now": new, "by": by}
         for key, (old, new) in keys.items()
         if key not in _OF_A_START
     ]
-    with (run_dir / CONFIG_HISTORY_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    # The history first: a change that is in the configuration alone would be lost to `resume=auto`.
+    if rows:
+        text = "".join(f"{json.dumps(row)}\n" for row in (*read_history(run_dir), *rows))
+        write_text_atomically(run_dir / CONFIG_HISTORY_FILE, text)
+    write_text_atomically(run_dir / CONFIG_FILE, to_yaml(config))
+    environment = read_environment(run_dir) | {"typed": sorted(config.typed)}
+    write_text_atomically(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """The changes that a run has written, the oldest first. A line that was cut off is left out."""
+    path = run_dir / CONFIG_HISTORY_FILE
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> leaf; lists are leaves."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     return {
         key: leaf
         for name, value in tree.items()
-        for key, leaf in _flat(value, f"{prefix}.{name}" if prefix else str(name)).items()
+        for key, leaf in flat(value, f"{prefix}.{name}" if prefix else str(name)).items()
     }

@@ -39,6 +39,19 @@ async def test_synchronous_training_is_on_policy() -> None:
     assert flow.stats.total.stale_share == 0.0
 
 
+async def test_a_run_that_is_made_longer_after_its_last_step_samples_again() -> None:
+    """As `penstock set total_steps=…` does while the last checkpoint is taken."""
+    engines = [FakeEngine()]
+    flow = make_flow(engines, FakeRewards(), batch=2, steps=1, timeout_s=1.0)
+    async with flow:
+        await next_groups(flow)
+        engines[0].version = 1
+        flow.advance(1)
+        await asyncio.sleep(0.01)
+        flow.set_total_steps(2)
+        assert len(await next_groups(flow)) == 2
+
+
 async def test_engine_slots_are_never_exceeded_and_work_is_spread() -> None:
     engines = [FakeEngine(engine_id=f"fake-{index}") for index in range(2)]  # type: ignore[arg-type]
     flow = make_flow(engines, FakeRewards(), batch=8, eta=1, steps=2, slots=3)
