@@ -347,12 +347,12 @@ class Evaluator:
             await asyncio.to_thread(self._table.write, step, answers, name)
         scored = [one for _, of_task in answers for one in of_task]
         num_abstained = sum(one.has_abstained for one in scored)
-        # What an answer is says the reward; if it never does, its text.
-        has_answers = any(one.answer is not None for one in scored)
         by_set: dict[str, list[list[tuple[float, str]]]] = {}
         for task, of_task in answers:
             judged = [one for one in of_task if not one.has_abstained]
             if judged:
+                # What an answer is says the reward; if it does so for none of this task, its text.
+                has_answers = any(one.answer is not None for one in judged)
                 said = [one.answer or "" if has_answers else one.response.strip() for one in judged]
                 rewards = [measured(one, config.part) for one in judged]
                 by_set.setdefault(task.evaluation_set, []).append(list(zip(rewards, said, strict=True)))

@@ -330,6 +330,11 @@ async def test_without_an_answer_of_the_reward_texts_vote_and_tasks_with_failed_
     assert found.maj_at == {"3": 0.5}
 
 
+async def test_texts_vote_on_a_task_whose_reward_names_no_answer_though_that_of_another_task_does() -> None:
+    found = await evaluator(Runner(), 3, temperature=1.0).evaluate(3, tasks_of("1=7 0=8 1=7", "1 1 1"))
+    assert (found.accuracy, found.maj_at) == (5 / 6, {"3": 1.0})
+
+
 async def test_a_set_has_its_own_sampling_and_its_figures_end_with_its_name() -> None:
     runner = Runner()
     sets = {"hard": {"answers_per_task": 2, "temperature": 0.5}}
