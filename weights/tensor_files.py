@@ -48,17 +48,22 @@ class TensorFiles:
                     raise ValueError(f"{file}: {name} is in another file of {folder}, too. Remove one of the files.")
                 self._held_by[name] = held
         self.names = frozenset(self._held_by)
+        self._tied: dict[str, str] = {}
         self._other_name: dict[str, str] = {}
         if getattr(self.config, "tie_word_embeddings", False):
             import transformers
 
             of_class = [getattr(transformers, one, None) for one in self.config.architectures or ()]
             tied = [getattr(one, "_tied_weights_keys", None) for one in of_class]
-            pairs = [pair for one in tied if isinstance(one, dict) for pair in one.items()]
-            self._other_name = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+            self._tied = {name: first for one in tied if isinstance(one, dict) for name, first in one.items()}
+            self._other_name = self._tied | {first: name for name, first in self._tied.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.names or self._other_name.get(name) in self.names
+
+    def first_name(self, name: str) -> str:
+        """The name of a tensor that both names of a tied one have in common."""
+        return self._tied.get(name, name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""

@@ -260,7 +260,9 @@ def merge_tensor(
     elif recipe.method == "ties":
         merged = ties(start, others, coefficients, recipe.density)
     else:
-        merged = dare(start, others, coefficients, recipe.density, name=name, seed=recipe.seed or 0)
+        merged = dare(
+            start, others, coefficients, recipe.density, name=base.tensors.first_name(name), seed=recipe.seed or 0
+        )
     merged = merged.to(own.dtype)
     _check_finite(f"the merge, in {own.dtype}", name, merged)
     return merged

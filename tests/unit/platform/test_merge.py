@@ -366,13 +366,15 @@ def test_a_merge_that_overflows_the_dtype_of_the_base_is_refused() -> None:
     assert "the merge, in torch.float32: " in refusal("a", "b", coefficients="1e38,3e38")[0]
 
 
+@pytest.mark.parametrize("method", ["linear", "dare"])
 @pytest.mark.parametrize("where", [("base1",), ("a",), ("a", "b")])
-def test_a_head_that_is_the_embedding_may_be_in_the_files_once_or_twice(where: tuple[str, ...]) -> None:
+def test_a_head_that_is_the_embedding_may_be_in_the_files_once_or_twice(where: tuple[str, ...], method: str) -> None:
+    options = ("--method", method, *METHODS[method][0])
     write("base1", 0)
-    assert merge("a", "b", base="base1", to="plain")[0] == "0"
+    assert merge("a", "b", *options, base="base1", to="plain")[0] == "0"
     for name in where:
         change(name, "lm_head.weight", lambda _, name=name: weights(name)["model.embed_tokens.weight"].clone())
-    assert merge("a", "b", base="base1")[0] == "0"
+    assert merge("a", "b", *options, base="base1")[0] == "0"
     merged, plain = weights("out"), weights("plain")
     if "base1" in where:
         assert torch.equal(merged.pop("lm_head.weight"), plain["model.embed_tokens.weight"])
