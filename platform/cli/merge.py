@@ -29,6 +29,7 @@ from penstock.platform.run.run_dir import read_environment
 from penstock.platform.run.saved_config import read_saved_config
 from penstock.trainer.build import copy_tokenizer
 from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name, local_path, model_folder
+from penstock.weights.layout.checkpoint_names import checkpoint_tensors, module_tensors, text_config
 from penstock.weights.task_vectors import Method, dare, linear, ties
 from penstock.weights.tensor_files import TensorFiles, raw_bytes, write_like
 
@@ -135,6 +136,18 @@ class Model:
             raise ConfigError(f"{self.typed}: {error}") from error
 
     @cached_property
+    def class_names(self) -> frozenset[str]:
+        """Names of the tensors that the class of the model has. A trained policy is without others, e.g. `mtp.*`."""
+        config = self.tensors.config
+        try:
+            if text_config(config) is config:  # else the policy of a run has all that its source has
+                held = {one.name: torch.empty(one.shape, device="meta") for one in module_tensors(config)}
+                return frozenset(checkpoint_tensors(config, held))
+        except ValueError:  # transformers has no language model of this kind
+            pass
+        return self.tensors.names
+
+    @cached_property
     def tokenizer(self) -> Any:
         """Its tokenizer; None if it has none.
 
@@ -198,6 +211,12 @@ def run_merge(
                 (problems if is_wrong else warnings).append(sentence)
         if problems:
             raise ConfigError(problems)
+    kept = sorted(name for name in root.tensors.names if any(name not in expert.tensors for expert in experts))
+    if kept:
+        kind = root.tensors.config.model_type
+        warnings.append(
+            f"{base}: {len(kept)} tensors that no {kind} of transformers has stay as they are, e.g. {kept[0]}"
+        )
     for sentence in warnings:
         console.print(f"warning: {sentence}", markup=False)
     # The sum of floats depends on its order: that of the folders, not of the words.
@@ -208,6 +227,8 @@ def run_merge(
     def merged(name: str) -> torch.Tensor:
         nonlocal progress
         progress = progress._replace(done=(progress.done or 0) + 1)
+        if name in kept:
+            return root.tensors.read(name)
         return merge_tensor(name, root, experts, weights, recipe)
 
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -335,6 +356,8 @@ def _differences_of_form(base: Model, expert: Model) -> Iterator[str]:
         return
     names = base.tensors.names, expert.tensors.names
     missing = sorted(name for name in names[0] if name not in expert.tensors)
+    if missing:
+        missing = [name for name in missing if name in base.class_names]
     unknown = sorted(name for name in names[1] if name not in base.tensors)
     for these, which in ((missing, "are missing"), (unknown, f"are not in the base {base.typed}")):
         if these:

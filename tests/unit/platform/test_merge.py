@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from penstock.platform.checks.load import compose_config
@@ -47,11 +47,12 @@ def write(
     dtype: torch.dtype = torch.float32,
     shard: str = "1GB",
     tokenizer: Any = None,
+    kind: Any = Qwen3ForCausalLM,
     **fields: Any,
 ) -> None:
     """A model folder with random weights, or with those of `near` and a little more."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**(SHAPE | fields)))
+    model = kind(kind.config_class(**(SHAPE | fields)))
     if near is not None:
         start = weights(near)
         for name, parameter in model.named_parameters():
@@ -364,6 +365,34 @@ def test_values_that_are_not_finite_are_refused_and_nothing_is_left(where: str, 
 
 def test_a_merge_that_overflows_the_dtype_of_the_base_is_refused() -> None:
     assert "the merge, in torch.float32: " in refusal("a", "b", coefficients="1e38,3e38")[0]
+
+
+def test_what_the_class_drops_from_the_base_stays_as_it_is_and_is_told() -> None:
+    """As a run's policy is without the layer of a base that predicts further tokens."""
+    mixture: dict[str, Any] = {
+        "kind": Qwen3MoeForCausalLM,
+        "num_experts": 2,
+        "moe_intermediate_size": 8,
+        "num_experts_per_tok": 1,
+    }
+    for seed, name in enumerate(("base1", "first", "second")):
+        write(name, seed, **mixture)
+    assert any(".experts.1." in name for name in weights("base1")), "one by one, and stacked in the class"
+    assert merge("first", "second", base="base1", to="plain")[0] == "0"
+    extra = {"mtp.layers.0.weight": torch.arange(3.0), "model.rotary_emb.inv_freq": torch.ones(2)}
+    for name, tensor in extra.items():
+        change("base1", name, lambda _, tensor=tensor: tensor)
+    said = merge("first", "second", base="base1")
+    assert "warning: base1: 2 tensors that no qwen3_moe of transformers has stay as they are, e.g. model.rotary" in said
+    expected, merged = weights("plain") | extra, weights("out")
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.items())
+    file = Path("second") / "model.safetensors"
+    held = load_file(file)
+    del held["model.layers.0.mlp.experts.1.up_proj.weight"]
+    save_file(held, file, {"format": "pt"})
+    (line,) = refusal("first", "second", base="base1", to="again")
+    assert line.startswith("second: 1 tensors are missing, e.g. model.layers.0.mlp.experts.1.up_proj.weight.")
 
 
 @pytest.mark.parametrize("method", ["linear", "dare"])
