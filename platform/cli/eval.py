@@ -26,7 +26,7 @@ from penstock.platform.config.compose import Composition
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import POLICY_FOLDER
-from penstock.platform.run.checkpoint import Checkpoint, choose_checkpoint
+from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.eval import facts, run_eval
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
 from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name
@@ -120,7 +120,9 @@ def _of_run(
     policy_folder = run_dir / POLICY_FOLDER
     version = None if saved is None else saved.version
     # `penstock sft` writes a policy without a step.
-    if saved is None and (step is not None or not (policy_folder / CONFIG_FILE).is_file() or _has_checkpoints(run_dir)):
+    if saved is None and (
+        step is not None or not (policy_folder / CONFIG_FILE).is_file() or CheckpointFolder(run_dir).versions()
+    ):
         checkpoint = choose_checkpoint(run_dir, step)
         version = checkpoint.version
     folder = folder or _free_folder(run_dir.name if version is None else f"{run_dir.name}-step_{version}")
@@ -153,10 +155,6 @@ def _new_folder(to: Path | None) -> Path | None:
     return None if to is None else to.absolute()
 
 
-def _has_checkpoints(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("step_*"))
-
-
 def _short_name(policy: str) -> str:
     """As part of the name of a folder."""
     return "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
@@ -175,7 +173,8 @@ def measure(measurement: Measurement) -> int:
     try:
         with ExitStack() as stack:
             if measurement.checkpoint is not None:
-                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-policy-"))
+                # Engines on other nodes read it, and see the folder of the results rather than this machine's /tmp.
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="policy-"))
                 policy = Path(temporary) / POLICY_FOLDER
                 doing = Progress(f"writing the policy of step {measurement.step}")
                 with ProgressLine(Console(stderr=True)).showing(lambda: doing):

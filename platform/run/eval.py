@@ -69,7 +69,7 @@ def run_eval(config: RunConfig, policy: str, step: int | None, folder: Path) -> 
         config: The configuration.
         policy: The policy as results name it.
         step: Its step, if it is that of a run.
-        folder: An empty folder for the results.
+        folder: A folder for the results.
     """
     return run_to_end(lambda: _evaluate(config, policy, step, folder), Stop(config.stop_grace_s))
 

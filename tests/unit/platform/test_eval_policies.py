@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.platform.checks.load import compose_config
-from penstock.platform.cli.eval import Measurement, load_measurement, policies_in
+from penstock.platform.cli import eval as eval_command
+from penstock.platform.cli.eval import Measurement, load_measurement, measure, policies_in
 from penstock.platform.cli.main import app
+from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.run_dir import prepare_run_dir
@@ -72,6 +74,27 @@ def test_a_run_is_measured_by_its_own_configuration_with_overrides(run_dir: Path
     assert config.run_dir == str(found.folder), "what it writes is not in the run"
 
 
+def test_the_policy_of_a_checkpoint_is_written_where_all_nodes_see_it_and_removed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, measured = load(RUN, step=4), []
+
+    def write(config: RunConfig, checkpoint: Path, target: Path) -> None:
+        target.mkdir()
+
+    def run_eval(config: RunConfig, policy: str, step: int | None, folder: Path) -> int:
+        measured.append(Path(str(config.model.path)))
+        assert measured[0].is_dir()
+        assert measured[0].is_relative_to(folder)
+        return 0
+
+    monkeypatch.setattr(eval_command, "export_policy", write)
+    monkeypatch.setattr(eval_command, "run_eval", run_eval)
+    assert measure(found) == 0
+    assert len(measured) == 1
+    assert not found.folder.exists(), "it has no results"
+
+
 @pytest.mark.parametrize("by", ["option", "path"])
 def test_a_checkpoint_of_a_run_is_named_by_its_step_or_its_folder(run_dir: Path, by: str) -> None:
     found = load(RUN, step=4) if by == "option" else load(f"{RUN}/checkpoints/step_4")
@@ -101,6 +124,7 @@ def test_a_run_that_wrote_a_policy_without_steps_is_measured_as_it_is(run_dir: P
     config = compose_config(["experiment=arithmetic_sft", "rollout/engine=torch", "run_dir=runs/warm"], command="sft")
     other = prepare_run_dir(config)
     small_run_overrides(other, "made", character_tokenizer())
+    (other / "checkpoints" / "step_5.tmp").mkdir(parents=True)  # one that was never complete
     found = load("runs/warm", dry_run=True)
     assert (found.policy, found.step, found.checkpoint) == ("runs/warm", None, None)
     assert found.loaded.config.model.path == str(other.resolve() / "policy")
