@@ -21,12 +21,12 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import LoadedConfig, check_all, load_config
 from penstock.platform.checks.run_dir import is_run_dir
 from penstock.platform.cli.child import process_of
-from penstock.platform.cli.export import best_step, export_policy, saved_policy
+from penstock.platform.cli.export import best_step, existing, export_policy, policy_of
 from penstock.platform.config.compose import Composition
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import POLICY_FOLDER
-from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.checkpoint import Checkpoint
 from penstock.platform.run.eval import facts, run_eval
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
 from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name
@@ -116,19 +116,11 @@ def _of_run(
     saved_config = read_saved_config(run_dir)
     if best:
         step = best_step(run_dir, step)
-    saved, checkpoint = saved_policy(run_dir, step), None
-    policy_folder = run_dir / POLICY_FOLDER
-    version = None if saved is None else saved.version
-    # `penstock sft` writes a policy without a step.
-    if saved is None and (
-        step is not None or not (policy_folder / CONFIG_FILE).is_file() or CheckpointFolder(run_dir).versions()
-    ):
-        checkpoint = choose_checkpoint(run_dir, step)
-        version = checkpoint.version
+    version, checkpoint = policy_of(run_dir, step)
     folder = folder or _free_folder(run_dir.name if version is None else f"{run_dir.name}-step_{version}")
     enter_folder_of(run_dir)
     # Until it is written, the checks read the model that the run has started from: it has the same form.
-    own = {} if checkpoint is not None else {"path": str(policy_folder)}
+    own = {} if checkpoint is not None else {"path": str(run_dir / POLICY_FOLDER)}
     config = changed_config(saved_config, overrides, run_dir)
     model = config.model.model_copy(update={**own, "from_scratch": False})
     config = config.model_copy(update={"model": model, "run_dir": str(folder)})
@@ -150,8 +142,8 @@ def _new_folder(to: Path | None) -> Path | None:
     Raises:
         ConfigError: If it exists.
     """
-    if to is not None and to.exists():
-        raise ConfigError([f"--to {to}: it exists. Give a folder that does not, so that nothing is lost."])
+    if to is not None and (problems := existing(to)):
+        raise ConfigError(problems)
     return None if to is None else to.absolute()
 
 

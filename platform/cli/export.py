@@ -16,7 +16,7 @@ from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, ConfigError, PenstockError, boundary
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
-from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
+from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
 
 if TYPE_CHECKING:
@@ -66,12 +66,16 @@ def run_export(run_dir: Path, target: str, step: int | None, console: Console, *
             url = upload(policy, target.removeprefix(HUB), version)
         console.print(f"policy of step {version} uploaded to {url} (private; change that on its page)")
         return 0
-    folder = Path(target).absolute()
-    if folder.exists():
-        raise ConfigError([f"--to {target}: it exists. Give a folder that does not, so that nothing is lost."])
-    version = _write(config, run_dir, step, folder)
+    if problems := existing(Path(target)):
+        raise ConfigError(problems)
+    version = _write(config, run_dir, step, Path(target).absolute())
     console.print(f"policy of step {version} written to {target}")
     return 0
+
+
+def existing(to: Path) -> list[str]:
+    """What is wrong with the folder that `--to` names, if it exists."""
+    return [f"--to {to}: it exists. Give a folder that does not, so that nothing is lost."] if to.exists() else []
 
 
 def best_step(run_dir: Path, step: int | None) -> int:
@@ -111,41 +115,49 @@ def upload(folder: Path, name: str, version: int) -> str:
 def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> int:
     """Write the policy and its card; returns its version. The folder appears when it is complete."""
     facts = read_json(run_dir / SUMMARY_FILE)
+    version, checkpoint = policy_of(run_dir, step)
+    if version is None:
+        raise ConfigError(
+            [f"{run_dir}: its policy has no step, and is a model folder already: {run_dir / POLICY_FOLDER}"]
+        )
     unfinished = target.with_name(f"{target.name}.unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
-    saved = saved_policy(run_dir, step)
-    version: Any
-    if saved is not None:
-        version = saved.version
-        shutil.copytree(saved.folder, unfinished)
+    if checkpoint is None:
+        shutil.copytree(run_dir / POLICY_FOLDER, unfinished)
     else:
-        checkpoint = choose_checkpoint(run_dir, step)
-        version = checkpoint.version
         enter_folder_of(run_dir)
         export_policy(config, checkpoint.path, unfinished)
     packages = read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
     best = read_json(run_dir / BEST_FILE)
     (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
     unfinished.rename(target)
-    return int(version)
+    return version
 
 
-class SavedPolicy(NamedTuple):
-    """The policy that a run has written at its end, and its step."""
+class PolicyOfRun(NamedTuple):
+    """Where the policy of a run is."""
 
-    folder: Path
-    version: int
+    version: int | None
+    """Its step; None: `penstock sft` has written it."""
+    checkpoint: Checkpoint | None
+    """It has to be written from this one; None: it is in the folder `policy`."""
 
 
-def saved_policy(run_dir: Path, step: int | None) -> SavedPolicy | None:
-    """That of a run, if it is of this step (None: the newest); None if it has to be written from a checkpoint."""
-    version, folder = read_json(run_dir / SUMMARY_FILE).get("policy_version"), run_dir / POLICY_FOLDER
-    if version is None or not (folder / "config.json").is_file():
-        return None
-    newest = max(CheckpointFolder(run_dir).versions(), default=-1)
-    is_of_step = step == version or (step is None and version >= newest)
-    return SavedPolicy(folder, version) if is_of_step else None
+def policy_of(run_dir: Path, step: int | None) -> PolicyOfRun:
+    """The policy of a step of a run; None is the newest one.
+
+    Raises:
+        CheckpointError: If it is neither in the folder `policy` nor in a complete checkpoint.
+    """
+    if (run_dir / POLICY_FOLDER / "config.json").is_file():
+        version = read_json(run_dir / SUMMARY_FILE).get("policy_version")
+        newest = max(CheckpointFolder(run_dir).versions(), default=None)
+        is_newest = newest is None or (version is not None and version >= newest)
+        if is_newest if step is None else step == version:
+            return PolicyOfRun(version, None)
+    checkpoint = choose_checkpoint(run_dir, step)
+    return PolicyOfRun(checkpoint.version, checkpoint)
 
 
 def export_policy(config: RunConfig, checkpoint: Path, target: Path) -> None:

@@ -20,11 +20,10 @@ from rich.console import Console
 
 from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, ConfigError, boundary
-from penstock.platform.cli.export import CARD, USAGE, read_json
+from penstock.platform.cli.export import CARD, USAGE, existing, policy_of, read_json
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import CONFIG_FILE as RUN_CONFIG_FILE
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
-from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.run_dir import read_environment
 from penstock.platform.run.saved_config import read_saved_config
 from penstock.trainer.build import copy_tokenizer
@@ -109,17 +108,15 @@ class Model:
             self.origin = _base_of_card(card.read_text(encoding="utf-8", errors="replace"))
 
     def _of_run(self, run_dir: Path) -> Path:
-        """The policy of a run, if it is the newest one, as `penstock export` finds it."""
-        newest = max(CheckpointFolder(run_dir).versions(), default=None)
-        version = read_json(run_dir / SUMMARY_FILE).get("policy_version")
-        has_saved = (run_dir / POLICY_FOLDER / CONFIG_FILE).is_file()
-        if not has_saved and newest is None:
-            raise ConfigError(f"{self.typed}: the run has saved neither a policy nor a checkpoint yet. Wait for one.")
-        if newest is not None and (not has_saved or version is None or version < newest):
-            held = f"the policy of step {version}" if has_saved and version is not None else "no policy"
+        """The policy of a run, if the newest one is written as a model."""
+        try:
+            version, checkpoint = policy_of(run_dir, None)
+        except CheckpointError as error:
+            raise ConfigError(f"{self.typed}: the run has no policy yet. {error}") from error
+        if checkpoint is not None:
             raise ConfigError(
-                f"{self.typed}: its newest checkpoint is of step {newest}, and it has saved {held}. Write that of the "
-                f"checkpoint, and merge it: penstock export {self.typed} --to DIR"
+                f"{self.typed}: its newest policy, of step {version}, is in a checkpoint alone. Write it as a model, "
+                f"and merge that: penstock export {self.typed} --to DIR"
             )
         return run_dir / POLICY_FOLDER
 
@@ -186,8 +183,7 @@ def run_merge(
     """
     weights, problems = _coefficients(coefficients, parents)
     problems += _problems_of_recipe(recipe)
-    if target.exists():
-        problems.append(f"--to {target}: it exists. Give a folder that does not, so that nothing is lost.")
+    problems += existing(target)
     models = []
     for typed in [base, *parents]:
         try:

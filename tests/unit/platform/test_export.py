@@ -95,6 +95,10 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run_dir: Path) ->
     assert "--to there: it exists" in run(str(run_dir), "--to", "there")
     assert "no complete checkpoint of step 7; found steps [40, 60]" in run(str(run_dir), "--to", "out", "--step", "7")
     assert "holds no config.yaml" in run("there", "--to", "out")
+    warm = prepare_run_dir(compose_config(["experiment=arithmetic_sft", "name=warm"], command="sft"))
+    (warm / "policy").mkdir()
+    (warm / "policy" / "config.json").write_text("{}")
+    assert "its policy has no step, and is a model folder already: " in run(str(warm), "--to", "out")
     assert not Path("out").exists()
     assert list(Path("there").iterdir()) == []
 

@@ -144,9 +144,10 @@ def test_a_full_disk_is_told_and_the_same_command_can_be_given_again(
     def fail(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(PenstockError) as told:
+    with monkeypatch.context() as patch:
         patch.setattr(saved_config, "write_text_atomically", fail)
-        set_keys(run, f"total_steps={LATER}")
+        with pytest.raises(PenstockError) as told:
+            set_keys(run, f"total_steps={LATER}")
     assert f"total_steps {STEPS} -> {LATER}, from step {TRAINED + 1} on; but it could not be written" in str(told.value)
     assert "No space left on device" in str(told.value)
     assert set_keys(run, f"total_steps={LATER}") == (f"total_steps {STEPS} -> {LATER}, from step {TRAINED + 1} on")

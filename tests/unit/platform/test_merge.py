@@ -283,15 +283,15 @@ def test_what_is_no_model_is_refused() -> None:
 
 def test_of_a_run_that_has_only_checkpoints_the_command_that_writes_its_policy_is_told() -> None:
     write_run("fresh", "a", version=None)
-    assert "neither a policy nor a checkpoint" in refusal("runs/fresh", "b")[0]
+    assert refusal("runs/fresh", "b")[0].startswith("runs/fresh: the run has no policy yet. ")
     write_run("killed", "a", version=None)
     add_checkpoint("killed", 40)
     (line,) = refusal("runs/killed", "b")
-    assert "its newest checkpoint is of step 40, and it has saved no policy" in line
+    assert "its newest policy, of step 40, is in a checkpoint alone" in line
     assert line.endswith("penstock export runs/killed --to DIR")
     write_run("resumed", "a", "model.path=base", version=20)
     add_checkpoint("resumed", 40)
-    assert "and it has saved the policy of step 20" in refusal("runs/resumed", "b")[0]
+    assert "its newest policy, of step 40, is in a checkpoint alone" in refusal("runs/resumed", "b")[0]
     write_run("ended", "a", "model.path=base", version=40)
     add_checkpoint("ended", 40)
     assert merge("runs/ended", "b")[0] == "0"
