@@ -128,7 +128,7 @@ def _results(done: Mapping[str, Evaluation]) -> dict[str, Any]:
 def scores(done: Mapping[str, Evaluation]) -> Iterator[tuple[str, str, SetScore]]:
     """Set of `evaluation.sets`, its label and its figures; each followed by the sets that its environment names."""
     for name, one in done.items():
-        yield name, label_of(name), one.score
+        yield name, label_of(name), one
         for inner, score in one.sets.items():
             yield name, label_of(name, inner), score
 

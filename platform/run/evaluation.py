@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import comb
 from statistics import fmean
 from typing import Any
@@ -33,14 +33,21 @@ MAX_FAILURE_REASONS = 5
 
 @dataclass(frozen=True, slots=True)
 class SetScore:
-    """Result on one of several evaluation sets. The attributes are those of `Evaluation`."""
+    """The figures of an evaluation, or of one of its sets, over the answers that could be sampled and scored."""
 
     accuracy: float
+    """Share of answers that solve their task: avg@k, if there are k answers per task."""
     reward_mean: float
+    """Mean reward of all answers."""
     num_tasks: int
+    """Tasks with an answer."""
     pass_at: Mapping[str, float] = field(default_factory=dict)
+    """j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there is one
+    answer per task."""
     num_skipped: int = 0
+    """Tasks that were skipped, because their prompt leaves no space for an answer."""
     maj_at: Mapping[str, float] = field(default_factory=dict)
+    """k as text -> maj@k, the mean of `majority_solves` over the tasks; empty if there is one answer per task."""
 
     @property
     def counted(self) -> str:
@@ -58,45 +65,26 @@ class SetScore:
         return f"{shown}mean reward {self.reward_mean:.3f}{', none solved' if is_graded else passed}"
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Result of one evaluation. All figures are over the answers that could be sampled and scored."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(SetScore):
+    """Result of one evaluation. Its own figures are over all sets that the environment names."""
 
     step: int
     """Version at its start."""
-    accuracy: float
-    """Share of answers that solve their task, of all sets that the environment names: avg@k, if there are k answers per
-    task."""
-    reward_mean: float
-    """Mean reward of all answers."""
     version_min: int
     """Oldest policy version that sampled a token of the evaluation."""
     version_max: int
     """Newest such version; equal to `version_min` if no weights were published during the evaluation."""
-    num_tasks: int
-    """Tasks with an answer."""
     partner: Evaluation | None = None
     """Evaluation of the partner policy on the same tasks; None in runs of one policy."""
     sets: Mapping[str, SetScore] = field(default_factory=dict)
     """Name of the set that the environment gives -> its result; empty if there is only one set."""
-    pass_at: Mapping[str, float] = field(default_factory=dict)
-    """j as text -> pass@j, the mean of `pass_at_k` over the tasks, for j = 2, 4, 8, … and k; empty if there is one
-    answer per task."""
     num_unscorable: int = 0
     """Answers that could not be sampled or scored."""
     num_abstained: int = 0
     """Answers on which the reward had no opinion; they are in no figure either."""
-    num_skipped: int = 0
-    """Tasks that were skipped, because their prompt leaves no space for an answer."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Why not -> number of answers; the most frequent reasons."""
-    maj_at: Mapping[str, float] = field(default_factory=dict)
-    """k as text -> maj@k, the mean of `majority_solves` over the tasks; empty if there is one answer per task."""
-
-    @property
-    def score(self) -> SetScore:
-        """Result over all sets that the environment names."""
-        return SetScore(self.accuracy, self.reward_mean, self.num_tasks, self.pass_at, self.num_skipped, self.maj_at)
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -106,7 +94,7 @@ class Evaluation:
     def metrics(self, name: str = MAIN) -> dict[str, float]:
         """Its figures. Those of a set of `evaluation.sets` end with the name of the set."""
         found = {
-            **_metrics(self.score),
+            **_metrics(self),
             "eval/version_min": self.version_min,
             "eval/version_max": self.version_max,
             "eval/unscorable": self.num_unscorable,
@@ -362,23 +350,18 @@ class Evaluator:
                 f"{len(failures)} could not be sampled or scored, and on {num_abstained} the reward had no opinion "
                 "(None). Return a number for held-out tasks."
             )
-        total = self._score([judged for of_set in by_set.values() for judged in of_set], size)
+        every = [judged for of_set in by_set.values() for judged in of_set]
         reasons = Counter(f"{failure.kind}: {failure.cause}" for failure in failures)
         return Evaluation(
+            **asdict(self._score(every, size, skipped.total())),
             step=step,
-            accuracy=total.accuracy,
-            reward_mean=total.reward_mean,
             version_min=min(one.oldest_version for one in scored),
             version_max=max(one.newest_version for one in scored),
-            num_tasks=total.num_tasks,
             sets={
                 inner: self._score(of_set, size, skipped[inner]) for inner, of_set in sorted(by_set.items()) if inner
             },
-            pass_at=total.pass_at,
-            maj_at=total.maj_at,
             num_unscorable=len(failures),
             num_abstained=num_abstained,
-            num_skipped=skipped.total(),
             failures=dict(reasons.most_common(MAX_FAILURE_REASONS)),
         )
 

@@ -141,9 +141,9 @@ class Evaluations:
         assert best is not None, "evaluations came after it"
         was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
         self._note(
-            f"the training ends at v{version}: v{best.step} is still the best ({best.score}) after {num_worse} "
+            f"the training ends at v{version}: v{best.step} is still the best ({best}) after {num_worse} "
             f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
-            + (f"Before training it was better still ({first.score}). " if was_better else "")
+            + (f"Before training it was better still ({first}). " if was_better else "")
             + (
                 f"`penstock export {self._run_dir} --best` writes its policy"
                 if self.config.keep_best
@@ -217,9 +217,9 @@ class Evaluations:
             _named("eval", name, evaluation.version_min)
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.part) else "")
-            + f": {evaluation.score} on {evaluation.score.counted} {evaluated_on(tasks)} tasks"
+            + f": {evaluation} on {evaluation.counted} {evaluated_on(tasks)} tasks"
             + (f" with {size} answers each" if size > 1 else "")
-            + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner.score}")
+            + ("" if evaluation.partner is None else f"; of the partner: {evaluation.partner}")
             + "".join(f"; {inner}: {score} on {score.counted}" for inner, score in evaluation.sets.items())
             + ("; the best so far" if is_best else "")
         )

@@ -126,7 +126,7 @@ class Run:
     def skipped_prompts(self) -> SkippedPrompts:
         """The tasks that were skipped because their prompt leaves no space for an answer."""
         taken, skipped, first = self._flow.skipped_tasks()
-        newest = self.evaluations.done[-1].score if self.evaluations.done else None
+        newest = self.evaluations.done[-1] if self.evaluations.done else None
         return SkippedPrompts(
             taken, skipped, first, newest.num_tasks if newest else 0, newest.num_skipped if newest else 0
         )

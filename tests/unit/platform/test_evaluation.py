@@ -31,6 +31,7 @@ from penstock.platform.run.evaluation import (
     MAX_ATTEMPTS,
     Evaluation,
     Evaluator,
+    SetScore,
     best_of,
     evaluation_from,
     majority_solves,
@@ -177,7 +178,7 @@ async def test_tasks_that_are_too_long_are_skipped_and_named_in_the_score() -> N
     tasks = [*tasks_of("1", "0", name="easy"), *tasks_of("0.5", "0", "0", name="hard")]
     found = await limited.evaluate(3, tasks)
     assert (found.accuracy, found.num_tasks, found.num_skipped) == (0.5, 2, 3)
-    assert found.score.counted == "2 of 5 (prompts too long: 3)"
+    assert found.counted == "2 of 5 (prompts too long: 3)"
     assert {name: (score.num_tasks, score.num_skipped) for name, score in found.sets.items()} == {
         "easy": (1, 1), "hard": (1, 2)
     }  # fmt: skip
@@ -195,15 +196,15 @@ async def test_each_answer_has_three_attempts() -> None:
 
 
 def test_of_graded_rewards_the_mean_is_the_headline() -> None:
-    solved = Evaluation(0, 0.25, 0.5, 0, 0, 4, pass_at={"2": 0.5})
-    assert str(solved.score) == "accuracy 0.250, mean reward 0.500, pass@2 0.500"
-    assert str(replace(solved, accuracy=0.0).score) == "mean reward 0.500, none solved"
-    assert str(Evaluation(0, 0.0, 0.0, 0, 0, 4).score) == "accuracy 0.000, mean reward 0.000"
+    solved = SetScore(0.25, 0.5, 4, {"2": 0.5})
+    assert str(solved) == "accuracy 0.250, mean reward 0.500, pass@2 0.500"
+    assert str(replace(solved, accuracy=0.0)) == "mean reward 0.500, none solved"
+    assert str(SetScore(0.0, 0.0, 4)) == "accuracy 0.000, mean reward 0.000"
 
 
 def test_the_best_evaluation_has_the_highest_accuracy_then_reward_and_is_of_a_trained_policy() -> None:
     def one(step: int, accuracy: float, reward_mean: float) -> Evaluation:
-        return Evaluation(step, accuracy, reward_mean, step, step, 4)
+        return Evaluation(accuracy, reward_mean, 4, step=step, version_min=step, version_max=step)
 
     before = one(0, 1.0, 1.0)
     assert best_of([before]) is None
@@ -362,5 +363,8 @@ async def test_a_set_has_its_own_sampling_and_its_figures_end_with_its_name() ->
     ],
 )
 def test_evaluations_since_the_best_one_are_counted(accuracies: list[float], expected: int) -> None:
-    evaluations = [Evaluation(10 * step, accuracy, 0.5, 0, 0, 1) for step, accuracy in enumerate(accuracies)]
+    evaluations = [
+        Evaluation(accuracy, 0.5, 1, step=10 * step, version_min=0, version_max=0)
+        for step, accuracy in enumerate(accuracies)
+    ]
     assert num_since_best(evaluations) == expected

@@ -88,7 +88,7 @@ async def test_the_console_says_how_many_answers_are_left_out_and_why(tmp_path: 
         async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
             del tasks
             why = {"reward: the judge is down": 2, "env: a tool hung": 1}
-            return Evaluation(step, 0.0, 0.25, 0, 0, 5, num_unscorable=3, failures=why)
+            return Evaluation(0.0, 0.25, 5, step=step, version_min=0, version_max=0, num_unscorable=3, failures=why)
 
     notes: list[str] = []
     await run_of(set(), tmp_path, notes, evaluator=Given()).evaluate_first()  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ class FakeEvaluator:
         self.accuracy = accuracy
 
     async def evaluate(self, step: int, tasks: list[Task], name: str = "") -> Evaluation:
-        return Evaluation(step, self.accuracy, self.accuracy, step, step, len(tasks))
+        return Evaluation(self.accuracy, self.accuracy, len(tasks), step=step, version_min=step, version_max=step)
 
 
 async def test_both_are_evaluated_on_the_same_tasks() -> None:

@@ -31,7 +31,7 @@ class Graded(Evaluator):
 
     async def evaluate(self, step: int, tasks: object, name: str = "") -> Evaluation:
         await super().evaluate(step, tasks)
-        return Evaluation(step, self.accuracies[step], 0.5, step, step, 1)
+        return Evaluation(self.accuracies[step], 0.5, 1, step=step, version_min=step, version_max=step)
 
 
 def run_with(

@@ -37,7 +37,7 @@ class Evaluator:
         await asyncio.sleep(0)
         if name == self.fails_on:
             raise PenstockError("the judge is down")
-        return Evaluation(step, 0.25 if name else 0.75, 0.5, step, step, len(tasks))
+        return Evaluation(0.25 if name else 0.75, 0.5, len(tasks), step=step, version_min=step, version_max=step)
 
 
 def some(number: int) -> list[Task]:
