@@ -150,7 +150,8 @@ class SamplingConfig(BaseModel):
     """Texts that end a turn. The token that completes one is its last; the text stays in the answer, and all its tokens
     carry loss. A special token is not text: name it in `stop_token_ids`."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Ids that end a turn, in addition to the end tokens of the tokenizer and the generation config."""
+    """Ids that end a turn, in addition to the end tokens of the tokenizer and the generation config, and the special
+    token with which the chat template ends an answer."""
 
 
 class RolloutConfig(BaseModel):

@@ -493,7 +493,9 @@ def check_spelled_tokens(config: RunConfig, tasks: Sequence[Task]) -> Iterator[F
 
 
 def check_stop(config: RunConfig) -> Iterator[Finding]:
-    """Check that the stop texts can appear in an answer's text, and the stop tokens in its tokens."""
+    """Check that the stop texts can appear in an answer's text, and the stop tokens in its tokens; say which token the
+    chat template adds to these.
+    """
     sampling, vocab_size = config.rollout.sampling, config.model.shape.vocab_size
     for token_id in sampling.stop_token_ids:
         if token_id >= vocab_size:
@@ -502,11 +504,17 @@ def check_stop(config: RunConfig) -> Iterator[Finding]:
                 f"never samples it. Use ids below {vocab_size}."
             )
     try:
-        codec = _load_codec(config) if sampling.stop else None
+        if (codec := _load_codec(config)) is None:
+            return
     except ConfigError:
         return  # `check_prompts` reports it
-    if codec is None:
-        return
+    if codec.turn_end not in (None, *codec.named_ends, *sampling.stop_token_ids):
+        yield warning(
+            f"rollout.sampling: an answer also ends with {codec.tokenizer.decode([codec.turn_end])!r} (id "
+            f"{codec.turn_end}), with which the chat template ends a turn. Tokenizer and generation_config.json name "
+            f"{list(codec.named_ends)} only, so such an answer would run on to rollout.sampling.max_new_tokens.",
+            "model",
+        )
     for text in sampling.stop:
         if special := next((one for one in codec.tokenizer.all_special_tokens if one in text), None):
             yield error(

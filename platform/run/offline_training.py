@@ -236,7 +236,7 @@ def encode_examples(
     """
     for task in tasks:
         prompt = codec.encode_prompt(task.prompt)
-        response = (*codec.encode_prompt(source.gold_response(task)), codec.stop_token_ids[0])
+        response = (*codec.encode_prompt(source.gold_response(task)), codec.end_after(task.prompt))
         if limit.fits(task, len(prompt) + len(response)):
             yield prompt, response
 
@@ -347,8 +347,8 @@ def encode_pairs(
     Raises:
         ConfigError: If a task has no pair, or prompt and answer exceed the limit and are not skipped.
     """
-    end = codec.stop_token_ids[0]
     for task in tasks:
+        end = codec.end_after(task.prompt)
         try:
             chosen, rejected = (
                 codec.encode_prompt(answer) if answer else () for answer in preferred_pair(source, task)

@@ -62,6 +62,14 @@ class SpelledTokens:
                 return found.group()
         return None
 
+    def leading(self, text: str) -> list[int]:
+        """Ids of the special tokens with which a text begins."""
+        found, place = [], 0
+        while spelled := self._pattern.match(text, place):
+            found.append(self.ids[spelled.group()])
+            place = spelled.end()
+        return found
+
     def shield(self, value: _Value) -> _Value:
         """`value`, with a mark in place of each special token that a text in it spells, however deep."""
         return value if self.first_in(value) is None else self._shielded(value)

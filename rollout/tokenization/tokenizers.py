@@ -94,7 +94,10 @@ class TokenCodec:
     """Encodes prompts and decodes answers of one policy.
 
     Attributes:
-        stop_token_ids: Ids after which an answer ends: eos of tokenizer and generation config, ascending.
+        named_ends: End tokens (eos) of tokenizer and generation config, ascending.
+        turn_end: The special token with which the chat template ends an answer; None: there is no template, or it ends
+            an answer with text or nothing. Base models often name another one as eos.
+        stop_token_ids: Ids after which an answer ends: `named_ends` and `turn_end`, ascending.
         reasoning: Marks around the reasoning; None: the whole text is the answer.
 
     Args:
@@ -132,7 +135,31 @@ class TokenCodec:
                 ]
             )
         tokenizer_eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokenizer_eos, *generation_eos_ids}))
+        self.named_ends = tuple(sorted({*tokenizer_eos, *generation_eos_ids}))
+        self.turn_end = self._end_of_template()
+        derived = () if self.turn_end is None else (self.turn_end,)
+        self.stop_token_ids = tuple(sorted({*self.named_ends, *derived}))
+
+    def _end_of_template(self) -> int | None:
+        """`turn_end`: of the special tokens that follow an answer, the first of `named_ends`, else the first.
+
+        Where special tokens also precede the answer within the turn, as in the channels of gpt-oss, one that is not
+        named may end a part of the turn only.
+        """
+        try:
+            opening, closing = self.turn_template.around_last_answer()
+        except ConfigError:  # the first task with messages reports it
+            return None
+        ends = self._spelled.leading(closing.lstrip())
+        is_one_part = self._spelled.first_in(opening) is None
+        return next((token for token in ends if token in self.named_ends), ends[0] if ends and is_one_part else None)
+
+    def end_after(self, prompt: str | Sequence[dict[str, str]]) -> int:
+        """The token that ends a given answer to a prompt: the template's after messages, eos after plain text."""
+        if self.turn_end is not None and not isinstance(prompt, str):
+            return self.turn_end
+        eos = self.tokenizer.eos_token_id
+        return self.stop_token_ids[0] if eos is None else int(eos)
 
     def encode_prompt(
         self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()
@@ -346,8 +373,8 @@ def load_codec(model_path: str | Path, env: EnvConfig | None = None) -> TokenCod
         raise ConfigError(
             [
                 f"model.path={model_path}: neither its tokenizer nor generation_config.json nor config.json names an "
-                "end token (eos_token_id), so every answer would run to its length limit. Set eos_token in "
-                "tokenizer_config.json."
+                "end token (eos_token_id), and no chat template ends an answer with a special token, so every answer "
+                "would run to its length limit. Set eos_token in tokenizer_config.json."
             ]
         )
     return codec

@@ -195,6 +195,17 @@ class TurnTemplate:
             return after.lstrip().removeprefix(end_of_turn)
         return after
 
+    def around_last_answer(self) -> tuple[str, str]:
+        """What the template writes between the generation prompt and an answer, and after one that nothing follows.
+
+        Raises:
+            ConfigError: If the template refuses an answer.
+        """
+        before = self._render(_OPENING, _bad_template)
+        text = self._render([*_OPENING, self._answer], _bad_template, add_generation_prompt=False)
+        opening, _, closing = text[_header_length(before, text) :].partition(self._marker)
+        return opening, closing
+
     @property
     def _answer(self) -> dict[str, str]:
         return {"role": "assistant", "content": self._marker}

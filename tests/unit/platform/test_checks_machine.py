@@ -72,6 +72,8 @@ def overrides(tmp_path, monkeypatch):
 
 
 class CharacterCodec:
+    turn_end, named_ends = None, ()
+
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
         return tuple(map(ord, prompt))
 

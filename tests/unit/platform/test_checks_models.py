@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -36,6 +37,8 @@ class Source:
 
 
 class CharacterCodec:
+    turn_end, named_ends = None, ()
+
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
         return tuple(map(ord, prompt))
 
@@ -509,6 +512,17 @@ def test_a_stop_text_that_no_text_contains_and_a_stop_token_that_is_never_sample
     assert f"Use rollout.sampling.stop_token_ids=[{end}]" in found
     found = problem([*overrides, "rollout.sampling.stop_token_ids=[1,32]"])
     assert "stop_token_ids has 32; model.shape.vocab_size=32" in found
+
+
+def test_a_stop_token_that_the_chat_template_adds_is_told(overrides, monkeypatch):
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.eos_token = "<|eot_id|>"
+    codec = TokenCodec(tokenizer)
+    monkeypatch.setattr("penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _env=None: codec)
+    (told,) = load_config("train", overrides, dry_run=True).warnings
+    assert told.startswith(f"rollout.sampling: an answer also ends with '<|im_end|>' (id {codec.turn_end}), with which")
+    assert f"name [{tokenizer.eos_token_id}] only" in told
+    assert load_config("train", [*overrides, f"rollout.sampling.stop_token_ids=[{codec.turn_end}]"]).warnings == []
 
 
 def test_prompts_that_spell_special_tokens_are_told_once_unless_they_are_meant(overrides, tmp_path, monkeypatch):

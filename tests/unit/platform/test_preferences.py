@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,9 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.metrics.console import RunConsole
-from penstock.platform.run.offline_training import ExampleLimit, encode_pairs
+from penstock.platform.run.offline_training import ExampleLimit, encode_examples, encode_pairs
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from tests.chat_tokenizers import chat_tokenizer
 
 EXPERIMENT = ["experiment=arithmetic_preference"]
 SMALL = ["preference.eval_pairs=16"]
@@ -57,10 +60,11 @@ def test_what_cannot_run_is_refused_with_the_reason(overrides, words) -> None:
 class Codec:
     """Characters are tokens."""
 
-    stop_token_ids = (1,)
-
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
+
+    def end_after(self, _prompt: str) -> int:
+        return 1
 
 
 def test_pairs_are_encoded_with_their_end_tokens() -> None:
@@ -71,6 +75,17 @@ def test_pairs_are_encoded_with_their_end_tokens() -> None:
     assert pair.chosen == (*map(ord, source.gold_response(task)), 1)
     assert pair.rejected[-1] == 1
     assert pair.rejected != pair.chosen
+
+
+def test_given_answers_to_messages_end_with_the_token_of_the_chat_template() -> None:
+    """As with Llama 3, whose generation config names two smaller ids too."""
+    codec = TokenCodec(chat_tokenizer("llama"), generation_eos_ids=(1, 2))
+    end = codec.tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    task = Task(TaskId("rows/7"), [{"role": "user", "content": "?"}], {"chosen": "25", "rejected": "26"})
+    source, limit = SimpleNamespace(gold_response=lambda _task: "25"), ExampleLimit(128, "error")
+    (pair,) = encode_pairs(source, codec, [task], limit)
+    ((_, response),) = encode_examples(source, codec, [task], limit)
+    assert (pair.chosen[-1], pair.rejected[-1], response[-1]) == (end, end, end)
 
 
 def test_a_pair_that_does_not_fit_the_context_is_named_with_both_numbers() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.rollout.tokenization.tokenizers import (
     character_tokenizer,
     load_codec,
 )
+from tests.chat_tokenizers import chat_tokenizer, family_tokenizer
 
 
 def test_the_vocabulary_is_exactly_the_32_ids_of_the_tiny_policies() -> None:
@@ -87,6 +89,34 @@ def test_stop_tokens_join_the_tokenizer_and_the_generation_config(tiny_policy_di
     shutil.copytree(tiny_policy_dir, directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 14]}))
     assert load_codec(directory).stop_token_ids == (1, 14)
+
+
+def test_an_answer_ends_where_its_chat_template_ends_it_though_eos_is_another_token() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.eos_token = "<|eot_id|>"
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
+    codec, question = TokenCodec(tokenizer), [{"role": "user", "content": "?"}]
+    assert (codec.named_ends, codec.turn_end, codec.stop_token_ids) == ((eos,), end, (end, eos))
+    answer = codec.encode_rendered("4<|im_end|>")
+    assert answer[-1] == end
+    assert codec.decode_turn(answer) == "4"
+    assert codec.decode(codec.encode_observation(question, end)) == "\nuser\n?\nassistant\n"
+    assert (codec.end_after(question), codec.end_after("?")) == (end, eos)
+
+
+@pytest.mark.parametrize(
+    ("family", "stops"),
+    [
+        ("harmony", ["<|call|>"]),  # <|end|> ends each channel of an answer, so no answer would follow the reasoning
+        ("glm45", ["<|user|>"]),  # the template writes nothing after an answer
+        ("plain", ["<|endoftext|>"]),  # no template
+    ],
+)
+def test_a_template_without_an_end_of_its_own_adds_no_stop_token(family: str, stops: list[str]) -> None:
+    codec = TokenCodec(family_tokenizer(family))
+    assert codec.tokenizer.convert_ids_to_tokens(codec.stop_token_ids) == stops
+    assert codec.turn_end is None
+    assert codec.end_after([{"role": "user", "content": "?"}]) == codec.tokenizer.eos_token_id
 
 
 def test_the_saved_tokenizer_loads_as_it_was(tiny_policy_dir: Path) -> None:
