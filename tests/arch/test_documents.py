@@ -238,13 +238,14 @@ def test_planted_identifiers_that_do_not_exist_are_found() -> None:
 
 
 FOREIGN_OPTIONS = {
-    "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--follow", "--from-literal", "--gpus",
+    "--address", "--backend-store-uri", "--ckpt", "--dataset_name", "--extra-index-url", "--follow", "--from-literal",
+    "--gpus",
     "--auth-type", "--dangerously-bypass-approvals-and-sandbox", "--dangerously-skip-permissions", "--exit-immediately",
     "--head", "--host", "--import-mode", "--model", "--monitors", "--node-ip-address", "--push_to_hub", "--qos",
     "--requeue", "--resume", "--reward_funcs", "--run", "--security-opt", "--served-model-name", "--shm-size",
     "--signal", "--skip-git-repo-check", "--trainer", "--use_peft", "--vllm", "--yolo",
 }  # fmt: skip
-"""Of agents, docker, git, kubectl, mlflow, pytest, ray, sbatch, vllm and other trainers."""
+"""Of agents, docker, git, kubectl, mlflow, pip, pytest, ray, sbatch, vllm and other trainers."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 

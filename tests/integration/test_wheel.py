@@ -1,9 +1,11 @@
-"""The wheel in an empty environment, without the clone, trains the demo."""
+"""The wheel, installed by README's commands into an empty environment, trains the demo without the clone."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,10 +20,14 @@ SHORT = ("evaluation.num_tasks=16", "evaluation.every_steps=0")
 
 
 def run(*words: str | Path, cwd: Path, timeout_s: float = 600) -> str:
-    """A command in an environment that knows nothing of the clone."""
+    """A command in an environment that knows nothing of the clone.
+
+    The package index is that of pip's configuration. A further index that cannot be reached, as without a network, is
+    asked once for each package.
+    """
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "PENSTOCK"))
-    }
+    } | {"PIP_QUIET": "1", "PIP_NO_INPUT": "1", "PIP_RETRIES": "0"}
     done = subprocess.run(
         [str(word) for word in words], cwd=cwd, env=kept, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -31,14 +37,17 @@ def run(*words: str | Path, cwd: Path, timeout_s: float = 600) -> str:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="installs the CPU build")
 def test_the_wheel_in_an_empty_environment_trains_the_demo(tmp_path: Path) -> None:
-    pip = ("-m", "pip", "-q", "--disable-pip-version-check", "--no-input")
-    aside = shutil.ignore_patterns(".*", "runs", "site", "build", "__pycache__")  # building leaves files in the tree
-    shutil.copytree(ROOT, tmp_path / "tree", symlinks=True, ignore=aside)
-    run(sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path, tmp_path / "tree", cwd=tmp_path)
-    (wheel,) = tmp_path.glob("penstock-*.whl")
+    aside = shutil.ignore_patterns(".*", "runs", "site", "build", "dist", "__pycache__")  # building leaves files
+    tree, programs = tmp_path / "tree", tmp_path / "venv" / "bin"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=aside)
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    programs = tmp_path / "venv" / "bin"
-    run(programs / "python", *pip, "install", f"{wheel}[cpu]", cwd=tmp_path, timeout_s=1500)
+    (block,) = re.findall(
+        r"^## Install\n\n```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    for command in block.splitlines():
+        words = shlex.split(command, comments=True)
+        run(programs / "python", "-m", *words, cwd=tree, timeout_s=1500)
+    shutil.rmtree(tree)
     where = run(programs / "python", "-c", "import penstock.platform as p; print(*p.__path__)", cwd=tmp_path)
     assert where.startswith(str(tmp_path))
     run(programs / "penstock", "sft", "experiment=arithmetic_sft", "sft.max_steps=40", *SHORT, cwd=tmp_path)

@@ -169,6 +169,16 @@ def test_the_workflow_calls_targets_that_there_are() -> None:
     assert jobs["full"][-1] == "make test-full"
 
 
+def test_the_readme_installs_this_version_with_the_index_that_make_setup_uses() -> None:
+    readme, wheel = (ROOT / "README.md").read_text(encoding="utf-8"), f"dist/penstock-{__version__}-py3-none-any.whl"
+    (index,) = re.findall(r"^TORCH_CPU_INDEX \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    (block,) = re.findall(r"^## Install\n\n```bash\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
+    assert [shlex.split(line, comments=True) for line in block.splitlines()] == [
+        ["pip", "wheel", "--no-deps", "-w", "dist", "."],
+        ["pip", "install", f"{wheel}[cpu]", "--extra-index-url", index],
+    ]
+
+
 def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["license"]) == (__version__, project()["license"])
