@@ -51,15 +51,15 @@ MODELS = {
 }
 RECIPES = {
     "one GPU": ("gpu", ["experiment=gsm8k_qwen_1gpu"]),
-    "one GPU, any cache": ("gpu", ["experiment=gsm8k_qwen_1gpu", "rollout.engine.kv_cache_gib=null"]),
+    "one GPU, stated cache": ("gpu", ["experiment=gsm8k_qwen_1gpu", "rollout.engine.kv_cache_gib=4"]),
     "eight GPUs": ("generate", ["experiment=math_qwen_8gpu", "model.max_context_tokens=5120"]),
 }
 """Pool of the engines, and overrides."""
 SIZES = (24, 40, 48, 80)
 """Memory of a GPU, GiB."""
 FIT = {
-    *product(["one GPU", "one GPU, any cache"], ["0.5B"], SIZES),
-    *product(["one GPU", "one GPU, any cache"], ["1.5B", "3B"], [80]),
+    *product(["one GPU", "one GPU, stated cache"], ["0.5B"], SIZES),
+    *product(["one GPU", "one GPU, stated cache"], ["1.5B", "3B"], [80]),
     *product(["eight GPUs"], ["0.5B", "1.5B"], SIZES),
     *product(["eight GPUs"], ["3B", "7B"], [80]),
 }

@@ -129,7 +129,7 @@ def test_a_file_in_the_way_of_the_run_directory_is_refused(overrides):
 
 def test_gpu_pools_without_a_driver_are_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
-    found = absent([*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"])
+    found = absent([*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm"])
     assert "the pool gpu is one of GPUs" in found
     assert "no NVIDIA driver" in found
 
@@ -151,7 +151,7 @@ def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
     monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 0)
-    typed = [*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"]
+    typed = [*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm"]
     with pytest.raises(ConfigError) as raised:
         load_config("train", typed)
     build, count = raised.value.violations
@@ -167,7 +167,7 @@ def on_a_gpu(monkeypatch, driver="580.65.06", capabilities=None):
     monkeypatch.setattr(hardware, "gpu_capabilities", lambda: capabilities or {"NVIDIA L4": "8.9"})
 
 
-ONE_GPU = ["cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"]
+ONE_GPU = ["cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm"]
 
 
 def test_a_driver_that_is_too_old_is_named_with_both_versions_and_what_to_do(overrides, monkeypatch):

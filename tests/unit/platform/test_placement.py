@@ -362,7 +362,7 @@ def test_while_the_trainer_computes_an_engine_that_sleeps_keeps_its_context():
 
 @pytest.mark.parametrize("size", [24, 80])
 def test_a_colocated_engine_takes_for_its_cache_what_the_trainer_leaves(size):
-    overrides = ["experiment=gsm8k_qwen_1gpu", "rollout/engine=vllm", f"cluster.pools.gpu.memory_gib={size}"]
+    overrides = ["experiment=gsm8k_qwen_1gpu", f"cluster.pools.gpu.memory_gib={size}"]
     config = compose_config(overrides)
     assert device_load_gib(config, plan_placement(config))["gpu"] == pytest.approx(0.85 * size)
     stated = engine_spec(config, 0).engine

@@ -79,6 +79,14 @@ def test_a_recipe_fits_its_devices(name: str) -> None:
     config = compose_config([f"experiment={name}"])
     assert plan_placement(config)
     assert config.name == name
+    devices = sum(pool.count for pool in config.cluster.pools.values() if pool.device == "gpu")
+    said = re.search(r"_(?:(\d+)gpu|(\d)nodes)$", name)
+    assert said is not None
+    assert devices == (int(said[1]) if said[1] else 8 * int(said[2]))
+    is_thinking = config.env.reasoning is not None
+    assert is_thinking == config.model.path.startswith("Qwen/Qwen3-")
+    assert (config.evaluation.temperature > 0) == is_thinking, "Qwen3 may repeat itself without end if it is greedy"
+    assert config.rollout.engine.kv_cache_gib is None, "a stated cache leaves memory unused, and answers wait for it"
 
 
 def test_the_recipe_for_preferences_reads_the_pairs_of_a_user() -> None:
