@@ -36,7 +36,7 @@ from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE
 from penstock.platform.metrics.trackers.jsonl import drop_later_records
 from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
-from penstock.platform.run.checkpoint_upload import download
+from penstock.platform.run.checkpoint_upload import check_is_free, download
 from penstock.platform.run.durable_files import link_or_copy
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.flow_builder import flow_limits
@@ -135,6 +135,7 @@ def _begin(
     config = changed_config(saved, [*own, *overrides], run_dir, new_dir)
     if (place := config.checkpoint.upload) is not None and place == before.checkpoint.upload:
         raise ConfigError([f"checkpoint.upload={place} has the checkpoints of {run_dir}. Give another place."])
+    check_is_free(place)
     kept, lost = decide(list(limits(before, config, run_dir)), wanted)
     if own and place is None:
         lost.append(

@@ -15,22 +15,23 @@ copied: it is copied from names of its own (`UPLOADING`).
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import yaml
 
 from penstock.dataflow.errors import CheckpointError, ConfigError, boundary
 from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from penstock.platform.run.checkpoint import CHECKPOINTS, MANIFEST, PREFIX, SPOOL, Checkpoint, CheckpointFolder
 from penstock.platform.run.durable_files import link_or_copy
+from penstock.platform.run.run_dir import read_environment
 
 OF_THE_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, DATA_FILE, METRICS_FILE)
 UPLOADING = "uploading"
@@ -46,10 +47,10 @@ def opened(url: str) -> tuple[Any, str]:
         ConfigError: If no installed package knows it.
     """
     try:
-        found: tuple[Any, str] = fsspec.url_to_fs(url)
+        fs, root = fsspec.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"{url}: fsspec cannot open it: {error}"]) from error
-    return found
+    return fs, root.rstrip("/")
 
 
 class Place:
@@ -60,7 +61,6 @@ class Place:
         self._run_dir = run_dir
         self._local = CheckpointFolder(run_dir)
         self._opened: tuple[Any, str] | None = None
-        self._is_new = True
 
     def copy(self, version: int, source: Path | None = None) -> int:
         """Copy a checkpoint, and remove those that the run does not keep any more; returns the bytes that were copied.
@@ -77,9 +77,8 @@ class Place:
             folder = source or self._run_dir
             checkpoint = CheckpointFolder(folder).read(version)
             there = sizes(fs, root)
-            if self._is_new and CONFIG_FILE in there:
-                self._check_is_ours(yaml.safe_load(fs.cat_file(f"{root}/{CONFIG_FILE}"))["name"])
-            self._is_new = False
+            if problem := of_another_run(self._url, fs, root, there, read_environment(self._run_dir)["run_id"]):
+                raise CheckpointError(problem)
             num_bytes = 0
             for name, size in [*of_the_run(self._run_dir), *files_of(checkpoint)]:
                 if there.get(name) != size or name in OF_THE_RUN or name.endswith(MANIFEST):
@@ -88,14 +87,6 @@ class Place:
                     num_bytes += size
             self._remove_others(fs, root, there, checkpoint)
             return num_bytes
-
-    def _check_is_ours(self, name: str) -> None:
-        own = yaml.safe_load((self._run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["name"]
-        if name != own:
-            raise CheckpointError(
-                f"it has the checkpoints of the run {name}, and this is {own}, which would remove them. Give this run "
-                "another place (checkpoint.upload)"
-            )
 
     def _remove_others(self, fs: Any, root: str, there: dict[str, int], copied: Checkpoint) -> None:
         """Remove checkpoints and groups that the run does not keep."""
@@ -112,6 +103,49 @@ class Place:
         for name in there:
             if name.startswith(f"{SPOOL}/") and name not in named:
                 fs.rm_file(f"{root}/{name}")
+
+
+def check_is_free(url: str | None) -> None:
+    """Check, before a new run begins, that no checkpoints of another one are where it copies its own.
+
+    Raises:
+        ConfigError: If there are.
+        CheckpointError: If the location fails.
+    """
+    if url is None:
+        return
+    fs, root = opened(url)
+    with boundary(CheckpointError, f"checkpoint.upload={url}: the place cannot be read"):
+        problem = of_another_run(url, fs, root, sizes(fs, root), None)
+    if problem is not None:
+        raise ConfigError([problem])
+
+
+def of_another_run(url: str, fs: Any, root: str, there: Mapping[str, int], run_id: str | None) -> str | None:
+    """Why a run must not copy its checkpoints to a location; None if it may.
+
+    Args:
+        url: The location.
+        fs: Its file system.
+        root: Path in that.
+        there: What is in it.
+        run_id: That of the run; None for a run that begins.
+    """
+    if not (versions := versions_in(there)):
+        return None
+    with fs.open(f"{root}/{ENVIRONMENT_FILE}") as file:
+        if json.load(file)["run_id"] == run_id:
+            return None
+    return (
+        f"checkpoint.upload={url} has checkpoints of another run (steps {versions}), and this one would remove them. "
+        f"To go on from them: penstock resume {url} --as NEW. Or give this run another place."
+    )
+
+
+def versions_in(there: Mapping[str, int]) -> list[int]:
+    """Versions of the complete checkpoints in a location, ascending."""
+    manifests = [name for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}") and name.endswith(f"/{MANIFEST}")]
+    return sorted(int(name.split("/")[1].removeprefix(PREFIX)) for name in manifests)
 
 
 def of_the_run(run_dir: Path) -> Iterator[tuple[str, int]]:
@@ -134,7 +168,6 @@ def sizes(fs: Any, root: str) -> dict[str, int]:
     fs.invalidate_cache()
     if not fs.exists(root):
         return {}
-    root = root.rstrip("/")
     return {path.removeprefix(f"{root}/"): info["size"] for path, info in fs.find(root, detail=True).items()}
 
 
@@ -152,8 +185,7 @@ def download(url: str, run_dir: Path, step: int | None) -> None:
     fs, root = opened(url)
     with boundary(CheckpointError, f"{url}: the checkpoint could not be fetched"):
         there = sizes(fs, root)
-        manifests = [name for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}") and name.endswith(MANIFEST)]
-        versions = sorted(int(name.split("/")[1].removeprefix(PREFIX)) for name in manifests)
+        versions = versions_in(there)
         wanted = versions[-1:] if step is None else [one for one in versions if one == step]
         if not wanted:
             raise CheckpointError(
@@ -163,7 +195,7 @@ def download(url: str, run_dir: Path, step: int | None) -> None:
 
         def fetch(name: str) -> None:
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(f"{root.rstrip('/')}/{name}", str(run_dir / name))
+            fs.get_file(f"{root}/{name}", str(run_dir / name))
 
         fetch(f"{CHECKPOINTS}/{PREFIX}{wanted[0]}/{MANIFEST}")
         checkpoint = CheckpointFolder(run_dir).read(wanted[0])

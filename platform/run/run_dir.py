@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -57,6 +58,7 @@ def prepare_run_dir(config: RunConfig, **more: Any) -> Path:
     write_text_atomically(run_dir / DATA_FILE, json.dumps(data, indent=2) + "\n")
     environment = {
         "penstock": __version__,
+        "run_id": secrets.token_hex(8),  # of this run alone: a resume keeps it, a branch and a new start have others
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "folder": str(Path.cwd()),
         "typed": sorted(config.typed),

@@ -56,6 +56,7 @@ from penstock.platform.run.checkpoint import (
     CheckpointFolder,
     choose_checkpoint,
 )
+from penstock.platform.run.checkpoint_upload import check_is_free
 from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.flow import StopRequestedError
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
@@ -71,6 +72,7 @@ REPORT_S, REPORT_PAUSE = 60.0, 50.0
 
 def train(config: RunConfig) -> int:
     """Run `penstock train` to its end; returns the exit code."""
+    check_is_free(config.checkpoint.upload)
     stop = Stop(config.stop_grace_s)
 
     async def prepared() -> int:  # from the first file on, a signal is answered in order

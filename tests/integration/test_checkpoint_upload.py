@@ -23,9 +23,11 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.machine import check_upload
 from penstock.platform.cli.branch import branch
 from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run import resume
 from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
 from penstock.platform.run.checkpoint_upload import CheckpointUpload, Place, download
 from penstock.platform.run.run import Run
+from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_summary
 from tests.in_process import in_process, train_in_process
@@ -106,13 +108,35 @@ def test_what_a_run_keeps_is_in_the_place_and_another_run_begins_from_it(folder:
         with pytest.raises(ConfigError, match="has the checkpoints of"):
             branch(f"file://{place}", "elsewhere", [f"checkpoint.upload=file://{place}"], 4, None)
         assert branch(f"file://{place}", "elsewhere", [f"total_steps={STEPS + 2}"], 4, None) == 0
-    with pytest.raises(CheckpointError, match=r"of the run copied, and this is elsewhere"):
+    with pytest.raises(
+        CheckpointError, match=r"has checkpoints of another run \(steps \[3, 4, 5\]\), and this one would remove"
+    ):
         Place(f"file://{place}", folder / "runs" / "elsewhere").copy(STEPS + 2)
     assert_complete(place, [3, 4, 5], tmp_path / "after")
     summary = read_summary(folder / "runs" / "elsewhere")
     assert summary["steps"] == STEPS + 2
     assert summary["branched_from"] == {"run": f"file://{place}", "step": 4, "restored": "groups"}
     assert [path.name for path in (folder / "runs").iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_same_command_on_an_empty_disk_leaves_the_place_of_the_lost_run_as_it_is(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As `resume=auto` starts it once the machine of the run is lost: the same name, and nothing in its directory."""
+    lost, place = folder / "runs" / "copied", tmp_path / "place"
+    Place(f"file://{place}", lost).copy(STEPS)
+    words = small_run_overrides(tmp_path, "copied", character_tokenizer(), *OF_RUN, "resume=auto")
+    with in_process(tmp_path):
+        config = compose_config([*words, f"checkpoint.upload=file://{place}"])
+        with pytest.raises(ConfigError, match=rf"steps \[{STEPS}\]\), .* penstock resume file://{place} --as NEW"):
+            resume.train(config)
+        assert not Path(config.run_dir).exists()
+        again = prepare_run_dir(config).absolute()
+    shutil.copytree(lost / "checkpoints", again / "checkpoints")
+    shutil.copytree(lost / "spool", again / "spool")
+    with pytest.raises(CheckpointError, match="has checkpoints of another run"):
+        Place(f"file://{place}", again).copy(STEPS - 1)
+    assert_complete(place, [STEPS], tmp_path)
 
 
 def test_a_place_that_vanishes_is_said_once_and_filled_again(folder: Path, tmp_path: Path, capsys: Any) -> None:
