@@ -62,44 +62,48 @@ class Place:
         self._local = CheckpointFolder(run_dir)
         self._opened: tuple[Any, str] | None = None
 
-    def copy(self, version: int, source: Path | None = None) -> int:
+    def copy(self, version: int, source: Path) -> int:
         """Copy a checkpoint, and remove those that the run does not keep any more; returns the bytes that were copied.
+
+        Another checkpoint of that version is removed first: its files often have the sizes of the new ones.
 
         Args:
             version: Of the checkpoint.
-            source: Folder with its files, in the layout of the run directory; None is the run directory itself.
+            source: Folder with its files, in the layout of the run directory.
 
         Raises:
-            CheckpointError: If the location or the disk fails; what was there before stays.
+            CheckpointError: If the location or the disk fails; other checkpoints that were there before stay.
         """
         with boundary(CheckpointError, f"{self._url}: the checkpoint of v{version} could not be copied there"):
             fs, root = self._opened = self._opened or opened(self._url)
-            folder = source or self._run_dir
-            checkpoint = CheckpointFolder(folder).read(version)
+            checkpoint = CheckpointFolder(source).read(version)
             there = sizes(fs, root)
             if problem := of_another_run(self._url, fs, root, there, read_environment(self._run_dir)["run_id"]):
                 raise CheckpointError(problem)
+            if not is_there(fs, root, there, checkpoint):
+                folder = f"{CHECKPOINTS}/{checkpoint.path.name}"
+                remove_checkpoint(fs, root, there, folder)
+                there = {name: size for name, size in there.items() if not name.startswith(f"{folder}/")}
             num_bytes = 0
             for name, size in [*of_the_run(self._run_dir), *files_of(checkpoint)]:
-                if there.get(name) != size or name in OF_THE_RUN or name.endswith(MANIFEST):
+                if there.get(name) != size or name in OF_THE_RUN:
                     fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                    fs.put_file(str((self._run_dir if name in OF_THE_RUN else folder) / name), f"{root}/{name}")
+                    fs.put_file(str((self._run_dir if name in OF_THE_RUN else source) / name), f"{root}/{name}")
                     num_bytes += size
             self._remove_others(fs, root, there, checkpoint)
             return num_bytes
 
     def _remove_others(self, fs: Any, root: str, there: dict[str, int], copied: Checkpoint) -> None:
-        """Remove checkpoints and groups that the run does not keep."""
+        """Remove checkpoints and groups that the run does not keep, or keeps from another training of that version."""
         kept = [copied]
         for version in self._local.versions():
-            with suppress(CheckpointError):  # removed meanwhile
-                kept.append(self._local.read(version))
-        named = {name for one in kept for name, _ in files_of(one)}
+            with suppress(CheckpointError, FileNotFoundError):  # removed meanwhile
+                if is_there(fs, root, there, one := self._local.read(version)):
+                    kept.append(one)
+        named = {name for one in kept for name, *_ in one.manifest["files"]}
         of_checkpoints = {name.split("/")[1] for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}")}
         for folder in sorted(of_checkpoints - {one.path.name for one in kept}):
-            if f"{CHECKPOINTS}/{folder}/{MANIFEST}" in there:
-                fs.rm_file(f"{root}/{CHECKPOINTS}/{folder}/{MANIFEST}")
-            fs.rm(f"{root}/{CHECKPOINTS}/{folder}", recursive=True)
+            remove_checkpoint(fs, root, there, f"{CHECKPOINTS}/{folder}")
         for name in there:
             if name.startswith(f"{SPOOL}/") and name not in named:
                 fs.rm_file(f"{root}/{name}")
@@ -146,6 +150,21 @@ def versions_in(there: Mapping[str, int]) -> list[int]:
     """Versions of the complete checkpoints in a location, ascending."""
     manifests = [name for name in there if name.startswith(f"{CHECKPOINTS}/{PREFIX}") and name.endswith(f"/{MANIFEST}")]
     return sorted(int(name.split("/")[1].removeprefix(PREFIX)) for name in manifests)
+
+
+def is_there(fs: Any, root: str, there: Mapping[str, int], checkpoint: Checkpoint) -> bool:
+    """Whether a location has this very checkpoint, complete, and not another one of its version."""
+    name = f"{CHECKPOINTS}/{checkpoint.path.name}/{MANIFEST}"
+    manifest: bytes = (checkpoint.path / MANIFEST).read_bytes()
+    return there.get(name) == len(manifest) and fs.cat_file(f"{root}/{name}") == manifest
+
+
+def remove_checkpoint(fs: Any, root: str, there: Mapping[str, int], folder: str) -> None:
+    """Remove a checkpoint from a location, driver.json first: what is left must not look complete."""
+    if f"{folder}/{MANIFEST}" in there:
+        fs.rm_file(f"{root}/{folder}/{MANIFEST}")
+    if any(name.startswith(f"{folder}/") for name in there):
+        fs.rm(f"{root}/{folder}", recursive=True)
 
 
 def of_the_run(run_dir: Path) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +103,17 @@ def test_what_a_run_keeps_is_in_the_place_and_another_run_begins_from_it(folder:
     in_run, in_place = ({path.name for path in (one / "spool").iterdir()} for one in (run_dir, place))
     assert in_place <= in_run
     for version in {3, 4, 5} - set(versions):  # those that fell due while another one was copied
-        Place(f"file://{place}", run_dir).copy(version)
+        Place(f"file://{place}", run_dir).copy(version, run_dir)
     assert any("checkpoint/upload_s" in record.metrics for record in read_metrics(run_dir))
     with in_process(folder):
         with pytest.raises(ConfigError, match="has the checkpoints of"):
             branch(f"file://{place}", "elsewhere", [f"checkpoint.upload=file://{place}"], 4, None)
         assert branch(f"file://{place}", "elsewhere", [f"total_steps={STEPS + 2}"], 4, None) == 0
-    with pytest.raises(
-        CheckpointError, match=r"has checkpoints of another run \(steps \[3, 4, 5\]\), and this one would remove"
-    ):
-        Place(f"file://{place}", folder / "runs" / "elsewhere").copy(STEPS + 2)
+    elsewhere = folder / "runs" / "elsewhere"
+    with pytest.raises(CheckpointError, match=r"of another run \(steps \[3, 4, 5\]\), and this one would remove"):
+        Place(f"file://{place}", elsewhere).copy(STEPS + 2, elsewhere)
     assert_complete(place, [3, 4, 5], tmp_path / "after")
-    summary = read_summary(folder / "runs" / "elsewhere")
+    summary = read_summary(elsewhere)
     assert summary["steps"] == STEPS + 2
     assert summary["branched_from"] == {"run": f"file://{place}", "step": 4, "restored": "groups"}
     assert [path.name for path in (folder / "runs").iterdir() if path.name.startswith(".")] == []
@@ -124,7 +124,7 @@ def test_the_same_command_on_an_empty_disk_leaves_the_place_of_the_lost_run_as_i
 ) -> None:
     """As `resume=auto` starts it once the machine of the run is lost: the same name, and nothing in its directory."""
     lost, place = folder / "runs" / "copied", tmp_path / "place"
-    Place(f"file://{place}", lost).copy(STEPS)
+    Place(f"file://{place}", lost).copy(STEPS, lost)
     words = small_run_overrides(tmp_path, "copied", character_tokenizer(), *OF_RUN, "resume=auto")
     with in_process(tmp_path):
         config = compose_config([*words, f"checkpoint.upload=file://{place}"])
@@ -135,7 +135,7 @@ def test_the_same_command_on_an_empty_disk_leaves_the_place_of_the_lost_run_as_i
     shutil.copytree(lost / "checkpoints", again / "checkpoints")
     shutil.copytree(lost / "spool", again / "spool")
     with pytest.raises(CheckpointError, match="has checkpoints of another run"):
-        Place(f"file://{place}", again).copy(STEPS - 1)
+        Place(f"file://{place}", again).copy(STEPS - 1, again)
     assert_complete(place, [STEPS], tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_a_place_that_vanishes_is_said_once_and_filled_again(folder: Path, tmp_p
     assert failed
     assert failed == sorted(failed)
     place.unlink()
-    Place(f"file://{place}", run_dir).copy(STEPS)
+    Place(f"file://{place}", run_dir).copy(STEPS, run_dir)
     assert_complete(place, [STEPS], tmp_path)
 
 
@@ -192,7 +192,7 @@ def slow(self, lpath, rpath, **options):
 LocalFileSystem.put_file = slow
 place = Place(sys.argv[1], Path(sys.argv[2]))
 for version in (3, 4, 5):
-    place.copy(version)
+    place.copy(version, Path(sys.argv[2]))
 """
 
 
@@ -213,9 +213,47 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_only_complete_checkpoints(
     for version in whole:
         download(f"file://{place}", tmp_path / f"fetched{version}", version)
         choose_checkpoint(tmp_path / f"fetched{version}", version)
-    Place(f"file://{place}", run_dir).copy(5)
+    Place(f"file://{place}", run_dir).copy(5, run_dir)
     download(f"file://{place}", tmp_path / "again", None)
     assert choose_checkpoint(tmp_path / "again").version == 5
+
+
+def train_again(run_dir: Path, version: int) -> Path:
+    """Replace a checkpoint by one of another training, with zeros in the file of the trainer; returns that file."""
+    local = CheckpointFolder(run_dir)
+    before, folder = local.read(version), local.unfinished(version)
+    (saved, _), (name, size, _) = local.flow_snapshot(before), before.manifest["trainer_files"][0]
+    (folder / name).write_bytes(bytes(size))
+    written = (size, zlib.crc32(bytes(size)))
+    files = [one for one in before.manifest["files"] if one[0].startswith("spool/")]
+    files.append((f"checkpoints/step_{version}/{name}", *written))
+    shutil.rmtree(before.path)
+    again = {**before.manifest, "trainer_files": [(name, *written)], "files": files}
+    return local.commit(folder, saved, again).path / name
+
+
+def test_a_version_that_was_trained_again_replaces_the_one_in_the_place(folder: Path, tmp_path: Path) -> None:
+    """Its files have the sizes of the old ones. Cut off, it is not complete there until it is copied again."""
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    shutil.copytree(folder / "runs" / "copied", run_dir)
+    copies = Place(f"fulldisk://{place}", run_dir)
+    for version in (STEPS - 1, STEPS):
+        copies.copy(version, run_dir)
+    written = train_again(run_dir, STEPS)
+    FullDisk.is_full = True
+    try:
+        with pytest.raises(CheckpointError, match="No space left"):
+            copies.copy(STEPS, run_dir)
+    finally:
+        FullDisk.is_full = False
+    assert not (place / "checkpoints" / f"step_{STEPS}" / "driver.json").exists()
+    copies.copy(STEPS, run_dir)
+    assert (place / written.relative_to(run_dir)).read_bytes() == written.read_bytes()
+    assert_complete(place, [STEPS - 1, STEPS], tmp_path / "a")
+    assert copies.copy(STEPS, run_dir) < written.stat().st_size, "it is there"
+    train_again(run_dir, STEPS - 1)
+    copies.copy(STEPS, run_dir)
+    assert_complete(place, [STEPS], tmp_path / "b")
 
 
 async def test_the_run_may_remove_what_is_being_copied_and_only_the_newest_waits(folder: Path, tmp_path: Path) -> None:
@@ -224,7 +262,7 @@ async def test_the_run_may_remove_what_is_being_copied_and_only_the_newest_waits
     copied: list[int] = []
 
     class Slow(Place):
-        def copy(self, version: int, source: Path | None = None) -> int:
+        def copy(self, version: int, source: Path) -> int:
             time.sleep(0.2)
             copied.append(version)
             return super().copy(version, source)
