@@ -187,12 +187,12 @@ def close_file(file: LedgerLog | Timeline, what: str, instruments: Instruments) 
         instruments.note(f"{what} is not complete, since it could not be written: {file.error}")
 
 
-def checkpoint_written(timeline: Timeline, upload: CheckpointUpload | None, version: int, seconds: float) -> None:
+async def checkpoint_written(timeline: Timeline, upload: CheckpointUpload | None, version: int, seconds: float) -> None:
     """Callback of the checkpointer, when one is complete."""
-    if upload is not None:
-        upload.start(version)
     now = time.time()
     timeline.add("checkpoint", f"checkpoint v{version}", now - seconds, now)
+    if upload is not None:
+        await upload.start(version)
 
 
 async def restore(run: Run, flow: Flow, folder: CheckpointFolder, resumed: Checkpoint) -> None:

@@ -271,7 +271,7 @@ class Checkpointer:
         incarnation: int = 0,
         in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
         on_cut: Callable[[int], None] = lambda _version: None,
-        on_written: Callable[[int, float], None] = lambda _version, _seconds: None,
+        on_written: Callable[[int, float], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare to take checkpoints.
 
@@ -285,7 +285,8 @@ class Checkpointer:
             incarnation: Number of this driver or rollback, which no other one of the run has.
             in_thread: Runs blocking work.
             on_cut: Called with the version at every cut.
-            on_written: Called with the version of a complete checkpoint, and the seconds that it took.
+            on_written: Called with the version of a complete checkpoint, and the seconds that it took. No checkpoint is
+                removed before it returns.
         """
         self.config = config
         self._folder = folder
@@ -364,7 +365,8 @@ class Checkpointer:
         self.newest = version
         self._metrics["checkpoint/write_s"] = seconds = time.monotonic() - started
         self._metrics["checkpoint/bytes"] = float(checkpoint.num_bytes)
-        self._on_written(version, seconds)
+        if self._on_written is not None:
+            await self._on_written(version, seconds)
 
     async def _write_files(self, version: int, saved: FlowSnapshot, run_state: Mapping[str, Any]) -> Checkpoint:
         await self._in_thread(self._folder.prepare)

@@ -54,10 +54,14 @@ def opened(url: str) -> tuple[Any, str]:
 
 
 class Place:
-    """The copies of one run in a location. Blocking; called from a thread."""
+    """The copies of one run in a location. Blocking; called from a thread.
+
+    Attributes:
+        url: The location.
+    """
 
     def __init__(self, url: str, run_dir: Path) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._run_dir = run_dir
         self._local = CheckpointFolder(run_dir)
         self._opened: tuple[Any, str] | None = None
@@ -74,11 +78,11 @@ class Place:
         Raises:
             CheckpointError: If the location or the disk fails; other checkpoints that were there before stay.
         """
-        with boundary(CheckpointError, f"{self._url}: the checkpoint of v{version} could not be copied there"):
-            fs, root = self._opened = self._opened or opened(self._url)
+        with boundary(CheckpointError, f"{self.url}: the checkpoint of v{version} could not be copied there"):
+            fs, root = self._opened = self._opened or opened(self.url)
             checkpoint = CheckpointFolder(source).read(version)
             there = sizes(fs, root)
-            if problem := of_another_run(self._url, fs, root, there, read_environment(self._run_dir)["run_id"]):
+            if problem := of_another_run(self.url, fs, root, there, read_environment(self._run_dir)["run_id"]):
                 raise CheckpointError(problem)
             if not is_there(fs, root, there, checkpoint):
                 folder = f"{CHECKPOINTS}/{checkpoint.path.name}"
@@ -240,6 +244,7 @@ class CheckpointUpload:
         self._place = place
         self._run_dir = run_dir
         self._note = note
+        self._newest: int | None = None
         self._next: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
@@ -247,27 +252,45 @@ class CheckpointUpload:
         self._is_failing = False
         shutil.rmtree(run_dir / UPLOADING, ignore_errors=True)  # of a process that was killed
 
-    def start(self, version: int) -> None:
-        """Copy a checkpoint, which was just completed, as soon as the one before is copied."""
-        checkpoint = CheckpointFolder(self._run_dir).read(version)
-        for name, _ in files_of(checkpoint):
-            link_or_copy(self._run_dir / name, self._names_of(version) / name)
-        if self._next is not None:
-            shutil.rmtree(self._names_of(self._next))
-        self._next = version
+    async def start(self, version: int) -> None:
+        """Copy a checkpoint, which was just completed, as soon as the one before is copied.
+
+        Returns once its files have names of their own, which stay when the run removes it.
+        """
+        self._newest = version
+        try:
+            await asyncio.to_thread(self._keep, version)
+        except CheckpointError as error:
+            self._fail(error)
+            shutil.rmtree(self._names_of(version), ignore_errors=True)
+            return
+        waiting, self._next = self._next, version
+        if waiting is not None:
+            shutil.rmtree(self._names_of(waiting), ignore_errors=True)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._copy_all(), name="upload of checkpoints")
+
+    def _keep(self, version: int) -> None:
+        """Give the files of a checkpoint names of their own. Blocking, and long where the disk knows no links."""
+        folder = self._names_of(version)
+        with boundary(CheckpointError, f"{folder}: the checkpoint of v{version} could not be kept for its copy"):
+            for name, _ in files_of(CheckpointFolder(self._run_dir).read(version)):
+                link_or_copy(self._run_dir / name, folder / name)
 
     def _names_of(self, version: int) -> Path:
         return self._run_dir / UPLOADING / f"{PREFIX}{version}"
 
     async def finished(self) -> None:
-        """Wait until the newest checkpoint is copied, or has failed, for at most `END_S`."""
+        """Wait until the newest checkpoint is copied, or has failed, for at most `END_S`; say if it was not."""
         if self._task is not None and not self._task.done():
             self._note("copying the last checkpoint …")
             await asyncio.wait({self._task}, timeout=END_S)
-            if not self._task.done():
-                self._note(f"the last checkpoint was not copied within {END_S:g} s; the one before is complete there")
+        if self.copied != self._newest:
+            in_time = "" if self._task is None or self._task.done() else f" within {END_S:g} s"
+            there = "no checkpoint of this start" if self.copied is None else f"v{self.copied}"
+            self._note(
+                f"the last checkpoint, of v{self._newest}, was not copied{in_time}: {self._place.url} has {there}"
+            )
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of copies since the last call."""
@@ -281,11 +304,7 @@ class CheckpointUpload:
             try:
                 num_bytes = await in_daemon_thread(partial(self._place.copy, version, self._names_of(version)))
             except CheckpointError as error:
-                self._num_failed += 1
-                self._metrics["checkpoint/upload_failed"] = float(self._num_failed)
-                if not self._is_failing:
-                    self._note(f"{error}. The run goes on, and tries again with the next checkpoint.")
-                self._is_failing = True
+                self._fail(error)
             else:
                 if self._is_failing:
                     self._note(f"checkpoints are copied again, v{version} first")
@@ -294,6 +313,13 @@ class CheckpointUpload:
                 self._metrics["checkpoint/uploaded_bytes"] = float(num_bytes)
             finally:
                 shutil.rmtree(self._names_of(version), ignore_errors=True)
+
+    def _fail(self, error: CheckpointError) -> None:
+        self._num_failed += 1
+        self._metrics["checkpoint/upload_failed"] = float(self._num_failed)
+        if not self._is_failing:
+            self._note(f"{error}. The run goes on, and tries again with the next checkpoint.")
+        self._is_failing = True
 
 
 async def in_daemon_thread(call: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -24,7 +25,7 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.machine import check_upload
 from penstock.platform.cli.branch import branch
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.run import resume
+from penstock.platform.run import checkpoint_upload, resume
 from penstock.platform.run.checkpoint import CheckpointFolder, choose_checkpoint
 from penstock.platform.run.checkpoint_upload import CheckpointUpload, Place, download
 from penstock.platform.run.run import Run
@@ -161,22 +162,48 @@ def test_a_place_that_vanishes_is_said_once_and_filled_again(folder: Path, tmp_p
 async def test_a_full_disk_leaves_what_was_there_and_the_next_copy_makes_it_whole(folder: Path, tmp_path: Path) -> None:
     run_dir, place, notes = folder / "runs" / "copied", tmp_path / "full", []
     upload = CheckpointUpload(Place(f"fulldisk://{place}", run_dir), run_dir, notes.append)
-    upload.start(3)
+    await upload.start(3)
     await upload.finished()
     FullDisk.is_full = True
     try:
         for version in (4, 5):
-            upload.start(version)
+            await upload.start(version)
             await upload.finished()
     finally:
         FullDisk.is_full = False
     assert (upload.copied, len([one for one in notes if "No space left" in one])) == (3, 1)
+    assert notes[-1] == f"the last checkpoint, of v5, was not copied: fulldisk://{place} has v3"
     assert_complete(place, [3], tmp_path / "a")
-    upload.start(5)
+    await upload.start(5)
     await upload.finished()
     assert notes[-1] == "checkpoints are copied again, v5 first"
     assert_complete(place, [3, 5], tmp_path / "b")
     assert upload.take_metrics()["checkpoint/upload_failed"] == 2
+
+
+async def test_a_copy_that_cannot_be_begun_is_counted_and_the_run_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk knows no links the files are copied first: in a thread, and it may be full."""
+    run_dir, notes = tmp_path / "run", []
+    shutil.copytree(folder / "runs" / "copied", run_dir)
+    threads: set[int] = set()
+
+    def full(source: Path, target: Path) -> None:
+        threads.add(threading.get_ident())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    upload = CheckpointUpload(Place(f"file://{tmp_path}/place", run_dir), run_dir, notes.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_upload, "link_or_copy", full)
+        for version in (STEPS - 1, STEPS):
+            await upload.start(version)
+    await upload.finished()
+    assert threading.get_ident() not in threads
+    begun, last = notes
+    assert "of v4 could not be kept for its copy: OSError: [Errno 28] No space left" in begun
+    assert last.endswith(f"of v{STEPS}, was not copied: file://{tmp_path}/place has no checkpoint of this start")
+    assert upload.take_metrics() == {"checkpoint/upload_failed": 2}
 
 
 KILLED = """
@@ -269,7 +296,7 @@ async def test_the_run_may_remove_what_is_being_copied_and_only_the_newest_waits
 
     upload = CheckpointUpload(Slow(f"file://{place}", run_dir), run_dir, print)
     for version in (3, 4, 5):
-        upload.start(version)
+        await upload.start(version)
         await asyncio.sleep(0.01)
     CheckpointFolder(run_dir).prune(1, 5)
     assert CheckpointFolder(run_dir).versions() == [5]

@@ -128,6 +128,21 @@ async def test_what_is_read_is_what_was_at_the_cut(tmp_path: Path) -> None:
     assert run.checkpointer.take_metrics() == {}, "each is logged once"
 
 
+async def test_a_checkpoint_is_not_removed_before_its_copy_has_begun(tmp_path: Path) -> None:
+    run, there = Run(tmp_path, keep=1), []
+
+    async def begin_copy(version: int, _seconds: float) -> None:
+        await asyncio.sleep(0.01)
+        there.append((version, run.folder.versions()))
+
+    run.checkpointer = Checkpointer(
+        CheckpointConfig(keep=1), run.folder, Trainer(), FakeStore(), print, in_thread=at_once, on_written=begin_copy
+    )
+    for version in (1, 2):
+        await run.take(version)
+    assert there == [(1, [1]), (2, [2])]
+
+
 async def test_the_newest_are_kept_with_the_groups_that_they_name(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     await run.take(1, 0, 1)
