@@ -29,6 +29,7 @@ from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.platform.checks.load import check_all
 from penstock.platform.cli.export import export_policy
+from penstock.platform.cluster.session import as_trained
 from penstock.platform.config.compose import Composition
 from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.progress import Progress, ProgressLine
@@ -38,6 +39,7 @@ from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.checkpoint_upload import check_is_free, download
 from penstock.platform.run.durable_files import link_or_copy
+from penstock.platform.run.evaluation import comparable_evaluations
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.flow_builder import flow_limits
 from penstock.platform.run.resume import changed_tasks, has_ended
@@ -120,7 +122,7 @@ def begin(source: str, target: str, overrides: Sequence[str], step: int | None, 
 def _begin(
     run_dir: Path, source: str, new_dir: Path, overrides: Sequence[str], step: int | None, restore: str | None
 ) -> Begun:
-    saved, target = read_saved_config(run_dir), new_dir.name
+    newest, target = read_saved_config(run_dir), new_dir.name
     if new_dir.exists() and (not new_dir.is_dir() or any(new_dir.iterdir())):
         raise ConfigError([f"--as {target}: {new_dir} exists. Give a name that is free, so that nothing is lost."])
     if restore is not None and restore not in PARTS:
@@ -130,6 +132,7 @@ def _begin(
     with ProgressLine(console).showing(lambda: Progress("reading the checkpoint")):
         checkpoint = choose_checkpoint(run_dir, step)
     enter_folder_of(run_dir)
+    saved = checkpoint.manifest["run"]["config"]  # which `penstock set` and resumes may have changed since
     before = changed_config(saved, (), run_dir)
     own = [] if before.checkpoint.upload is None else ["checkpoint.upload=null"]  # that place is RUN's
     config = changed_config(saved, [*own, *overrides], run_dir, new_dir)
@@ -143,6 +146,15 @@ def _begin(
         )
     composition = settled(config)
     config = composition.config or config
+    later = differences(saved, as_trained(changed_config(newest, (), run_dir)).model_dump(mode="json"))
+    typed = {word.partition("=")[0] for word in overrides}
+    lost += [
+        f"{key}={old}, as at step {checkpoint.version}; the run was changed to {new} after that"
+        for key, (old, new) in later.items()
+        if key not in (*typed, "run_dir", "overwrite", "resume")
+    ]
+    if kept != "weights" and (why_none := comparable_evaluations(checkpoint.manifest["run"], config)[1]):
+        lost.append(why_none)
     if kept != "weights" and (problem := nothing_left(config, checkpoint, target)):
         raise ConfigError([problem])
     origin = source if "://" in source else str(run_dir)
@@ -155,7 +167,7 @@ def _begin(
     else:
         start = copied(run_dir, checkpoint, new_dir, kept, config)
     changed = differences(saved, config.model_dump(mode="json"))
-    write_changed(new_dir, config, checkpoint.version, changed, by=f"branch of {origin}")
+    write_changed(new_dir, config, 0 if start is None else start.version, changed, by=f"branch of {origin}")
     told = [f"warning {sentence}" for sentence in (*composition.derived.values(), *lost)]
     told.append(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
     return Begun(config, new_dir, start, told)
@@ -301,7 +313,8 @@ def copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, con
         start = _copied(run_dir, checkpoint, new_dir, kept, config)
         best = json.loads((run_dir / BEST_FILE).read_text())["step"] if (run_dir / BEST_FILE).exists() else None
         source = CheckpointFolder(run_dir)
-        if config.evaluation.keep_best and best in source.versions() and best < checkpoint.version:
+        is_compared = any(one["step"] == best for one in start.manifest["run"]["evaluations"])
+        if config.evaluation.keep_best and best in source.versions() and best < checkpoint.version and is_compared:
             _copied(run_dir, source.read(best), new_dir, kept, config)  # for `export --best`
         if (run_dir / METRICS_FILE).exists():
             shutil.copyfile(run_dir / METRICS_FILE, new_dir / METRICS_FILE)
@@ -333,7 +346,9 @@ def _copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, co
         saved = FlowSnapshot(at_the_first_task(state, config), (), ())
     of_trainer = {f"checkpoints/{checkpoint.path.name}/{name}" for name, *_ in manifest["trainer_files"]}
     named = of_trainer | set(spooled.values())
-    again: dict[str, Any] = {key: manifest[key] for key in ("version", "incarnation", "trainer_files", "run")}
+    evaluations, _ = comparable_evaluations(manifest["run"], config)
+    run = {**manifest["run"], "config": as_trained(config).model_dump(mode="json"), "evaluations": evaluations}
+    again: dict[str, Any] = {key: manifest[key] for key in ("version", "incarnation", "trainer_files")} | {"run": run}
     again |= {"spooled": spooled, "files": [one for one in manifest["files"] if one[0] in named]}
     return folder.commit(unfinished, saved, again)
 

@@ -67,6 +67,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(tree), strict=True)
 
 
+def as_trained(config: RunConfig) -> RunConfig:
+    """The configuration with which the run of a configuration trains."""
+    return with_absolute_paths(config) if is_joined(config) else config
+
+
 def _absolute(tree: Any, key: str = "") -> Any:
     if isinstance(tree, dict):
         return {name: _absolute(value, name) for name, value in tree.items()}

@@ -18,14 +18,27 @@ from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import MAIN, held_out_tasks
-from penstock.platform.config.schema import EvaluationConfig, RunConfig, set_stream
+from penstock.platform.cluster.session import as_trained
+from penstock.platform.config.schema import EvaluationConfig, RunConfig, is_within, set_stream
 from penstock.platform.metrics.evaluation_table import AnswerTable
 from penstock.platform.metrics.summary import EvaluatedOn
 from penstock.platform.run.lifecycle import first_error
+from penstock.platform.run.saved_config import differences
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
+MEASURING_KEYS = (
+    "seed",
+    "env",
+    "reward",
+    "rollout.sampling.max_new_tokens",
+    "evaluation.num_tasks",
+    "evaluation.answers_per_task",
+    "evaluation.temperature",
+    "evaluation.part",
+)
+"""Keys that change what an evaluation measures, so that two with different values cannot be compared."""
 MAX_ATTEMPTS = 3
 MAX_FAILURE_REASONS = 5
 """Reasons of failed answers that an evaluation keeps, the most frequent ones."""
@@ -147,6 +160,30 @@ def evaluated_on(tasks: Sequence[Task]) -> EvaluatedOn | None:
     if len(kinds) == 2:
         return "held-out and training"
     return None if not kinds else "training" if True in kinds else "held-out"
+
+
+def comparable_evaluations(
+    saved: Mapping[str, Any], config: RunConfig
+) -> tuple[Sequence[Mapping[str, Any]], str | None]:
+    """The evaluations of a checkpoint with which those of a run that continues from it can be compared.
+
+    Args:
+        saved: What the checkpoint keeps of its run.
+        config: Configuration with which it is continued.
+
+    Returns:
+        All of them, or none and why: the two measure something else.
+    """
+    done: Sequence[Mapping[str, Any]] = saved["evaluations"]
+    changed = [
+        f"{key} was {old} and is {new}"
+        for key, (old, new) in differences(saved["config"], as_trained(config).model_dump(mode="json")).items()
+        if any(is_within(key, one) for one in MEASURING_KEYS) and key != "reward.num_workers"
+    ]
+    if not changed or not done:
+        return done, None
+    others = f" ({len(changed)} such keys)" if len(changed) > 1 else ""
+    return (), f"{changed[0]}{others}: evaluations before that measured something else, so none of them is the best"
 
 
 def best_of(evaluations: Iterable[Evaluation]) -> Evaluation | None:

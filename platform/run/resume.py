@@ -28,7 +28,7 @@ from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
 from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
-from penstock.platform.run.evaluation import evaluation_from, num_since_best
+from penstock.platform.run.evaluation import comparable_evaluations, evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.live_settings import with_what_was_set
 from penstock.platform.run.run_dir import locked
@@ -170,7 +170,8 @@ def has_ended(config: RunConfig, checkpoint: Checkpoint) -> bool:
     patience = config.evaluation.patience
     if patience is None:
         return False
-    return num_since_best([evaluation_from(saved) for saved in checkpoint.manifest["run"]["evaluations"]]) >= patience
+    evaluations, _ = comparable_evaluations(checkpoint.manifest["run"], config)
+    return num_since_best([evaluation_from(saved) for saved in evaluations]) >= patience
 
 
 def changes_of_learning(

@@ -22,7 +22,7 @@ from penstock.platform.metrics.timeline import Timeline
 from penstock.platform.run.checkpoint import Checkpointer
 from penstock.platform.run.checkpoint_upload import CheckpointUpload
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator
+from penstock.platform.run.evaluation import Evaluator, TwoPolicyEvaluator, comparable_evaluations
 from penstock.platform.run.evaluations import Evaluations
 from penstock.platform.run.flow import Flow, StopRequestedError
 from penstock.platform.run.saved_config import differences
@@ -194,6 +194,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
         return {
+            "config": self.config.model_dump(mode="json"),
             "evaluations": self.evaluations.state(),
             "rewards": list(self._instruments.hub.rewards),
             **self._log.state_dict(),
@@ -204,7 +205,10 @@ class Run:
     def load_state_dict(self, version: int, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, at a policy version."""
         self.version = version
-        self.evaluations.restore(state["evaluations"], state["failed_evaluations"])
+        evaluations, why_none = comparable_evaluations(state, self.config)
+        if why_none is not None:
+            self.note(why_none)
+        self.evaluations.restore(evaluations, state["failed_evaluations"])
         self._log.load_state_dict(state)
         self._instruments.hub.rewards[:] = state["rewards"]
         self._wall_s_before = state["wall_s"]

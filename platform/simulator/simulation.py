@@ -26,6 +26,7 @@ from penstock.dataflow.ledger import JournalEntry, LedgerCounts, VersionMark
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import TaskQueue, TaskStream
+from penstock.platform.config.pools import ClusterConfig
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
@@ -339,6 +340,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
         ),
         evaluation=EvaluationConfig(every_steps=config.eval_every, num_tasks_during_training=HELD_OUT_TASKS),
         checkpoint=CheckpointConfig(every_minutes=0, every_steps=0),
+        cluster=ClusterConfig.model_construct(address="local"),  # type: ignore[call-arg]
     )
 
 

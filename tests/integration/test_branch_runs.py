@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.cli.branch import PARTS, START_POLICY, branch
+from penstock.platform.cli.branch import PARTS, START_POLICY, begin, branch
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import resume
 from penstock.platform.run.checkpoint import CheckpointFolder
+from penstock.platform.run.saved_config import changed_config, differences, read_saved_config, write_changed
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_summary
 from tests.in_process import in_process, train_in_process
@@ -98,6 +100,28 @@ def test_a_branch_equals_the_run_that_was_changed_there_and_leaves_its_parent_as
     assert summary["branched_from"] == {"run": str(parent), "step": CUT, "restored": "groups"}
     assert summary["name"] == "branched"
     assert f"{parent}, step {CUT}, with its groups" in (branched / "report.html").read_text()
+
+
+def test_a_branch_has_the_configuration_of_its_step_and_compares_only_what_measures_the_same(
+    folder: Path, parent: Path, tmp_path: Path
+) -> None:
+    """RUN was changed after that step, as by `penstock set`."""
+    run_dir = tmp_path / "changed"
+    shutil.copytree(parent, run_dir)
+    saved = read_saved_config(run_dir)
+    config = changed_config(saved, ["trainer.optimizer.lr=5e-3", "total_steps=9"], run_dir)
+    write_changed(run_dir, config, CUT + 1, differences(saved, config.model_dump(mode="json")), by="set")
+    more = ["total_steps=7"]
+    with in_process(folder):
+        same = begin(str(run_dir), "same", more, CUT, None)
+        other = begin(str(run_dir), "other", [*more, "evaluation.num_tasks=2", "reward.timeout_s=9"], CUT, None)
+    assert same.config.trainer.optimizer.lr == 1e-3
+    assert any("trainer.optimizer.lr=0.001, as at step 4; the run was changed to 0.005" in one for one in same.told)
+    assert not any("total_steps" in one for one in same.told)
+    states = [one.start.manifest["run"] for one in (same, other)]
+    assert [[one["step"] for one in state["evaluations"]] for state in states] == [[0], []]
+    assert sum("measured something else" in one for one in other.told) == 1
+    assert [one.config.model_dump(mode="json") for one in (same, other)] == [state["config"] for state in states]
 
 
 @pytest.mark.full

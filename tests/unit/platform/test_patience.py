@@ -12,7 +12,7 @@ from penstock.dataflow.ledger import GroupState
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig
-from penstock.platform.metrics.run_files import CONFIG_FILE, SUMMARY_FILE
+from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.run import controller, resume
 from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.evaluation import Evaluation
@@ -112,11 +112,31 @@ async def test_what_continues_it_ends_at_once_or_trains_on_with_more_patience(
     assert again.total_steps == (3 if ends else STEPS)
 
 
+async def test_evaluations_of_something_else_neither_end_the_run_that_continues_nor_are_its_best(
+    tmp_path: Path,
+) -> None:
+    await controller.train(run_with(1, tmp_path, Graded(*FALLING)))
+    checkpoint, notes = choose_checkpoint(tmp_path), []
+    again = run_with(1, tmp_path, Graded(*FALLING), notes)
+    evaluation = again.config.evaluation.model_copy(update={"answers_per_task": 4})
+    again.config = again.config.model_copy(update={"evaluation": evaluation})
+    again.load_state_dict(3, checkpoint.manifest["run"])
+    assert not has_ended(again.config, checkpoint)
+    assert again.evaluations.done == []
+    assert not (tmp_path / BEST_FILE).exists()
+    (note,) = notes
+    assert note.startswith(
+        "evaluation.answers_per_task was 1 and is 4: evaluations before that measured something else"
+    )
+
+
 def test_resume_refuses_a_run_that_has_ended_and_names_the_key_and_auto_has_nothing_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(controller.train(run_with(1, tmp_path, Graded(*FALLING))))
     config = compose_config(["experiment=arithmetic", f"run_dir={tmp_path}", "resume=auto", "evaluation.patience=1"])
+    run = run_with(1, tmp_path, Graded(*FALLING))
+    run.config = config.model_copy(update={"total_steps": STEPS})
+    asyncio.run(controller.train(run))
     (tmp_path / CONFIG_FILE).write_text(to_yaml(config))
     assert resume.train(config) == EXIT_OK
     assert "ended at step 3 (evaluation.patience=1): nothing is left" in capsys.readouterr().out
