@@ -82,16 +82,18 @@ class Controllers:
     """The algorithm with its coefficients of now.
 
     Attributes:
-        state: What a checkpoint must hold to continue exactly: η, the last H, and β, of those that have a target.
+        state: What a checkpoint must hold to continue exactly: η, the last H, and β, of those that have a target, and
+            the configured η and β that they began with.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self.state: dict[str, float] = {}
         if config.entropy.target is not None:
-            self.state |= {"entropy_coefficient": config.entropy.coefficient, "entropy": 0.0}
+            coefficient = config.entropy.coefficient
+            self.state |= {"entropy_coefficient": coefficient, "entropy": 0.0, "entropy_began_with": coefficient}
         if config.kl.target is not None and config.kl.coefficient:
-            self.state["kl_coefficient"] = config.kl.coefficient
+            self.state |= {"kl_coefficient": config.kl.coefficient, "kl_began_with": config.kl.coefficient}
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -131,5 +133,7 @@ class Controllers:
             )
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint; a controller that it does not have begins with the configured coefficient."""
-        self.state |= {name: value for name, value in state.items() if name in self.state}
+        """Continue from a checkpoint; a controller that began with another coefficient begins again with this one."""
+        for controller in ("entropy", "kl"):
+            if (key := f"{controller}_began_with") in self.state and state.get(key) == self.state[key]:
+                self.state |= {name: value for name, value in state.items() if name.startswith(controller)}

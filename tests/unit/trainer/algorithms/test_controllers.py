@@ -104,6 +104,18 @@ def test_a_batch_after_one_above_the_target_has_no_bonus() -> None:
     assert applied == pytest.approx([0.002, 0.003, 0.0, 0.003, 0.002])
 
 
+def test_a_controller_goes_on_where_it_was_unless_its_coefficient_is_configured_otherwise() -> None:
+    entropy, kl = {"entropy_coefficient": 0.002, "entropy_target": 0.2}, {"kl_coefficient": 0.1, "kl_target": 0.01}
+    first = Controllers(algorithm_config(**entropy, **kl))
+    first.observe({"loss/entropy": 0.1, "loss/reference_kl": 0.1})
+    assert first.state["entropy_coefficient"] == pytest.approx(0.0021)
+    for changed in ({}, {"kl_coefficient": 0.5}, {"entropy_coefficient": 0.003}):
+        again = Controllers(algorithm_config(**{**entropy, **kl, **changed}))
+        again.restore(first.state)
+        expected = {"entropy_coefficient": first.state["entropy_coefficient"], "kl_coefficient": 0.1 * 1.02}
+        assert {name: again.state[name] for name in expected} == pytest.approx({**expected, **changed})
+
+
 def test_the_divergence_coefficient_moves_by_a_tenth_of_the_clipped_relative_error() -> None:
     """Ziegler et al., section 2.2, with K = 0.1: errors of −0.5, 0.1, 0 and 4 are clipped to ±0.2."""
     config, coefficient, found = KlConfig(coefficient=0.2, target=0.02), 0.2, []
