@@ -27,13 +27,14 @@ from rich.console import Console
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, ConfigError
+from penstock.dataflow.ids import PARTNER
 from penstock.platform.checks.load import check_all
 from penstock.platform.cli.export import export_policy
 from penstock.platform.cluster.session import as_trained
 from penstock.platform.config.compose import Composition
 from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.progress import Progress, ProgressLine
-from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE
+from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE, START_PARTNER, START_POLICY
 from penstock.platform.metrics.trackers.jsonl import drop_later_records
 from penstock.platform.run import training
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
@@ -42,7 +43,7 @@ from penstock.platform.run.durable_files import link_or_copy
 from penstock.platform.run.evaluation import comparable_evaluations
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.flow_builder import flow_limits
-from penstock.platform.run.resume import changed_tasks, has_ended
+from penstock.platform.run.resume import changed_tasks, nothing_left
 from penstock.platform.run.run_dir import locked, prepare_run_dir
 from penstock.platform.run.saved_config import (
     changed_config,
@@ -55,12 +56,11 @@ from penstock.platform.run.saved_config import (
 Part = Literal["weights", "optimizer", "data", "groups"]
 PARTS: tuple[Part, ...] = get_args(Part)
 """In this order; each includes those before it."""
-START_POLICY = "start_policy"
-"""Folder of the policy with which a branch of the weights alone begins."""
 _POSITION = ("seed", "env.factory", "env.args", "env.streams", "env.curriculum")
 _ANSWERS = ("env", "reward", "rollout.sampling", "reference", "teacher")
 _CREDITS = ("dataflow.batch_groups", "dataflow.max_staleness", "dataflow.surplus", "dataflow.on_expiry")
 _MODEL = ("model.path", "model.from_scratch", "model.tokenizer")
+_PARTNER = ("partner.model.path", "partner.model.from_scratch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +155,31 @@ def _begin(
     ]
     if kept != "weights" and (why_none := comparable_evaluations(checkpoint.manifest["run"], config)[1]):
         lost.append(why_none)
-    if kept != "weights" and (problem := nothing_left(config, checkpoint, target)):
+    if kept != "weights" and (problem := nothing_left(config, checkpoint, f"--as {target}")):
         raise ConfigError([problem])
     origin = source if "://" in source else str(run_dir)
     prepare_run_dir(config, branched_from={"run": origin, "step": checkpoint.version, "restored": kept})
     start = None
-    if kept == "weights":
-        with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
-            export_policy(before, checkpoint.path, new_dir / START_POLICY)
-        config = starting_from(config, new_dir)
-    else:
-        start = copied(run_dir, checkpoint, new_dir, kept, config)
-    changed = differences(saved, config.model_dump(mode="json"))
-    write_changed(new_dir, config, 0 if start is None else start.version, changed, by=f"branch of {origin}")
+    try:
+        if kept == "weights":
+            with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
+                export_policy(before, checkpoint.path, new_dir / START_POLICY)
+                if before.partner is not None and config.partner is not None:
+                    export_policy(before.partner_view, checkpoint.path / PARTNER, new_dir / START_PARTNER)
+        else:
+            for folder in (START_POLICY, START_PARTNER):
+                for path in filter(Path.is_file, (run_dir / folder).rglob("*")):
+                    link_or_copy(path, new_dir / path.relative_to(run_dir))
+        config = changed_config(config.model_dump(mode="json"), (), new_dir)  # which has these policies now
+        if kept != "weights":
+            start = copied(run_dir, checkpoint, new_dir, kept, config)
+        changed = differences(saved, config.model_dump(mode="json"))
+        write_changed(new_dir, config, 0 if start is None else start.version, changed, by=f"branch of {origin}")
+    except BaseException as error:  # also Ctrl-C: the same command starts it again
+        shutil.rmtree(new_dir, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{new_dir}: the branch could not be written ({error}), and was removed") from error
+        raise
     told = [f"warning {sentence}" for sentence in (*composition.derived.values(), *lost)]
     told.append(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
     return Begun(config, new_dir, start, told)
@@ -198,21 +210,6 @@ def settled(config: RunConfig) -> Composition:
     return composition
 
 
-def nothing_left(config: RunConfig, checkpoint: Checkpoint, target: str) -> str | None:
-    """Why a run has nothing to train after the checkpoint; None if it has."""
-    if checkpoint.version >= config.total_steps:
-        return (
-            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
-            f"train. Give a larger one: --as {target} total_steps={2 * checkpoint.version}"
-        )
-    if has_ended(config, checkpoint):
-        return (
-            f"evaluation.patience={config.evaluation.patience}: the run had ended by step {checkpoint.version}, since "
-            f"its evaluations were no longer better. Give a larger one: --as {target} evaluation.patience=null"
-        )
-    return None
-
-
 def limits(before: RunConfig, now: RunConfig, run_dir: Path) -> Iterator[Limit]:
     """Yield what the changes between two configurations do not let a branch keep.
 
@@ -228,7 +225,11 @@ def limits(before: RunConfig, now: RunConfig, run_dir: Path) -> Iterator[Limit]:
             if any(is_within(key, one) for one in keys):
                 yield Limit(part, f"{key} was {old} and is {new}: {why}")
 
-    yield from of(_MODEL, None, "a branch has the weights of its run; for others start a run (penstock train)")
+    has_partners = before.partner is not None and now.partner is not None
+    models = (*_MODEL, *_PARTNER) if has_partners else _MODEL
+    yield from of(models, None, "a branch has the weights of its run; for others start a run (penstock train)")
+    if before.algorithm.needs_critic and now.algorithm.needs_critic:
+        yield from of(("critic.path",), "weights", "the checkpoint has the critic that was trained from the other one")
     yield from of(("trainer.lora",), "weights", "the checkpoint has the moments of other trained parameters")
     optimizers = {"trainer.optimizer": (before.trainer.optimizer, now.trainer.optimizer)}
     if before.algorithm.needs_critic:
@@ -283,16 +284,6 @@ def decide(found: Sequence[Limit], wanted: Part | None) -> tuple[Part, list[str]
     return kept, [f"{one.why}; kept: {', '.join(upto(kept))}" for one in found if wanted is None]
 
 
-def starting_from(config: RunConfig, new_dir: Path) -> RunConfig:
-    """The configuration of a branch of the weights alone: the same, with the path of its first policy."""
-    raw = config.model_dump(mode="json")
-    raw["model"] |= {"path": str(new_dir / START_POLICY), "from_scratch": False}
-    composition = Composition(raw=raw, typed=[*config.typed, "model.path"])
-    composition.validate()
-    assert composition.config is not None, "the model has the same shape"
-    return composition.config
-
-
 def copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, config: RunConfig) -> Checkpoint:
     """Copy a checkpoint into the directory of a branch, with the metrics up to it.
 
@@ -322,7 +313,7 @@ def copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, con
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{error.filename}: it was removed while it was copied; the run goes on and keeps checkpoint.keep of them. "
-            f"Delete {new_dir} and try again."
+            "Try again."
         ) from error
     return start
 

@@ -2,7 +2,7 @@
 
 The place has the layout of the run directory, so that a run can be branched from it (`penstock resume URL --as NEW`):
 
-    config.yaml · environment.json · data.json · metrics.jsonl
+    config.yaml · environment.json · data.json · metrics.jsonl · start_policy/… (of a branch of the weights alone)
     spool/<group>.group
     checkpoints/step_<v>/…, driver.json last
 
@@ -28,7 +28,14 @@ from typing import Any
 import fsspec
 
 from penstock.dataflow.errors import CheckpointError, ConfigError, boundary
-from penstock.platform.metrics.run_files import CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, METRICS_FILE
+from penstock.platform.metrics.run_files import (
+    CONFIG_FILE,
+    DATA_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    START_PARTNER,
+    START_POLICY,
+)
 from penstock.platform.run.checkpoint import CHECKPOINTS, MANIFEST, PREFIX, SPOOL, Checkpoint, CheckpointFolder
 from penstock.platform.run.durable_files import link_or_copy
 from penstock.platform.run.run_dir import read_environment
@@ -85,14 +92,15 @@ class Place:
             if problem := of_another_run(self.url, fs, root, there, read_environment(self._run_dir)["run_id"]):
                 raise CheckpointError(problem)
             if not is_there(fs, root, there, checkpoint):
-                folder = f"{CHECKPOINTS}/{checkpoint.path.name}"
-                remove_checkpoint(fs, root, there, folder)
-                there = {name: size for name, size in there.items() if not name.startswith(f"{folder}/")}
+                step = f"{CHECKPOINTS}/{checkpoint.path.name}"
+                remove_checkpoint(fs, root, there, step)
+                there = {name: size for name, size in there.items() if not name.startswith(f"{step}/")}
             num_bytes = 0
-            for name, size in [*of_the_run(self._run_dir), *files_of(checkpoint)]:
+            files = [(self._run_dir, *file) for file in of_the_run(self._run_dir)]
+            for folder, name, size in [*files, *((source, *file) for file in files_of(checkpoint))]:
                 if there.get(name) != size or name in OF_THE_RUN:
                     fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-                    fs.put_file(str((self._run_dir if name in OF_THE_RUN else source) / name), f"{root}/{name}")
+                    fs.put_file(str(folder / name), f"{root}/{name}")
                     num_bytes += size
             self._remove_others(fs, root, there, checkpoint)
             return num_bytes
@@ -173,9 +181,9 @@ def remove_checkpoint(fs: Any, root: str, there: Mapping[str, int], folder: str)
 
 def of_the_run(run_dir: Path) -> Iterator[tuple[str, int]]:
     """Name and size of the files that a branch needs besides the checkpoint."""
-    for name in OF_THE_RUN:
-        if (run_dir / name).is_file():
-            yield name, (run_dir / name).stat().st_size
+    for pattern in (*OF_THE_RUN, f"{START_POLICY}/**/*", f"{START_PARTNER}/**/*"):
+        for path in filter(Path.is_file, run_dir.glob(pattern)):
+            yield path.relative_to(run_dir).as_posix(), path.stat().st_size
 
 
 def files_of(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
@@ -223,7 +231,7 @@ def download(url: str, run_dir: Path, step: int | None) -> None:
         fetch(f"{CHECKPOINTS}/{PREFIX}{wanted[0]}/{MANIFEST}")
         checkpoint = CheckpointFolder(run_dir).read(wanted[0])
         for name in (
-            *(one for one in OF_THE_RUN if one in there),
+            *(one for one in there if one in OF_THE_RUN or one.startswith((f"{START_POLICY}/", f"{START_PARTNER}/"))),
             *(name for name, *_ in checkpoint.manifest["files"]),
         ):
             fetch(name)

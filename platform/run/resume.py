@@ -105,12 +105,8 @@ def train(config: RunConfig) -> int:
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
         config = with_what_was_set(config, run_dir)
-        if checkpoint.version >= config.total_steps:
-            print(f"{run_dir} has been trained to step {checkpoint.version} of {config.total_steps}: nothing is left")
-            return EXIT_OK
-        if has_ended(config, checkpoint):
-            patience = config.evaluation.patience
-            print(f"{run_dir} ended at step {checkpoint.version} (evaluation.patience={patience}): nothing is left")
+        if finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}"):
+            print(finished)
             return EXIT_OK
         return _continue(config, read_saved_config(run_dir), checkpoint, allows_changed=False)
 
@@ -131,17 +127,8 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
     has_all = checkpoint.version == config.total_steps and was_interrupted(run_dir)  # but perhaps not its evaluation
-    if checkpoint.version >= config.total_steps and not has_all:
-        problems.append(
-            f"total_steps={config.total_steps}: the checkpoint is of step {checkpoint.version}, so nothing is left to "
-            f"train. Give a larger one: penstock resume {run_dir} total_steps={2 * config.total_steps}"
-        )
-    elif has_ended(config, checkpoint):
-        problems.append(
-            f"evaluation.patience={config.evaluation.patience}: the run ended at step {checkpoint.version}, since its "
-            f"evaluations were no longer better. To train on, use a larger one: penstock resume {run_dir} "
-            "evaluation.patience=null"
-        )
+    if not has_all and (finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}")):
+        problems.append(finished)
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -165,13 +152,27 @@ def was_interrupted(run_dir: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["status"] == "interrupted"
 
 
-def has_ended(config: RunConfig, checkpoint: Checkpoint) -> bool:
-    """Whether `evaluation.patience` has ended the training at this checkpoint."""
-    patience = config.evaluation.patience
-    if patience is None:
-        return False
+def nothing_left(config: RunConfig, checkpoint: Checkpoint, longer: str) -> str | None:
+    """Why a run has nothing to train after a checkpoint; None if it has.
+
+    Args:
+        config: Of the run.
+        checkpoint: The last one.
+        longer: Beginning of the command that trains longer.
+    """
+    if (step := checkpoint.version) >= config.total_steps:
+        return (
+            f"total_steps={config.total_steps}: the checkpoint is of step {step}, so nothing is left to train. Give a "
+            f"larger one: {longer} total_steps={2 * step}"
+        )
     evaluations, _ = comparable_evaluations(checkpoint.manifest["run"], config)
-    return num_since_best([evaluation_from(saved) for saved in evaluations]) >= patience
+    patience = config.evaluation.patience
+    if patience is not None and num_since_best([evaluation_from(one) for one in evaluations]) >= patience:
+        return (
+            f"evaluation.patience={patience}: the run had ended by step {step}, since its evaluations were no longer "
+            f"better, so nothing is left to train. Give a larger one: {longer} evaluation.patience=null"
+        )
+    return None
 
 
 def changes_of_learning(

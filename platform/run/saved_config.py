@@ -20,7 +20,13 @@ from penstock.platform.config.compose import Composition, to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
-from penstock.platform.metrics.run_files import CONFIG_FILE, CONFIG_HISTORY_FILE, ENVIRONMENT_FILE
+from penstock.platform.metrics.run_files import (
+    CONFIG_FILE,
+    CONFIG_HISTORY_FILE,
+    ENVIRONMENT_FILE,
+    START_PARTNER,
+    START_POLICY,
+)
 from penstock.platform.run.run_dir import read_environment
 
 _OF_A_START = ("name", "run_dir", "overwrite", "resume")
@@ -82,7 +88,9 @@ def changed_config(
     # Without that file every key counts as typed, so that no default of the run is adapted once more.
     began_with = read_environment(run_dir).get("typed", flat(saved)) if typed is None else typed
     try:
-        merged = OmegaConf.merge(OmegaConf.create(_escaped(saved)), OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(
+            OmegaConf.create(_escaped(_with_start_policies(saved, run_dir))), OmegaConf.from_dotlist(list(overrides))
+        )
         raw = OmegaConf.to_container(merged, resolve=True)
         assert isinstance(raw, dict)
         raw |= {"run_dir": str(other or run_dir), "overwrite": False}
@@ -95,6 +103,16 @@ def changed_config(
         raise ConfigError([str(error).splitlines()[0]]) from error
     except ValidationError as error:
         raise ConfigError(list(describe_errors(error, words).values())) from error
+
+
+def _with_start_policies(saved: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The same, with the paths of the policies in a run's own directory, which may have been moved or downloaded."""
+    found = dict(saved)
+    for folder, owner in ((START_POLICY, found), (START_PARTNER, found.get("partner"))):
+        if owner is not None and (path := run_dir.absolute() / folder).is_dir():
+            owned = {**owner, "model": {**owner["model"], "path": str(path), "from_scratch": False}}
+            found |= owned if owner is found else {"partner": owned}
+    return found
 
 
 def _escaped(tree: Any) -> Any:

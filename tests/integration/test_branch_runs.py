@@ -11,15 +11,20 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.cli.branch import PARTS, START_POLICY, begin, branch
+from penstock.platform.cli import branch as branches
+from penstock.platform.cli.branch import PARTS, begin, branch
+from penstock.platform.metrics.run_files import START_PARTNER, START_POLICY
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import resume
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.saved_config import changed_config, differences, read_saved_config, write_changed
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
+from penstock.trainer.models.tiny_policy import create_policy
+from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_summary
 from tests.in_process import in_process, train_in_process
 from tests.small_run import small_run_overrides
+from tests.tiny_policy import tiny_shape
 
 STEPS, CUT, LATER = 6, 4, 8
 REWARD = "def letters(trajectory, **_): return len(set(trajectory.response)) / 10"
@@ -122,6 +127,61 @@ def test_a_branch_has_the_configuration_of_its_step_and_compares_only_what_measu
     assert [[one["step"] for one in state["evaluations"]] for state in states] == [[0], []]
     assert sum("measured something else" in one for one in other.told) == 1
     assert [one.config.model_dump(mode="json") for one in (same, other)] == [state["config"] for state in states]
+
+
+def test_a_branch_of_the_weights_alone_goes_on_from_its_place_and_where_it_was_moved(
+    folder: Path, parent: Path, tmp_path: Path
+) -> None:
+    place, new = tmp_path / "place", tmp_path / "new"
+    with in_process(folder):
+        again = [f"checkpoint.upload=file://{place}", "total_steps=2", "checkpoint.every_steps=1"]
+        assert branch(str(parent), str(new), again, CUT, "weights") == 0
+    new.rename(tmp_path / "moved")
+    with in_process(folder):
+        for source, name in ((f"file://{place}", "of_place"), (str(tmp_path / "moved"), "of_moved")):
+            copied = begin(source, str(tmp_path / name), ["total_steps=3"], None, None)
+            assert copied.config.model.path == str(copied.run_dir / START_POLICY)
+            assert contents(copied.run_dir / START_POLICY) == contents(tmp_path / "moved" / START_POLICY)
+        shutil.rmtree(place)
+        shutil.rmtree(tmp_path / "moved")
+        assert resume.resume(copied.run_dir, []) == 0
+    assert read_summary(copied.run_dir)["steps"] == 3
+
+
+def test_a_branch_of_the_weights_of_two_policies_has_both(folder: Path, tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    _, *overrides = small_run_overrides(tmp_path, "two", tokenizer, *OF_RUN)
+    partner = ModelConfig(
+        max_context_tokens=64, shape=tiny_shape(vocab_size=len(tokenizer), hidden_size=48, head_dim=16)
+    )
+    create_policy(partner, tokenizer, str(tmp_path / "other"), seed=1)
+    (tmp_path / "own.py").write_text(REWARD)
+    of_partner = ["partner.model.path=other", "partner.model.max_context_tokens=64", "total_steps=2"]
+    train_in_process(tmp_path, ["experiment=arithmetic_two_policies", *overrides, *of_partner])
+    with in_process(tmp_path):
+        begun = begin("runs/two", "new", [], None, "weights")
+    assert begun.config.partner is not None
+    assert begun.config.partner.model.path == str(begun.run_dir / START_PARTNER)
+    for name, saved in ((START_POLICY, "policy"), (START_PARTNER, "partner")):
+        found, expected = (
+            load_file(one / "model.safetensors") for one in (begun.run_dir / name, tmp_path / "runs/two" / saved)
+        )
+        assert are_equal(found, expected)
+
+
+def test_a_branch_that_is_interrupted_leaves_nothing(
+    folder: Path, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        assert (tmp_path / "new").is_dir()
+        raise KeyboardInterrupt
+
+    with in_process(folder):
+        for name, part in (("export_policy", "weights"), ("copied", "groups")):
+            monkeypatch.setattr(branches, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                begin(str(parent), str(tmp_path / "new"), ["total_steps=9"], CUT, part)
+            assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.full

@@ -88,5 +88,19 @@ def test_weights_of_another_model_are_no_branch(run_dir: Path) -> None:
         kept(run_dir, "model.path=elsewhere", wanted="weights")
 
 
+def test_another_critic_or_partner_is_not_ignored() -> None:
+    ppo = compose_config(["experiment=arithmetic", "algorithm=ppo"])
+    critic = ppo.critic.model_copy(update={"path": "elsewhere"})
+    (limit,) = limits(ppo, ppo.model_copy(update={"critic": critic}), Path("nowhere"))
+    assert (limit.part, limit.why.partition(":")[0]) == ("weights", "critic.path was None and is elsewhere")
+    two = compose_config(["experiment=arithmetic_two_policies"])
+    assert two.partner is not None
+    model = two.partner.model.model_copy(update={"path": "elsewhere"})
+    partner = two.partner.model_copy(update={"model": model})
+    (limit,) = limits(two, two.model_copy(update={"partner": partner}), Path("nowhere"))
+    assert limit.part is None
+    assert limit.why.startswith("partner.model.path was")
+
+
 def test_the_strictest_of_several_limits_counts() -> None:
     assert decide([Limit("data", "a"), Limit("optimizer", "b")], None)[0] == "optimizer"

@@ -17,7 +17,7 @@ from penstock.platform.run import controller, resume
 from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.lifecycle import EXIT_OK
-from penstock.platform.run.resume import has_ended
+from penstock.platform.run.resume import nothing_left
 from penstock.platform.run.run import Run
 from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
@@ -107,7 +107,7 @@ async def test_what_continues_it_ends_at_once_or_trains_on_with_more_patience(
     checkpoint = choose_checkpoint(tmp_path)
     again = run_with(patience, tmp_path, Graded(*FALLING))
     again.load_state_dict(3, checkpoint.manifest["run"])
-    assert has_ended(again.config, checkpoint) is ends
+    assert (nothing_left(again.config, checkpoint, "") is not None) is ends
     await again.evaluate_first()
     assert again.total_steps == (3 if ends else STEPS)
 
@@ -117,11 +117,12 @@ async def test_evaluations_of_something_else_neither_end_the_run_that_continues_
 ) -> None:
     await controller.train(run_with(1, tmp_path, Graded(*FALLING)))
     checkpoint, notes = choose_checkpoint(tmp_path), []
+    (tmp_path / CONFIG_FILE).touch()
     again = run_with(1, tmp_path, Graded(*FALLING), notes)
     evaluation = again.config.evaluation.model_copy(update={"answers_per_task": 4})
     again.config = again.config.model_copy(update={"evaluation": evaluation})
     again.load_state_dict(3, checkpoint.manifest["run"])
-    assert not has_ended(again.config, checkpoint)
+    assert nothing_left(again.config, checkpoint, "") is None
     assert again.evaluations.done == []
     assert not (tmp_path / BEST_FILE).exists()
     (note,) = notes
@@ -139,8 +140,8 @@ def test_resume_refuses_a_run_that_has_ended_and_names_the_key_and_auto_has_noth
     asyncio.run(controller.train(run))
     (tmp_path / CONFIG_FILE).write_text(to_yaml(config))
     assert resume.train(config) == EXIT_OK
-    assert "ended at step 3 (evaluation.patience=1): nothing is left" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"evaluation\.patience=1: the run ended at step 3") as refused:
+    assert "evaluation.patience=1: the run had ended by step 3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"evaluation\.patience=1: the run had ended by step 3") as refused:
         resume.resume(tmp_path, [])
     assert f"penstock resume {tmp_path} evaluation.patience=null" in str(refused.value)
 
