@@ -146,7 +146,8 @@ def _begin(
         )
     composition = settled(config)
     config = composition.config or config
-    later = differences(saved, as_trained(changed_config(newest, (), run_dir)).model_dump(mode="json"))
+    by_now = as_trained(changed_config(newest, (), run_dir))
+    later = differences(before.model_dump(mode="json"), by_now.model_dump(mode="json"))
     typed = {word.partition("=")[0] for word in overrides}
     lost += [
         f"{key}={old}, as at step {checkpoint.version}; the run was changed to {new} after that"
