@@ -191,7 +191,7 @@ def a_machine_with_nccl() -> Iterator[list[FakeNccl]]:
             (torch.cuda, "current_device", lambda: GPU.index),
             (torch.cuda, "synchronize", lambda _device=None: None),
             (torch.cuda, "device", lambda _device: nullcontext()),
-            (torch.cuda, "Stream", lambda: stream),
+            (torch.cuda, "Stream", lambda _device=None: stream),
             (torch.cuda, "stream", lambda _stream: nullcontext()),
             (dispatch, "has_triton", lambda: False),
         ):

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
+from penstock.weights.transport import staging
 from tests import fake_gpu
 
 Clock = Counter[str]
@@ -234,10 +235,18 @@ def recorded_streams() -> Iterator[Order]:
         with order.on(order.stream if stream is None else stream.name):
             yield
 
+    kept: dict[str, Stream] = {}  # the processes of a test are one
+
+    def own_stream(device_index: int) -> Stream:
+        if order.process not in kept:
+            kept[order.process] = Stream()
+        return kept[order.process]
+
     patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", on),
+        (staging, "_own_stream", own_stream),
         (torch.cuda, "current_stream", lambda device=None: Stream(name=order.stream)),
         (torch.cuda, "synchronize", lambda device=None: order.synchronize()),
         (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(uuid="GPU-0")),

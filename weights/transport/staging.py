@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,12 +75,20 @@ def stage(
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """Run the body on a new CUDA stream, beside the model, and synchronize it at the end; on the CPU, unchanged."""
+    """Run the body on a CUDA stream beside the model's, and synchronize it at the end; on the CPU, unchanged."""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream = _own_stream(torch.cuda.current_device())
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
+
+
+@cache
+def _own_stream(device_index: int) -> torch.cuda.Stream:
+    """The same one for every version: torch's allocator reuses a block only on the stream that has freed it, and a new
+    stream is one of 32 in turn, so what a version has freed would be kept for the 32nd after it.
+    """
+    return torch.cuda.Stream(device_index)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from penstock.weights.transport.process_group.endpoints import (
 )
 from penstock.weights.transport.process_group.group import TransferGroup, serve_store
 from penstock.weights.transport.shards import ShardTransfer, ShardWriter
-from penstock.weights.transport.staging import stage
+from penstock.weights.transport.staging import on_own_stream, stage
 from tests.fake_gpu import GPU, a_machine_with_nccl, in_main_memory, on_a_gpu
 from tests.fake_streams import Order, RaceError, recorded_streams
 from tests.layouts import torch_layout
@@ -114,6 +115,18 @@ def publish_to_version_buffers(order: Order, monkeypatch: pytest.MonkeyPatch) ->
 def stage_on_gpu(manifest, live, buffer):
     with on_a_gpu():
         return stage(manifest, 0, GPU, BaseWeights(0), live, buffer)
+
+
+def test_all_versions_of_a_device_are_staged_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 77)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: SimpleNamespace(synchronize=nothing))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
+    for _ in range(3):
+        with on_own_stream(torch.device("cuda", 77)):
+            pass
+    assert [one is used[0] for one in used] == [True] * 3
 
 
 def test_versions_in_device_memory_are_written_read_and_overwritten_in_order(
