@@ -495,20 +495,21 @@ class PolicyTrainer:
         if snapshot is not None:
             self._copy_wait_s = snapshot.wait()
         if self._before_update is None and (not is_last or self._spec.has_partner):
-            self._before_update = self._version, on_cpu(self.held_weights())
+            self._before_update = self._version, on_cpu(self.held_weights(), self.backend.device)
 
 
-def on_cpu(held: HeldWeights, *, copies: bool = True) -> HeldWeights:
+def on_cpu(held: HeldWeights, device: torch.device, *, copies: bool = True) -> HeldWeights:
     """The parts in host memory, copied beside what the device computes.
 
     Args:
         held: `PolicyTrainer.held_weights`.
+        device: That the rank computes on.
         copies: Also those that are in host memory, each into a storage of its own, which is what is sent.
     """
-    with beside_the_step():
+    with beside_the_step(device):
         return {prefix: {name: one.to("cpu", copy=copies) for name, one in of.items()} for prefix, of in held.items()}
 
 
-def beside_the_step() -> AbstractContextManager[object]:
+def beside_the_step(device: torch.device) -> AbstractContextManager[object]:
     """Within it, work on a GPU does not wait for that of a step, in which a collective may never end."""
-    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

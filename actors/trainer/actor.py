@@ -289,14 +289,17 @@ class TrainerRank:
     @ray.method(concurrency_group="saving")
     def held_weights(self, version: int) -> HeldWeights:
         """This rank's parts of a version, for `save_hf` of rank 0."""
-        return on_cpu(self._running().held_weights(version))
+        running = self._running()
+        return on_cpu(running.held_weights(version), running.backend.device)
 
     @ray.method(concurrency_group="saving")
     def save_hf(self, path: str, version: int, *held: HeldWeights) -> None:
         """Write the policy and its tokenizer in Hugging Face form. On rank 0; `held` is of the other ranks."""
-        own = on_cpu(self._running().held_weights(version), copies=False)  # a GPU has no space for the whole model
+        running = self._running()
+        # A GPU has no space for the whole model.
+        own = on_cpu(running.held_weights(version), running.backend.device, copies=False)
         try:
-            save_policy(self._running(), path, self._spec.model_path, [own, *held])
+            save_policy(running, path, self._spec.model_path, [own, *held])
         finally:  # not `gives_memory_back`: Ray would run a wrapped method behind the step, in no group
             if self.shares_devices:
                 torch.cuda.empty_cache()
@@ -308,7 +311,7 @@ class TrainerRank:
     @ray.method(concurrency_group="saving")
     def snapshot_now(self, version: int) -> None:
         """`snapshot` during a step that `stop_step` has ended."""
-        with beside_the_step():
+        with beside_the_step(self._running().backend.device):
             self.snapshot(version)
 
     # Its own group, so that training and publishing continue while the disk is written.

@@ -412,7 +412,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
     supervised = [trainer.supervised_step(examples) for _ in range(3)]
     saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
-    to_save = of_all_ranks(trainer.held_weights(), case.world_size, rank)
+    to_save = of_all_ranks(trainer.held_weights(), trainer.backend.device, case.world_size, rank)
     if rank == 0:
         save_policy(trainer, saved, str(folder / case.policy), to_save)
     result = {
@@ -441,12 +441,12 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     return result
 
 
-def of_all_ranks(mine: HeldWeights, world_size: int, rank: int) -> list[HeldWeights]:
+def of_all_ranks(mine: HeldWeights, device: torch.device, world_size: int, rank: int) -> list[HeldWeights]:
     """What rank 0 gets of all ranks, as the driver has it sent; empty on the others."""
     if world_size == 1:
         return [mine]
     all_ranks: list[Any] | None = [None] * world_size if rank == 0 else None
-    torch.distributed.gather_object(on_cpu(mine), all_ranks)
+    torch.distributed.gather_object(on_cpu(mine, device), all_ranks)
     return all_ranks or []
 
 

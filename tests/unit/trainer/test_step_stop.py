@@ -17,7 +17,7 @@ from penstock.dataflow.errors import CheckpointError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.build import save_policy
-from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.policy_trainer import PolicyTrainer, on_cpu
 from penstock.trainer.step_stop import StepStop
 from tests.unit.trainer.torch_trainer import trainer_of
 
@@ -119,6 +119,21 @@ def test_a_step_that_is_ended_between_two_updates_saves_the_version_before_it(
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
     with pytest.raises(CheckpointError, match="between two of its updates"):
         trainer.snapshot(0)
+
+
+def test_a_rank_on_cpu_cores_saves_without_the_gpus_that_it_sees(
+    policy: str, batch: list[GroupPayload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(policy, 1000)
+
+    def no_context(*args: object) -> None:
+        raise AssertionError("a CUDA context was made")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", no_context)
+    monkeypatch.setattr(torch.cuda, "synchronize", no_context)
+    held = on_cpu(trainer.held_weights(), trainer.backend.device)
+    assert all(torch.equal(held["model"][name], tensor.view(-1)) for name, tensor in trainer.export_weights())
 
 
 @pytest.mark.parametrize("max_tokens", [40, 1000], ids=["before a micro-batch", "in the last micro-batch"])
