@@ -369,10 +369,10 @@ def open_engine(folder: Path, model: Any, device: str) -> Any:
     os.environ |= vllm_environment("cuda" if device == "cuda" else "cpu", threads=1)
     from vllm import AsyncLLMEngine
 
-    from penstock.rollout.engines.vllm.arguments import engine_args
+    from penstock.rollout.engines.vllm.arguments import USAGE, engine_args
 
     spec = engine_spec(folder, model, device)
-    return AsyncLLMEngine.from_engine_args(engine_args(spec, spec.engine))
+    return AsyncLLMEngine.from_engine_args(engine_args(spec, spec.engine), usage_context=USAGE)
 
 
 def engine_spec(folder: Path, model: Any, device: str) -> Any:

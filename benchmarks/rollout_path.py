@@ -143,13 +143,13 @@ async def _serve_alone(pipe: Connection, spec: EngineSpec) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from penstock.rollout.config import VllmEngineConfig
-    from penstock.rollout.engines.vllm.arguments import engine_args
+    from penstock.rollout.engines.vllm.arguments import USAGE, engine_args
     from penstock.rollout.engines.vllm.engine import CacheUsage
 
     assert isinstance(spec.engine, VllmEngineConfig)
     # A scheduler of ours, if there is one, is part of our path.
     stock = replace(engine_args(spec, spec.engine), scheduler_cls=AsyncEngineArgs.scheduler_cls)
-    llm = AsyncLLM.from_engine_args(stock, stat_loggers=[CacheUsage])
+    llm = AsyncLLM.from_engine_args(stock, usage_context=USAGE, stat_loggers=[CacheUsage])
 
     async def answer(index: int, prompt: tuple[int, ...], sampling: VllmSamplingParams) -> int:
         async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(index)):

@@ -65,8 +65,10 @@ from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 GIB = 1 << 30
-ENGINE_BATCH_TOKENS = 2048
-"""Most tokens of one step of a vLLM engine, its default."""
+ENGINE_BATCH_TOKENS = {160: 16384, 70: 8192, 0: 2048}
+"""Memory of a GPU from which on, GiB -> most tokens of one step of a vLLM engine, as in `vllm serve`; of an A100 2,048
+whatever its memory, which is not told apart here.
+"""
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 gathers at most, DeepSpeed's default (`stage3_max_live_parameters`)."""
 SUB_GROUP_ELEMENTS = 1_000_000_000
@@ -311,16 +313,17 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": 2 * weights * config.cluster.colocated + kept}
     return Memory(
-        {**_engine_without_cache(config), "kv_cache": kv_cache},
+        {**_engine_without_cache(config, pool), "kv_cache": kv_cache},
         {"base": BASE_GPU_HOST_GIB * num_devices, **asleep},
     )
 
 
-def _engine_without_cache(config: RunConfig) -> dict[Part, float]:
+def _engine_without_cache(config: RunConfig, pool: PoolConfig) -> dict[Part, float]:
     """Memory of an engine on each of its GPUs, without the KV cache, GiB."""
     engine = config.rollout.engine
     tp, shape = engine.tensor_parallel_size, config.model.shape
-    layer = ENGINE_BATCH_TOKENS * _layer_width(config, tp) * DTYPE_BYTES[config.model.dtype]
+    batch_tokens = next(tokens for gib, tokens in ENGINE_BATCH_TOKENS.items() if pool.limit_gib >= gib)
+    layer = batch_tokens * _layer_width(config, tp) * DTYPE_BYTES[config.model.dtype]
     return {
         "base": CUDA_CONTEXT_GIB,
         "weights": published_gib(config) / tp,
@@ -413,7 +416,7 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
         stated = engine.cache_gib(pool.device)
         if stated is not None:
             return stated
-        taken = sum(_engine_without_cache(config).values())
+        taken = sum(_engine_without_cache(config, pool).values())
         if config.cluster.colocated:  # vLLM cannot measure it: a trainer's moments are only allocated in the first step
             taken += resident_gib(config, trainer_memory(config, pool))
             taken += frozen_memory(config, pool).device_gib * config.takes_turns("reference")

@@ -21,7 +21,7 @@ import pytest
 
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_spec
-from penstock.platform.cluster.memory import GIB, staged_gib
+from penstock.platform.cluster.memory import ENGINE_BATCH_TOKENS, GIB, staged_gib
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.hf_folder import transformers_config
@@ -168,6 +168,10 @@ def test_the_version_that_waits_is_left_out_of_vllms_share_of_the_device(on_gpu:
     assert found == pytest.approx(0.85 - staged_gib(config) / 80, abs=1e-6)
     colocated = on_gpu["qwen2_5_0_5b_instruct"].decisions
     assert colocated["kv_cache_memory_bytes"] == 4 * GIB
+
+
+def test_a_step_prefills_as_many_tokens_as_that_of_a_server_and_as_the_plan_counts(on_gpu: dict[str, Answer]) -> None:
+    assert on_gpu["qwen2_5_7b"].decisions["batch_tokens"] == ENGINE_BATCH_TOKENS[70] == 8192
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name not in MIXTURES])

@@ -115,16 +115,15 @@ def define_operators_on_demand() -> None:
 
 def answer(case: Case) -> Answer:
     """Validate the engine's arguments as `AsyncLLM.from_engine_args` does, and trace its ranks as its workers do."""
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.abstract import Executor
 
-    from penstock.rollout.engines.vllm.arguments import engine_args
+    from penstock.rollout.engines.vllm.arguments import USAGE, engine_args
     from penstock.rollout.engines.vllm.layout import joined, stand_in_groups, trace_rank
     from penstock.weights.layout.algebra import TensorSpec
 
     spec = case.spec
     arguments = engine_args(spec, spec.engine)  # type: ignore[arg-type]
-    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = arguments.create_engine_config(USAGE)
     tensors = [TensorSpec(name, shape) for name, shape in case.tensors]
     ranks = []
     for rank in range(arguments.tensor_parallel_size if tensors else 0):
@@ -143,6 +142,7 @@ def answer(case: Case) -> Answer:
         "head_dtype": str(config.model_config.head_dtype),
         "logprobs_mode": config.model_config.logprobs_mode,
         "max_model_len": config.model_config.max_model_len,
+        "batch_tokens": config.scheduler_config.max_num_batched_tokens,
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "cache_dtype": config.cache_config.cache_dtype,
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,

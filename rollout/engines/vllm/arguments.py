@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from penstock.dataflow.errors import ConfigError
@@ -28,6 +29,10 @@ CPU_STEP_FLOPS = 5e10
 """Of the prompts of one step: about a second of one core."""
 VLLM_STEP_TOKENS = 2048
 """vLLM's own limit for the tokens of a step."""
+USAGE = UsageContext.OPENAI_API_SERVER
+"""By which vLLM decides how many tokens a step of a GPU may prefill: as many as `vllm serve`, 8,192 on an H100, not
+2,048. On CPUs `step_of_a_cpu` decides.
+"""
 KEY = "rollout.engine.args"
 
 OTHER_KEYS = {

@@ -43,7 +43,7 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.engines.busy_clock import BusyClock
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.vllm.answer_parser import VllmAnswerParser, parsers_that_read
-from penstock.rollout.engines.vllm.arguments import engine_args
+from penstock.rollout.engines.vllm.arguments import USAGE, engine_args
 from penstock.rollout.engines.vllm.channel import WorkerCalls
 from penstock.rollout.engines.vllm.layout import joined
 from penstock.rollout.engines.vllm.routes import ReceivedRoutes
@@ -110,7 +110,8 @@ class VllmEngine:
             self._usage = CacheUsage(vllm_config, engine_index)
             return self._usage
 
-        self._llm = AsyncLLM.from_engine_args(engine_args(self._spec, self._config), stat_loggers=[usage_logger])
+        args = engine_args(self._spec, self._config)
+        self._llm = AsyncLLM.from_engine_args(args, usage_context=USAGE, stat_loggers=[usage_logger])
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._calls = WorkerCalls(self.engine_id, dict(await self._llm.collective_rpc("penstock_serve")))
         if self._spec.records_routes:
