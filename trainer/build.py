@@ -86,7 +86,8 @@ def build_trainer(
         load = partial(load_adapted_policy, trainer.lora, spec.seed)
     backend = build_backend(load, spec.model_path, model, trainer, spec.device)
     device_name = torch.cuda.get_device_name(backend.device) if spec.device == "cuda" else None
-    flops = FlopCounter(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
+    peak, is_adapted = peak_flops(device_name, model.dtype), trainer.lora is not None
+    flops = FlopCounter(model.shape, trainer.num_ranks, peak, is_adapted)
     critic = None
     if spec.critic is not None and algorithm.needs_critic:
         critic_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})

@@ -5,13 +5,16 @@ experts those it uses), V vocabulary, H hidden, L layers, A query heads times th
 
     forward   2·W·n + 2·V·H·m + 2·L·A·n²        (causal attention: QKᵀ and AV over half of n × n)
     forward and backward are three times that; recomputed activations are no model FLOPs and do not count
+
+With adapters no gradient of W and of the head is computed: those two terms count twice instead of three times. The
+products with A and B themselves, one or two percent of these terms, are left out.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +27,10 @@ FORWARD_AND_BACKWARD = 3
 """Cost of a training pass relative to a forward pass."""
 BF16_FLOPS = {
     "B200": 2250e12,
+    "GB200": 2500e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H20": 148e12,
@@ -34,7 +40,11 @@ BF16_FLOPS = {
     "A10": 125e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 peak of a device by its name, FLOP/s, from the makers' data sheets. The first that fits counts."""
+"""Dense bfloat16 peak of a device by its name, FLOP/s, from the makers' data sheets. The first that fits counts.
+
+Most sheets give it with sparsity, twice as much; nvidia.com/data-center/{h100, h200, gb200-nvl72} list 1,671 TFLOP/s of
+both NVL cards, and 10,000 of the two GPUs of a GB200 superchip.
+"""
 
 
 def peak_flops(device_name: str | None, dtype: DType) -> float | None:
@@ -72,9 +82,8 @@ def product_tflops(device: torch.device) -> float:
 
 def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:
     """Model FLOPs of one sequence through one forward."""
-    head = shape.vocab_size * shape.hidden_size
     attention = shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
-    return 2.0 * (_layer_weights(shape) * num_tokens + head * num_targets + attention)
+    return _weight_flops(shape, num_tokens, num_targets) + 2.0 * attention
 
 
 def attention_share(shape: ModelShape) -> float:
@@ -83,6 +92,11 @@ def attention_share(shape: ModelShape) -> float:
     QKᵀ and AV over one multiply-add per weight; of all n × n, as an attention with a mask computes them.
     """
     return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / _layer_weights(shape)
+
+
+def _weight_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:
+    """Those of the products with weights."""
+    return 2.0 * (_layer_weights(shape) * num_tokens + shape.vocab_size * shape.hidden_size * num_targets)
 
 
 @cache
@@ -100,6 +114,8 @@ class FlopCounter:
     """Number of devices of the trainer."""
     peak_flops: float | None
     """Peak of one device, FLOP/s; None if unknown."""
+    is_adapted: bool = False
+    """Whether the policy's weights are frozen under adapters."""
     num_tokens: int = 0
     """Tokens that the policy was trained on, prompts included."""
     flops: float = 0.0
@@ -107,15 +123,24 @@ class FlopCounter:
     def trained(self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int]) -> None:
         """Count a forward and backward pass of the policy over these sequences."""
         self.computed(sequences, shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
+        if self.is_adapted:
+            self.flops -= self._sum(_weight_flops, sequences, shared_lengths)
         self.num_tokens += sum(one.num_inputs for one in sequences)
 
     def computed(
         self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int], *, num_forwards: int
     ) -> None:
         """Count additional passes: those of a critic or without gradient. `BatchPlan.shared_lengths` do not count."""
-        flops = sum(forward_flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences)
-        saved = sum(forward_flops(self.shape, length, 0) for length in shared_lengths)
-        self.flops += num_forwards * (flops - saved)
+        self.flops += num_forwards * self._sum(forward_flops, sequences, shared_lengths)
+
+    def _sum(
+        self,
+        flops: Callable[[ModelShape, int, int], float],
+        sequences: Sequence[TrainingSequence],
+        shared_lengths: Sequence[int],
+    ) -> float:
+        total = sum(flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences)
+        return total - sum(flops(self.shape, length, 0) for length in shared_lengths)
 
     def take(self, busy_s: float) -> dict[str, float]:
         """Return the rates over `busy_s` seconds of computation and reset the counters."""

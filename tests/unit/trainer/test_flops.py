@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer.backends.rank_consistency import fingerprint
+from penstock.trainer.config import LoraConfig
 from penstock.trainer.flops import FlopCounter, forward_flops, peak_flops
 from penstock.trainer.models.tiny_policy import create_policy
 from tests.tiny_policy import SPECIAL_TOKENS
@@ -34,6 +35,9 @@ def test_model_flops_are_those_that_torch_counts_with_half_of_the_attention(expe
         ("NVIDIA H200", "bfloat16", 989e12),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
         ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H100 NVL", "bfloat16", 835e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835e12),
+        ("NVIDIA GB200", "bfloat16", 2500e12),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
         ("NVIDIA A10G", "bfloat16", 70e12),
         ("NVIDIA L4", "bfloat16", 121e12),
@@ -58,6 +62,19 @@ def test_a_step_reports_its_rates_and_no_utilisation_where_the_peak_is_unknown(p
     assert metrics["trainer/tflops_per_device"] == pytest.approx(7 * forward / seconds / 1e12), "2 epochs and a forward"
     assert "trainer/mfu" not in metrics
     assert not any(name.startswith("rank/") for name in metrics), "there is one rank"
+
+
+def test_frozen_weights_under_adapters_cost_no_gradient_of_their_own(policy, batch) -> None:
+    flops = []
+    for lora in (None, LoraConfig(rank=4)):
+        metrics = trainer_of(policy, lora=lora).step(batch, 0).metrics
+        flops.append(metrics["trainer/tflops_per_device"] * 1e12 * metrics["trainer/step_s"])
+    shape = MODEL.shape
+    inputs = sum(int(one.loss_mask.nonzero()[0][-1]) for group in batch for one in group.trajectories)
+    targets = sum(one.num_sampled_tokens for group in batch for one in group.trajectories)
+    head = shape.vocab_size * shape.hidden_size
+    of_weights = 2 * ((shape.active_parameters - head) * inputs + head * targets)
+    assert flops[0] - flops[1] == pytest.approx(of_weights, rel=1e-6)
 
 
 def test_utilisation_is_that_of_all_devices_since_the_last_step() -> None:
