@@ -23,9 +23,11 @@ ACCEPTED: list[dict[str, Any]] = [
     {"wall_clock_breakdown": True, "memory_breakdown": True},
     {"flops_profiler": {"enabled": True, "profile_step": 3}},
     {"steps_per_print": 1},
+    {"tensorboard": {"enabled": True, "output_path": "elsewhere"}, "timers": {"throughput": {"enabled": False}}},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimisation": {"stage": 1}}, "trainer.deepspeed.zero_optimisation: DeepSpeed has no such setting"),
+    ({"flops_profiler": {"enabeld": True}}, "trainer.deepspeed.flops_profiler.enabeld: DeepSpeed has no such setting"),
     ({"zero_optimization": {"overlap_com": True}}, "overlap_com: Extra inputs are not permitted"),
     ({"zero_optimization": {"reduce_bucket_size": "big"}}, "reduce_bucket_size: Input should be a valid integer"),
     ({"amp": {"enabled": True}}, "NVIDIA Apex AMP integration has been removed"),

@@ -140,24 +140,35 @@ def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Watched(dict[str, Any]):
-    """A configuration that knows which of its keys were read. Copies share that knowledge."""
+    """A configuration that knows which of its keys were read, as do its sections. Copies share that knowledge.
+
+    A section of which no key was read was checked as a whole, by pydantic, which refuses the names it does not know.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        self._read: set[str] = set()
+        super().__init__(
+            {name: _Watched(value) if isinstance(value, dict) else value for name, value in settings.items()}
+        )
+        self.read: set[str] = set()
 
-    def never_read(self) -> list[str]:
-        return [name for name in self if name not in self._read]
+    def never_read(self) -> Iterator[str]:
+        """Of a section its own keys, after its name."""
+        for name, value in self.items():
+            if name not in self.read:
+                yield name
+            elif isinstance(value, _Watched) and value.read:
+                yield from (f"{name}.{inner}" for inner in value.never_read())
 
     def __copy__(self) -> _Watched:
-        copied = _Watched(self)
-        copied._read = self._read
+        copied = _Watched({})
+        copied.update(self)
+        copied.read = self.read
         return copied
 
     def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
+        self.read.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(name)
+        self.read.add(name)
         return super().get(name, default)
