@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from provenance import provenance
@@ -40,7 +41,7 @@ def kept_by_a_layer(num_steps: int) -> tuple[float, float]:
     plain = torch.nn.Linear(2560, 512, bias=False)
     plain.weight.data = torch.randn(512, 2560, generator=draw) * 0.02
     module = adapted(torch.nn.Sequential(plain), ["0"]).to(torch.bfloat16)
-    (layer,) = module
+    layer: Any = module.get_submodule("0")
     weight = layer.base_layer.weight.detach()
     signs = torch.randn(512, RANK, generator=draw).sign()
     layer.lora_B["default"].weight.data = (signs * RATE * num_steps).bfloat16()
@@ -50,11 +51,19 @@ def kept_by_a_layer(num_steps: int) -> tuple[float, float]:
         exact = x.float() @ (adapter.scale * adapter.up @ adapter.down).T
         in_trainer = layer(x).float() - layer.base_layer(x).float()
         in_engine = x.float() @ (merged(weight, adapter).float() - weight.float()).T
-    return tuple(float((one * exact).sum() / exact.square().sum()) for one in (in_trainer, in_engine))
+    in_both = [float((one * exact).sum() / exact.square().sum()) for one in (in_trainer, in_engine)]
+    return in_both[0], in_both[1]
 
 
 def logprobs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids).logits.float().log_softmax(-1)
+    found: torch.Tensor = model(input_ids=ids).logits.float().log_softmax(-1)
+    return found
+
+
+def sampled(logprobs: torch.Tensor) -> torch.Tensor:
+    """One token at each place, `[..., 1]`."""
+    flat = logprobs.detach().exp().flatten(0, -2)
+    return torch.multinomial(flat, 1, replacement=True).view(*logprobs.shape[:-1], 1)
 
 
 def with_weights(base: torch.nn.Module, adapters: dict[str, Adapter], rounding: str) -> torch.nn.Module:
@@ -79,7 +88,7 @@ def compared(
 ) -> Iterator[float | str]:
     adapters = Adapters(torch.nn.ModuleDict({"causal_lm": trained})).copies()  # as in `PolicyModel`
     before = logprobs(base, held)
-    tokens = torch.distributions.Categorical(logits=before).sample().unsqueeze(-1)
+    tokens = sampled(before)
     exact, nearest, stochastic = (with_weights(base, adapters, one) for one in ("exact", "nearest", "stochastic"))
     whole = logprobs(exact, held)
 
@@ -114,11 +123,10 @@ def rows_of_a_model() -> Iterator[list[str]]:
     good, held = torch.rand(VOCAB) < 0.5, torch.randint(VOCAB, (16, 64))
     for step in range(1, 301):
         found = logprobs(trained, torch.randint(VOCAB, (8, 32)))
-        sampled = torch.distributions.Categorical(logits=found.detach()).sample()
-        reward = 2.0 * good[sampled] - 1.0
-        loss = -(found.gather(-1, sampled.unsqueeze(-1)).squeeze(-1) * reward).mean()
+        tokens = sampled(found)
+        loss = -(found.gather(-1, tokens) * (2.0 * good[tokens] - 1.0)).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         if step in (1, 10, 30, 100, 300):
             yield [str(step), *map(str, compared(base, trained, good, held))]

@@ -29,6 +29,9 @@ from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import muon_violations, trainer_violations
 
+LEAST_LORA_REACH = 1e-3
+"""Of the elements of alpha / rank · B: 50 steps at 1e-5 with the defaults."""
+
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
     """Check backends, parallelism and adapters by the trainer's own rules."""
@@ -114,6 +117,22 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
             f"reference.pool={reference.pool} and reference.num_workers={reference.num_workers} have no effect with "
             "trainer.lora and reference.path=null: the trainer itself is the reference, without its adapters.",
             "reference",
+        )
+
+
+def check_lora_rounding(config: RunConfig) -> Iterator[Finding]:
+    """Warn of adapters that stay so small that bfloat16 rounds much of them away (benchmarks/lora_rounding.py)."""
+    lora, lr = config.trainer.lora, config.trainer.optimizer.lr
+    num_updates = config.total_steps * config.algorithm.updates_per_batch
+    if lora is None or config.model.dtype != "bfloat16":
+        return
+    reach = lora.alpha / lora.rank * lr * num_updates  # AdamW changes an element of B by the rate at most
+    if reach < LEAST_LORA_REACH:
+        yield warning(
+            f"trainer.lora with model.dtype=bfloat16 and {num_updates} optimizer steps at trainer.optimizer.lr={lr:g} "
+            f"(total_steps={config.total_steps}): elements of alpha / rank · B reach {reach:.1g} at most. Below "
+            f"{LEAST_LORA_REACH:g} bfloat16 rounds much of the update away, in the trainer's forward as in the "
+            "engines. Use a higher rate (about ten times that of full training) or more steps."
         )
 
 
@@ -565,6 +584,6 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
 
 ALGORITHM_CHECKS = (
     check_algorithm, check_group_size, check_algorithm_flow, check_algorithm_parallel, check_critic, check_teacher,
-    check_lora_reference, check_algorithm_limits, check_algorithm_bias, check_partner, check_reward_parts,
-    check_without_effect, check_unread_trainer_settings, check_published,
+    check_lora_reference, check_lora_rounding, check_algorithm_limits, check_algorithm_bias, check_partner,
+    check_reward_parts, check_without_effect, check_unread_trainer_settings, check_published,
 )  # fmt: skip

@@ -317,6 +317,11 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         (["algorithm=ppo", "critic.optimizer.final_lr_ratio=0.5"], "critic.optimizer.final_lr_ratio=0.5 has no effect"),
         (["total_steps=5", "trainer.optimizer.warmup_steps=6"], "with 5 optimizer steps (total_steps=5)"),
         (["trainer=lora", "algorithm.kl.coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
+        (
+            ["trainer=lora", "model.dtype=bfloat16", "total_steps=100", "trainer.optimizer.lr=4e-6"],
+            "100 optimizer steps at trainer.optimizer.lr=4e-06 (total_steps=100): elements of alpha / rank · B reach "
+            "0.0008 at most",
+        ),
     ],
 )
 def test_what_works_badly_is_a_warning(override, words):

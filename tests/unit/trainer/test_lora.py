@@ -13,6 +13,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
+from penstock.trainer.models.lora import Adapter, merged
 from penstock.trainer.policy_trainer import PolicyTrainer
 
 from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of
@@ -95,6 +96,29 @@ def test_a_step_held_to_the_reference_needs_no_second_model(
         for name in ("loss/grad_norm", "loss/reference_kl"):
             assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
     assert report.metrics["loss/reference_kl"] > 1e-4
+
+
+@pytest.mark.parametrize("reach", [1e-5, 1e-4, 1e-3])
+def test_bfloat16_keeps_as_much_of_a_small_update_in_the_trainer_as_in_the_weights_of_engines(reach: float) -> None:
+    """Stochastic rounding of the merged weight would keep all of it, and put engines ahead of their trainer."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    draw = torch.Generator().manual_seed(0)
+    plain = torch.nn.Linear(1024, 256, bias=False)
+    plain.weight.data = 0.02 * torch.randn(256, 1024, generator=draw)
+    settings = PeftConfig(r=16, lora_alpha=32, target_modules=["0"])
+    (layer,) = inject_adapter_in_model(settings, torch.nn.Sequential(plain)).to(torch.bfloat16)
+    layer.lora_B["default"].weight.data = (reach * torch.randn(256, 16, generator=draw).sign()).bfloat16()
+    down, up = (part["default"].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+    x, weight = torch.randn(256, 1024, generator=draw).bfloat16(), layer.base_layer.weight.detach()
+    with torch.no_grad():
+        exact = x.float() @ (2.0 * up @ down).T
+        in_trainer = layer(x).float() - layer.base_layer(x).float()
+        in_engine = x.float() @ (merged(weight, Adapter(down, up, 2.0)).float() - weight.float()).T
+    kept = [float((one * exact).sum() / exact.square().sum()) for one in (in_trainer, in_engine)]
+    assert kept[0] == pytest.approx(kept[1], abs=0.03)
+    assert reach == 1e-3 or kept[0] < 0.6
 
 
 @pytest.mark.parametrize(
