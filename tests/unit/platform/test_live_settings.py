@@ -69,7 +69,7 @@ def stop_at(version: int) -> None:
         "trainer_files": [],
         "spooled": {},
         "files": [],
-        "run": {"evaluations": []},
+        "run": {"evaluations": [], "config": read_saved_config(RUN_DIR)},
     }
     folder.commit(folder.unfinished(version), FlowSnapshot({}, (), ()), manifest)
 
