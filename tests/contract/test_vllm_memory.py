@@ -126,9 +126,8 @@ def test_a_device_that_something_else_has_filled_is_refused_by_vllm_with_both_nu
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = planned("one GPU", "0.5B", 24)
-    weights = engine_memory(config, config.cluster.pools["gpu"]).device["weights"]
-    assert check_of_vllm(config, "gpu", 4 + weights + 0.01, monkeypatch, tmp_path) == pytest.approx(4 + weights)
-    with pytest.raises(
-        ValueError, match=r"Free memory on device cuda:0 \(4\.9/24\.0 GiB\) .* is less than .* 4\.92 GiB"
-    ):
+    memory = engine_memory(config, config.cluster.pools["gpu"]).device
+    needed = memory["weights"] + memory["kv_cache"]
+    assert check_of_vllm(config, "gpu", needed + 0.01, monkeypatch, tmp_path) == pytest.approx(needed)
+    with pytest.raises(ValueError, match=rf"\(4\.9/24\.0 GiB\) .* is less than .* {needed:.2f} GiB"):
         check_of_vllm(config, "gpu", 4.9, monkeypatch, tmp_path)

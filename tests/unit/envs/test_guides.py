@@ -167,8 +167,16 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     (run_dir / "best.json").write_text('{"step": 40, "accuracy": 0.5, "reward_mean": 0.5}')
     saved = CheckpointFolder(run_dir)
     saved.prepare()
+    of_run = {"evaluations": [], "config": config.model_dump(mode="json")}
     for version in (40, 60):
-        manifest = {"version": version, "incarnation": 0, "trainer_files": [], "spooled": {}, "files": [], "run": {}}
+        manifest = {
+            "version": version,
+            "incarnation": 0,
+            "trainer_files": [],
+            "spooled": {},
+            "files": [],
+            "run": of_run,
+        }
         saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
     taken: list[str] = []
     monkeypatch.setattr(training, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
