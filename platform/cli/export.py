@@ -18,6 +18,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
+from penstock.rollout.tokenization.tokenizers import load_codec
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 HUB = "hub:"
 CARD = "README.md"
+GENERATION_CONFIG_FILE = "generation_config.json"
 USAGE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -131,8 +133,22 @@ def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> 
     packages = read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
     best = read_json(run_dir / BEST_FILE)
     (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
+    if (unfinished / "tokenizer.json").is_file():
+        name_ends(config, unfinished)
     unfinished.rename(target)
     return version
+
+
+def name_ends(config: RunConfig, folder: Path) -> None:
+    """Name all tokens that ended the answers of a run in the folder of its policy, for programs that ask no template.
+
+    Without it a policy that has learned to end as its chat template does would run on where only eos ends an answer.
+    """
+    codec = load_codec(folder, config.env)
+    ends = sorted({*codec.stop_token_ids, *config.rollout.sampling.stop_token_ids})
+    if ends != list(codec.named_ends):
+        path = folder / GENERATION_CONFIG_FILE
+        path.write_text(json.dumps(read_json(path) | {"eos_token_id": ends}, indent=2) + "\n", encoding="utf-8")
 
 
 class PolicyOfRun(NamedTuple):

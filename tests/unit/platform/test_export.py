@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from dataclasses import replace
@@ -23,10 +24,11 @@ from penstock.platform.cluster.actor_factory import trainer_spec
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.run_dir import prepare_run_dir
-from penstock.rollout.tokenization.tokenizers import byte_tokenizer
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.checkpoint import VALUE, write_snapshot
 from penstock.trainer.models.tiny_policy import create_policy
+from tests.chat_tokenizers import chat_tokenizer
 
 SUMMARY = {"eval_before": 0.4, "eval_after": 0.85, "policy_version": 60, "version": "0.1.0"}
 
@@ -72,6 +74,20 @@ def test_the_newest_policy_is_written_or_that_of_a_step(
     assert said == f"0 policy of step {version} written to out\n"
     assert Path("out/config.json").read_text() == source
     assert f"\n# made, step {version}\n" in Path("out/README.md").read_text()
+
+
+def test_the_tokens_that_ended_the_answers_are_named_for_other_programs(run_dir: Path) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.eos_token = "<|eot_id|>"
+    tokenizer.save_pretrained(run_dir / "policy")
+    (run_dir / "policy" / "generation_config.json").write_text('{"temperature": 0.7}')
+    assert run(str(run_dir), "--to", "out").startswith("0 ")
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
+    exported = json.loads(Path("out/generation_config.json").read_text())
+    assert exported == {"temperature": 0.7, "eos_token_id": sorted(ends)}
+    assert load_codec(Path("out")).named_ends == tuple(sorted(ends))
+    assert run("runs/made", "--to", "again").startswith("0 ")
+    assert json.loads((run_dir / "policy" / "generation_config.json").read_text()) == {"temperature": 0.7}
 
 
 def test_the_policy_of_the_best_evaluation_is_written(run_dir: Path) -> None:
