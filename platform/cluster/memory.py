@@ -323,6 +323,8 @@ def _engine_without_cache(config: RunConfig, pool: PoolConfig) -> dict[Part, flo
     engine = config.rollout.engine
     tp, shape = engine.tensor_parallel_size, config.model.shape
     batch_tokens = next(tokens for gib, tokens in ENGINE_BATCH_TOKENS.items() if pool.limit_gib >= gib)
+    if isinstance(engine, VllmEngineConfig) and isinstance(own := engine.args.get("max_num_batched_tokens"), int):
+        batch_tokens = own
     layer = batch_tokens * _layer_width(config, tp) * DTYPE_BYTES[config.model.dtype]
     return {
         "base": CUDA_CONTEXT_GIB,

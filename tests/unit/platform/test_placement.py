@@ -320,6 +320,16 @@ def test_an_engine_takes_the_stated_share_of_its_device():
     assert engine_memory(config, pool).device_gib == pytest.approx(0.85 * 80)
 
 
+def test_a_step_of_an_engine_has_the_tokens_that_its_own_arguments_say():
+    def activations(*overrides):
+        config = compose_config(["experiment=math_qwen_8gpu", *overrides])
+        return engine_memory(config, config.cluster.pools["generate"]).device["activations"]
+
+    own = "rollout.engine.args.max_num_batched_tokens"
+    assert activations(f"+{own}=8192") == activations()
+    assert activations(f"+{own}=32768") > activations() > activations(f"+{own}=2048")
+
+
 def test_the_torch_engines_cache_is_bounded_by_its_slots():
     config = compose_config(["experiment=arithmetic", "rollout/engine=torch"])
     # By hand: 256 slots x 128 tokens x 4 layers x 2 (key and value) x 2 heads x 32 x 4 bytes.
