@@ -133,8 +133,7 @@ def _write(config: RunConfig, run_dir: Path, step: int | None, target: Path) -> 
     packages = read_json(run_dir / ENVIRONMENT_FILE).get("packages", {})
     best = read_json(run_dir / BEST_FILE)
     (unfinished / CARD).write_text(model_card(config, facts, packages, version, best), encoding="utf-8")
-    if (unfinished / "tokenizer.json").is_file():
-        name_ends(config, unfinished)
+    name_ends(config, unfinished)
     unfinished.rename(target)
     return version
 

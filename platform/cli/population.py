@@ -269,7 +269,7 @@ def continued(population: Population, folder: Path, settings: Mapping[str, Any])
     """Continue where the population of this folder was, or write the state of a new one before its first member.
 
     Raises:
-        ConfigError: If it is another one, or members are there whose settings nobody knows.
+        ConfigError: If it is another one, or holds members whose settings are unknown.
     """
     path = folder / STATE_FILE
     if not path.exists():

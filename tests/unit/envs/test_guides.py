@@ -181,7 +181,9 @@ def test_the_commands_that_continue_a_run_find_its_checkpoints(
     taken: list[str] = []
     monkeypatch.setattr(training, "train_in", lambda _config, _run_dir, found: taken.append(found.path.name) or 0)
     monkeypatch.setattr(
-        export, "export_policy", lambda _config, found, target: taken.append(found.name) or target.mkdir()
+        export,
+        "export_policy",
+        lambda _config, found, target: taken.append(found.name) or character_tokenizer().save_pretrained(target),
     )
     monkeypatch.setattr(export, "upload", lambda _folder, name, _version: name)
     words = commands()[line]

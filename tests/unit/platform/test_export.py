@@ -30,6 +30,8 @@ from penstock.trainer.checkpoint import VALUE, write_snapshot
 from penstock.trainer.models.tiny_policy import create_policy
 from tests.chat_tokenizers import chat_tokenizer
 
+STEP_40, STEP_60 = {"from": "step_40"}, {"from": "step_60"}
+"""The config.json of a policy that was written from a checkpoint."""
 SUMMARY = {"eval_before": 0.4, "eval_after": 0.85, "policy_version": 60, "version": "0.1.0"}
 
 
@@ -43,13 +45,13 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for version in (40, 60):
         manifest = {"version": version, "incarnation": 0, "trainer_files": [], "spooled": {}, "files": [], "run": {}}
         saved.commit(saved.unfinished(version), FlowSnapshot({}, (), ()), manifest)
-    (run_dir / "policy").mkdir()
+    byte_tokenizer().save_pretrained(run_dir / "policy")
     (run_dir / "policy" / "config.json").write_text("{}")
     (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
 
     def export_policy(_config: object, checkpoint: Path, target: Path) -> None:
-        target.mkdir()
-        (target / "config.json").write_text(checkpoint.name)
+        byte_tokenizer().save_pretrained(target)
+        (target / "config.json").write_text(json.dumps({"from": checkpoint.name}))
 
     monkeypatch.setattr(export, "export_policy", export_policy)
     return run_dir
@@ -62,17 +64,17 @@ def run(*words: str) -> str:
 
 @pytest.mark.parametrize(
     ("saved_version", "step", "source"),
-    [(60, None, "{}"), (60, 60, "{}"), (60, 40, "step_40"), (40, None, "step_60"), (None, None, "step_60")],
+    [(60, None, {}), (60, 60, {}), (60, 40, STEP_40), (40, None, STEP_60), (None, None, STEP_60)],
     ids=["saved", "saved_by_number", "checkpoint", "killed_after_a_resume", "killed"],
 )
 def test_the_newest_policy_is_written_or_that_of_a_step(
-    run_dir: Path, saved_version: int | None, step: int | None, source: str
+    run_dir: Path, saved_version: int | None, step: int | None, source: dict[str, str]
 ) -> None:
     (run_dir / "summary.json").write_text(json.dumps(SUMMARY | {"policy_version": saved_version}))
     said = run(str(run_dir), "--to", "out", *([] if step is None else ["--step", str(step)]))
-    version = step or (saved_version if source == "{}" else 60)
+    version = step or (60 if source else saved_version)
     assert said == f"0 policy of step {version} written to out\n"
-    assert Path("out/config.json").read_text() == source
+    assert json.loads(Path("out/config.json").read_text()) == source
     assert f"\n# made, step {version}\n" in Path("out/README.md").read_text()
 
 
@@ -99,7 +101,7 @@ def test_the_policy_of_the_best_evaluation_is_written(run_dir: Path) -> None:
         str(run_dir), "--to", "out", "--best", "--step", "60"
     )
     assert run(str(run_dir), "--to", "out", "--best") == "0 policy of step 40 written to out\n"
-    assert Path("out/config.json").read_text() == "step_40"
+    assert json.loads(Path("out/config.json").read_text()) == STEP_40
     card = Path("out/README.md").read_text()
     assert "| held-out accuracy | 0.400 before, 0.900 after |" in card
     assert "| held-out reward | not measured before, 0.950 after |" in card
@@ -153,7 +155,7 @@ def test_the_hub_gets_the_whole_folder_in_a_private_repository(run_dir: Path, mo
     (created, of_repository), (uploaded, of_upload) = calls
     assert (created, uploaded) == ("create_repo", "upload_folder")
     assert of_repository["private"]
-    assert of_upload["files"] == ["README.md", "config.json"]
+    assert of_upload["files"] == sorted({"README.md", *(path.name for path in (run_dir / "policy").iterdir())})
     assert of_upload["repo_id"] == "me/made"
 
 
