@@ -28,9 +28,9 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent's thread ends."""
-    _prctl(_PR_SET_PDEATHSIG, SIGKILL)
+def end_with_parent(signal: int = SIGKILL) -> None:
+    """Ask the kernel for a signal when the parent's thread ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal)
 
 
 def set_dumpable(value: int) -> None:

@@ -71,7 +71,7 @@ def how_it_ended(returncode: int | None) -> str:
 
 def _become_child(settings: Mapping[str, Any], supervisor: int, settings_fd: str) -> None:
     os.setsid()
-    process_tree.die_with_parent()
+    process_tree.end_with_parent()
     if os.getppid() != supervisor:
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -84,7 +84,7 @@ def _try_imports(paths: Mapping[str, str]) -> tuple[str, str | None]:
 
 def import_in_child() -> None:
     """Import what the first argument names, a JSON object of key -> import path; print each key before its import."""
-    process_tree.die_with_parent()
+    process_tree.end_with_parent()
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")  # not inherited by what the user's modules start
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

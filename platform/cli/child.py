@@ -15,7 +15,13 @@ from typing import IO, TypeVar
 
 from penstock.dataflow.errors import PenstockError
 
-_PROGRAM = "from penstock.platform.cli.main import main; main()"
+_PROGRAM = """
+from signal import SIGTERM
+from penstock.envs.workers.process_tree import end_with_parent
+end_with_parent(SIGTERM)
+from penstock.platform.cli.main import main
+main()
+"""
 _KILL_RESERVE_S = 10.0
 """Longer than the grace time of a command, after which it ends itself, seconds."""
 _POLL_S = 0.2
@@ -29,6 +35,8 @@ def process_of(
     words: Sequence[str], grace_s: float, output: IO[str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A command as a process, which is ended with the context, with its own processes, within its grace time.
+
+    So it is if this process is killed, or the thread that calls this ends.
 
     Args:
         words: Command and arguments.

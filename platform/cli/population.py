@@ -154,6 +154,7 @@ def run_population(
         ConfigError: If a member is invalid, or the folder holds another population or is in use.
         PenstockError: If all members have died.
     """
+    folder = folder.absolute()  # a branch begins in the folder of its parent, and the process stays there
     ranges, fixed = searched(overrides)
     population = Population.begin(num_members, ranges, steps_per_generation, seed)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -205,6 +209,37 @@ def test_an_interrupted_population_continues_as_if_it_had_not_been(tmp_path: Pat
     assert "plotly" in (tmp_path / "whole" / "population.html").read_text()
     with pytest.raises(ConfigError, match="it holds a population whose seed is 4, and this one has 6"):
         quadratic(tmp_path / "cut", 6, 6)
+
+
+def test_a_branch_that_changes_the_directory_does_not_move_the_population(tmp_path: Path, monkeypatch) -> None:
+    from examples.quadratic_member import Quadratic
+
+    def branch(self: Quadratic, *parent: Any) -> None:
+        os.chdir("/")
+        of_class(self, *parent)
+
+    quadratic(tmp_path / "whole", 4, 3)
+    of_class = Quadratic.branch
+    monkeypatch.setattr(Quadratic, "branch", branch)
+    monkeypatch.chdir(tmp_path)
+    quadratic(Path("relative"), 4, 3)
+    assert (tmp_path / "whole" / "population.md").read_text() == (tmp_path / "relative" / "population.md").read_text()
+
+
+def test_a_member_ends_with_a_population_that_is_killed(tmp_path: Path) -> None:
+    program = """
+from penstock.platform.cli import child
+child._PROGRAM = child._PROGRAM.replace("\\nmain()", "\\nimport time; print('begun', flush=True); time.sleep(60)")
+with child.process_of([], 1.0) as process:
+    print(process.pid, flush=True)
+    process.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as population:
+        assert population.stdout is not None
+        member = psutil.Process(int(population.stdout.readline()))
+        assert population.stdout.readline() == "begun\n"
+        population.kill()
+    member.wait(10)
 
 
 def test_a_population_that_ends_in_its_first_generation_is_known_by_its_settings(tmp_path: Path, monkeypatch) -> None:
