@@ -1,7 +1,7 @@
 """Processes of a run are killed or stopped at random moments: nothing is lost, and nothing is trained twice.
 
-Five kills by every `make test`; by `make test-full` 36 in six runs, over both engines, one and two trainer ranks, two
-nodes, and an environment of several turns.
+Two kills by every `make test`; by `make test-full` 41 in seven more runs, over both engines, one and two trainer ranks,
+two nodes, and an environment of several turns.
 """
 
 from __future__ import annotations
