@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -13,6 +12,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.envs.fingerprint import Fingerprint, fingerprints
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.leaves import scalars
 from penstock.platform.metrics.run_files import (
     CONFIG_FILE,
     DATA_FILE,
@@ -50,7 +50,9 @@ def occupied(config: RunConfig) -> str | None:
 
 def _would_be_lost(config: RunConfig, run_dir: Path) -> Iterator[str]:
     """Yield what overwrite=true would delete besides an earlier run of the same name."""
-    for key, value in _texts(config.model_dump(mode="json", exclude={"run_dir"})):
+    for key, value in scalars(config.model_dump(mode="json", exclude={"run_dir"})):
+        if not isinstance(value, str) or not value:
+            continue
         path = Path.home() / value[2:] if value.startswith("~/") else Path(value)
         if value.isprintable() and path.absolute().is_relative_to(run_dir.absolute()) and path.exists():
             yield (
@@ -72,18 +74,6 @@ def _would_be_lost(config: RunConfig, run_dir: Path) -> Iterator[str]:
             f"run_dir={run_dir} holds the run {earlier}, and this one is name={config.name}: overwrite=true replaces "
             f"only a run of the same name. Use another run_dir, name={earlier}, or delete it yourself."
         )
-
-
-def _texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key, and value, of every non-empty text."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from _texts(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _texts(value, key)
-    elif isinstance(tree, str) and tree:
-        yield key, tree
 
 
 def is_unfinished_warm_start(folder: Path) -> bool:

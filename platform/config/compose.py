@@ -43,6 +43,7 @@ from penstock.platform.config.overrides import (
     unreadable_files,
 )
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.leaves import leaves, scalars
 
 Raw = dict[str, Any]
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError)
@@ -242,17 +243,8 @@ def _keys_of_files(choices: Sequence[str], config_dir: Path) -> Iterator[str]:
         file = config_dir / f"{one.config_path}.yaml"
         if file.is_file():
             values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-            package = f"{one.package}." if one.package else ""
-            yield from (f"{package}{key}" for key in _leaves({k: v for k, v in values.items() if k != "defaults"}))
-
-
-def _leaves(tree: Raw) -> Iterator[str]:
-    """Dotted keys of the values in nested sections; an empty section is a value."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from (f"{key}.{inner}" for inner in _leaves(value))
-        else:
-            yield str(key)
+            values.pop("defaults", None)
+            yield from dict(leaves(values, prefix=f"{one.package}." if one.package else ""))
 
 
 def _search_path(config_dir: Path) -> str:
@@ -307,54 +299,42 @@ def _validate(overrides: Overrides, config_dir: Path | None, result: Composition
             _replace(raw, base, path.split("."))
 
 
-def _unusable_values(raw: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _unusable_values(raw: Raw) -> Iterator[tuple[str, str]]:
     """Key, and a sentence about its value, for values that no key takes, whatever its type. Arguments are not read."""
-    if isinstance(raw, dict):
-        for key, value in raw.items():
-            if key != "args":
-                yield from _unusable_values(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(raw, list):
-        for value in raw:
-            yield from _unusable_values(value, path)
-    elif isinstance(raw, int) and abs(raw) > _LARGEST:
-        yield (
-            path,
-            f"{path}={raw} is out of range: integers go up to 2^53 = {_LARGEST}, since larger ones are not exact in "
-            "metrics. Use a smaller one.",
-        )
-    elif isinstance(raw, str):
-        is_name = not path.startswith(_TEXTS)
-        kinds = set(map(unicodedata.category, raw))
-        longest = max(len(part.encode(errors="replace")) for part in raw.split("/"))
-        if "Cs" in kinds:
-            yield path, f"{path}={json.dumps(raw):.80} has bytes that are no UTF-8. Write it as UTF-8."
-        elif is_name and "Cc" in kinds:
-            yield path, f"{path}={json.dumps(raw):.80} has a control character, such as a line break. Remove it."
-        elif is_name and (longest > _MAX_NAME_BYTES or len(raw.encode()) > _MAX_PATH_BYTES):
+    for path, value in scalars(raw, without="args"):
+        if isinstance(value, int) and abs(value) > _LARGEST:
             yield (
                 path,
-                f"{path}={json.dumps(raw):.60}... has {len(raw)} characters, {longest} bytes between two slashes: file "
-                f"systems allow {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for one name. Shorten it.",
+                f"{path}={value} is out of range: integers go up to 2^53 = {_LARGEST}, since larger ones are not exact "
+                "in metrics. Use a smaller one.",
             )
+        elif isinstance(value, str):
+            is_name = not path.startswith(_TEXTS)
+            kinds = set(map(unicodedata.category, value))
+            longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
+            if "Cs" in kinds:
+                yield path, f"{path}={json.dumps(value):.80} has bytes that are no UTF-8. Write it as UTF-8."
+            elif is_name and "Cc" in kinds:
+                yield path, f"{path}={json.dumps(value):.80} has a control character, such as a line break. Remove it."
+            elif is_name and (longest > _MAX_NAME_BYTES or len(value.encode()) > _MAX_PATH_BYTES):
+                yield (
+                    path,
+                    f"{path}={json.dumps(value):.60}... has {len(value)} characters, {longest} bytes between two "
+                    f"slashes: file systems allow {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for one name. Shorten it.",
+                )
 
 
-def _literal_escapes(raw: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _literal_escapes(raw: Raw) -> Iterator[tuple[str, str]]:
     """Key, and a sentence about each text with a backslash and `n`, where a line break may be meant."""
-    if isinstance(raw, dict):
-        for key, value in raw.items():
-            if key != "warm_start":  # overrides, which are read when they are used
-                yield from _literal_escapes(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(raw, list):
-        for value in raw:
-            yield from _literal_escapes(value, path)
-    elif isinstance(raw, str) and (found := _LITERAL_ESCAPE.search(raw)):
-        around = " ".join(raw[max(0, found.start() - 20) : found.end() + 20].split())
-        name = {"n": "line break", "t": "tab", "r": "carriage return"}[found.group()[-1]]
-        yield (
-            path,
-            f"{path}: {around} has a backslash and the letter {found.group()[-1]}, which is no {name}. For a {name} "
-            f"write {found.group()} in double quotes; for LaTeX and the like, all is well.",
-        )
+    for path, value in scalars(raw, without="warm_start"):  # it holds overrides, which are read when they are used
+        if isinstance(value, str) and (found := _LITERAL_ESCAPE.search(value)):
+            around = " ".join(value[max(0, found.start() - 20) : found.end() + 20].split())
+            name = {"n": "line break", "t": "tab", "r": "carriage return"}[found.group()[-1]]
+            yield (
+                path,
+                f"{path}: {around} has a backslash and the letter {found.group()[-1]}, which is no {name}. For a "
+                f"{name} write {found.group()} in double quotes; for LaTeX and the like, all is well.",
+            )
 
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:

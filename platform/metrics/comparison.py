@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from penstock.platform.metrics.leaves import leaves
 from penstock.platform.metrics.progress import format_duration
 from penstock.platform.metrics.run_record import RunRecord
 
@@ -25,7 +25,7 @@ def compare(records: Sequence[RunRecord]) -> tuple[list[list[str]], list[list[st
     """
     results = [[name, *(_shown(figure, record) for record in records)] for name, figure in _FIGURES.items()]
     results = [row for row in results if set(row[1:]) != {MISSING}]
-    configs = [dict(flat(record.config)) for record in records]
+    configs = [{key: json.dumps(value) for key, value in leaves(record.config)} for record in records]
     keys = sorted({key for config in configs for key in config} - OF_EVERY_RUN)
     rows = [[key, *(config.get(key, MISSING) for config in configs)] for key in keys]
     return results, [row for row in rows if len(set(row[1:])) > 1]
@@ -36,15 +36,6 @@ def _shown(figure: Callable[[RunRecord], str], record: RunRecord) -> str:
         return figure(record)
     except (KeyError, TypeError, ZeroDivisionError, IndexError):  # not measured, or the run has not ended
         return MISSING
-
-
-def flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of a nested configuration, with their values as JSON."""
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", json.dumps(value)
 
 
 def _change(before: str, after: str, form: str) -> Callable[[RunRecord], str]:

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.metrics.atomic_file import write_text_atomically
-from penstock.platform.metrics.comparison import MISSING, flat
+from penstock.platform.metrics.comparison import MISSING
+from penstock.platform.metrics.leaves import leaves
 from penstock.platform.metrics.paired import LEVEL, Difference, paired_difference
 
 RESULTS_FILE, ANSWERS_FILE = "evaluation.json", "answers.jsonl"
@@ -178,10 +179,11 @@ def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterato
         ("sampling", first["sampling"], second["sampling"]),
         *((label, first["measured"][label], second["measured"][label]) for label in common),
     ):
-        one, other = dict(flat(of_first, f"{label}.")), dict(flat(of_second, f"{label}."))
+        one, other = dict(leaves(of_first, prefix=f"{label}.")), dict(leaves(of_second, prefix=f"{label}."))
         for key in sorted(one.keys() | other.keys()):
-            if one.get(key) != other.get(key):
-                yield f"{key} differs: {one.get(key, MISSING)} and {other.get(key, MISSING)}"
+            told = [json.dumps(values[key]) if key in values else MISSING for values in (one, other)]
+            if told[0] != told[1]:
+                yield f"{key} differs: {told[0]} and {told[1]}"
 
 
 def refuse_other_rewards(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:

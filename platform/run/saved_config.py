@@ -20,6 +20,7 @@ from penstock.platform.config.compose import Composition, to_yaml
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.leaves import leaves
 from penstock.platform.metrics.run_files import (
     CONFIG_FILE,
     CONFIG_HISTORY_FILE,
@@ -165,12 +166,6 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> leaf; lists are leaves."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    return {
-        key: leaf
-        for name, value in tree.items()
-        for key, leaf in flat(value, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value; lists are values, and an empty section has none."""
+    return {key: value for key, value in leaves(tree) if value != {}}

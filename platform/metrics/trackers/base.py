@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import PenstockError, boundary
+from penstock.platform.metrics.leaves import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -195,22 +196,11 @@ class BackgroundTracker:
             )
 
 
-def flatten(tree: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by their path; lists are leaves, and so is an empty mapping."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, separator, f"{prefix}{key}{separator}"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def flat_summary(summary: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
     """The figures of a summary as `summary/…`, and what is no number, without what is null or empty."""
-    leaves = flatten({"summary": json.loads(json.dumps(summary))}, "/")
-    figures = {name: float(value) for name, value in leaves.items() if isinstance(value, int | float)}
-    return figures, {name: value for name, value in leaves.items() if name not in figures and value}
+    found = dict(leaves(json.loads(json.dumps(summary)), "/", "summary/"))
+    figures = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    return figures, {name: value for name, value in found.items() if name not in figures and value}
 
 
 def with_parent(lineage: Mapping[str, Any] | None, id_file: str) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.platform.metrics.trackers.base import flat_summary, flatten, with_parent
+from penstock.platform.metrics.leaves import leaves
+from penstock.platform.metrics.trackers.base import flat_summary, with_parent
 from penstock.platform.metrics.trackers.run_artifacts import run_artifacts
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class MlflowTracker:
             path.write_text(run.info.run_id, encoding="utf-8")
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
-        self._log_parameters(flatten(resolved_config, "."), run.data.params)
+        self._log_parameters(dict(leaves(resolved_config)), run.data.params)
         self._log_lineage(with_parent(lineage, RUN_ID_FILE))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
