@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.restart_budget import RestartBudget
@@ -23,39 +23,29 @@ from penstock.rollout.engine_pool.pool import EnginePool
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class EngineRestarts:
-    """Restarts lost engines, each in its own asyncio task."""
+    """Restarts lost engines, each in its own asyncio task; `running` activates it."""
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        start: Callable[[EngineId], Awaitable[RemoteEngine]],
-        catch_up: Callable[[RemoteEngine], Awaitable[None]],
-        max_restarts_per_hour: int,
-    ) -> None:
-        """Create the supervisor; `running` activates it.
-
-        Args:
-            pool: Pool of the engines.
-            start: Kills the remains of an engine and starts a new process for it.
-            catch_up: Sends the current version to the engine and adds it to the pool.
-            max_restarts_per_hour: Maximum number of restarts of one engine within an hour.
-        """
-        self._pool = pool
-        self._start = start
-        self._catch_up = catch_up
-        self._max_restarts_per_hour = max_restarts_per_hour
-        self._budgets: defaultdict[EngineId, RestartBudget] = defaultdict(lambda: RestartBudget(max_restarts_per_hour))
-        self._jobs: dict[EngineId, asyncio.Task[None]] = {}
+    pool: EnginePool
+    """Pool of the engines."""
+    start: Callable[[EngineId], Awaitable[RemoteEngine]]
+    """Kills the remains of an engine and starts a new process for it."""
+    catch_up: Callable[[RemoteEngine], Awaitable[None]]
+    """Sends the current version to the engine and adds it to the pool."""
+    max_restarts_per_hour: int
+    """Maximum number of restarts of one engine within an hour."""
+    _budgets: dict[EngineId, RestartBudget] = field(default_factory=dict)
+    _jobs: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Restart engines while the context is open."""
-        self._pool.set_restart_hook(self._request_restart, self._max_restarts_per_hour)
+        self.pool.set_restart_hook(self._request_restart, self.max_restarts_per_hour)
         try:
             yield
         finally:
-            self._pool.set_restart_hook(lambda _engine_id: False, self._max_restarts_per_hour)
+            self.pool.set_restart_hook(lambda _engine_id: False, self.max_restarts_per_hour)
             jobs = list(self._jobs.values())
             for job in jobs:
                 job.cancel()
@@ -66,7 +56,7 @@ class EngineRestarts:
         # An engine that is fenced again before it has caught up is handled by the loop of its running job.
         if engine_id in self._jobs:
             return True
-        pause_s = self._budgets[engine_id].take()
+        pause_s = self._budgets.setdefault(engine_id, RestartBudget(self.max_restarts_per_hour)).take()
         if pause_s is None:
             return False
         self._jobs[engine_id] = asyncio.create_task(self._restart(engine_id, pause_s), name=f"restart {engine_id}")
@@ -81,8 +71,8 @@ class EngineRestarts:
         while not is_back and pause_s is not None:
             await asyncio.sleep(pause_s)
             try:
-                await self._catch_up(await self._start(engine_id))
-                is_back = engine_id not in self._pool.fenced
+                await self.catch_up(await self.start(engine_id))
+                is_back = engine_id not in self.pool.fenced
                 logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced again", budget)
             except Exception as error:  # noqa: BLE001 - includes errors of Ray and the operating system
                 cause = error if isinstance(error, PenstockError) else repr(error)
@@ -91,4 +81,4 @@ class EngineRestarts:
                 pause_s = budget.take(has_served=False)
         del self._jobs[engine_id]
         if not is_back:
-            self._pool.abandon_return(engine_id)
+            self.pool.abandon_return(engine_id)

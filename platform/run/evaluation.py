@@ -265,45 +265,29 @@ async def sample_and_score(
     raise failure
 
 
+@dataclass(slots=True)
 class Evaluator:
-    """Samples answers to held-out tasks and scores them.
+    """Samples answers to held-out tasks and scores them."""
 
-    Attributes:
-        num_answered: Answers of the running evaluations that were scored or given up.
-        num_wanted: All answers of them.
-    """
-
-    def __init__(
-        self,
-        runner: TrajectoryRunner,
-        rewards: RewardWorker,
-        sampling: SamplingParams,
-        config: EvaluationConfig,
-        pass_reward: float,
-        table: AnswerTable | None = None,
-        limit: PromptLimit | None = None,
-    ) -> None:
-        """Create the evaluator.
-
-        Args:
-            runner: Samples from the policy.
-            rewards: Score the answers.
-            sampling: As in training, but for the temperature.
-            config: Answers per task, their temperature, the tolerated share of failures, and which part of the reward
-                counts; and what of it differs in each of its sets.
-            pass_reward: `dataflow.pass_reward`, the reward (or its part) from which an answer solves its task.
-            table: Stores the answers; None stores none.
-            limit: Which tasks fit; others are skipped and counted. None tries all.
-        """
-        self._runner = runner
-        self._rewards = rewards
-        self._sampling = sampling
-        self._config = config
-        self._pass_reward = pass_reward
-        self._table = table
-        self.num_answered = 0
-        self.num_wanted = 0
-        self._limit = limit
+    runner: TrajectoryRunner
+    """Samples from the policy."""
+    rewards: RewardWorker
+    """Score the answers."""
+    sampling: SamplingParams
+    """As in training, but for the temperature."""
+    config: EvaluationConfig
+    """Answers per task, their temperature, the tolerated share of failures, and which part of the reward counts; and
+    what of it differs in each of its sets."""
+    pass_reward: float
+    """`dataflow.pass_reward`, the reward (or its part) from which an answer solves its task."""
+    table: AnswerTable | None = None
+    """Stores the answers; None stores none."""
+    limit: PromptLimit | None = None
+    """Which tasks fit; others are skipped and counted. None tries all."""
+    num_answered: int = 0
+    """Answers of the running evaluations that were scored or given up."""
+    num_wanted: int = 0
+    """All answers of them."""
 
     async def evaluate(self, step: int, tasks: Sequence[Task], name: str = MAIN) -> Evaluation:
         """Evaluate on `tasks`, with the settings of a set of `evaluation.sets`, or those of `evaluation`.
@@ -315,14 +299,12 @@ class Evaluator:
                 an opinion on none, no engine is left, or an answer has no `evaluation.part`. A failure is never counted
                 as reward 0.
         """
-        config = self._config.of_set(name)
-        size, drawn = config.answers_per_task, replace(self._sampling, temperature=config.temperature)
+        config = self.config.of_set(name)
+        size, drawn = config.answers_per_task, replace(self.sampling, temperature=config.temperature)
         failures: list[TrajectoryError] = []
-        skipped = Counter(
-            task.evaluation_set for task in tasks if self._limit is not None and not self._limit.fits(task)
-        )
+        skipped = Counter(task.evaluation_set for task in tasks if self.limit is not None and not self.limit.fits(task))
         if skipped:
-            tasks = [task for task in tasks if self._limit is None or self._limit.fits(task)]
+            tasks = [task for task in tasks if self.limit is None or self.limit.fits(task)]
         if not tasks:
             raise PenstockError(
                 f"evaluation: the prompts of all {skipped.total()} tasks leave no space for an answer, so there is no "
@@ -336,7 +318,7 @@ class Evaluator:
             nonlocal num_answered
             sampling = drawn.of(GroupId(-1 - index), number)
             try:
-                return await sample_and_score(self._runner, self._rewards, context, index * size + number, sampling)
+                return await sample_and_score(self.runner, self.rewards, context, index * size + number, sampling)
             except TrajectoryError as failure:
                 failures.append(failure)
                 if len(failures) / num_wanted > config.max_failed_share:
@@ -352,7 +334,7 @@ class Evaluator:
 
         try:
             # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
-            with self._runner.pool.in_use():
+            with self.runner.pool.in_use():
                 async with asyncio.TaskGroup() as group:
                     contexts = [RolloutContext(task, f"eval-{name}" if name else "eval") for task in tasks]
                     runs = [
@@ -368,8 +350,8 @@ class Evaluator:
             (task, [trajectory for one in of_task if (trajectory := one.result()) is not None])
             for task, of_task in zip(tasks, runs, strict=True)
         ]
-        if self._table is not None:
-            await asyncio.to_thread(self._table.write, step, answers, name)
+        if self.table is not None:
+            await asyncio.to_thread(self.table.write, step, answers, name)
         scored = [one for _, of_task in answers for one in of_task]
         num_abstained = sum(one.has_abstained for one in scored)
         by_set: dict[str, list[list[tuple[float, str]]]] = {}
@@ -405,7 +387,7 @@ class Evaluator:
     def _score(self, judged: Sequence[Sequence[tuple[float, str]]], size: int, num_skipped: int = 0) -> SetScore:
         """The figures of tasks, each with the rewards of its answers and what they are, of `size` that were asked."""
         every = [reward for of_task in judged for reward, _ in of_task]
-        votes = [[(answer, reward >= self._pass_reward) for reward, answer in of_task] for of_task in judged]
+        votes = [[(answer, reward >= self.pass_reward) for reward, answer in of_task] for of_task in judged]
         counts = [(len(of_task), sum(solves for _, solves in of_task)) for of_task in votes]
         pass_at, maj_at = {}, {}
         for k in sorted({2**power for power in range(1, size.bit_length())} | ({size} if size > 1 else set())):

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,56 +33,43 @@ from penstock.platform.run.evaluation import (
 )
 
 
+@dataclass(slots=True)
 class Evaluations:
     """All evaluations of a run: of its held-out tasks, and of the sets of `evaluation.sets`.
 
     They go on concurrently, one at a time of each set. Sets have metrics, a line on the console and files; all else
     looks at the held-out tasks of the run alone.
-
-    Attributes:
-        config: How often, and how many tasks.
-        done: Successful ones of the held-out tasks, in order.
-        held_out: Tasks of the first and the last one; empty: the run has no evaluations.
-        num_failed: Failed ones, of sets, too.
-        running: Version whose evaluation of the held-out tasks goes on during training; None if there is none.
     """
 
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        evaluator: Evaluator | TwoPolicyEvaluator,
-        held_out: list[Task],
-        run_dir: Path,
-        log: Callable[[Mapping[str, float]], None],
-        note: Callable[[str], None],
-        timeline: Timeline | None,
-        sets: Mapping[str, list[Task]] | None = None,
-    ) -> None:
-        """Evaluate nothing yet.
+    config: EvaluationConfig
+    """How often, and how many tasks."""
+    evaluator: Evaluator | TwoPolicyEvaluator
+    """How."""
+    held_out: list[Task]
+    """Tasks of the first and the last one; empty: the run has no evaluations."""
+    run_dir: Path
+    """Where the best step is written."""
+    log: Callable[[Mapping[str, float]], None]
+    """Logs metrics at the version that the run has by then."""
+    note: Callable[[str], None]
+    """Prints a line on the console."""
+    timeline: Timeline | None = None
+    """Gets a slice per evaluation."""
+    sets: Mapping[str, list[Task]] | None = None
+    """Name of each set of `evaluation.sets` -> its tasks."""
+    done: list[Evaluation] = field(default_factory=list)
+    """Successful ones of the held-out tasks, in order."""
+    num_failed: int = 0
+    """Failed ones, of sets, too."""
+    running: int | None = None
+    """Version whose evaluation of the held-out tasks goes on during training; None if there is none."""
+    _started: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The newest of each set during training."""
+    _num_evaluating: int = 0
+    _tasks: dict[str, list[Task]] = field(init=False)
 
-        Args:
-            config: How often, and how many tasks.
-            evaluator: How.
-            held_out: The attribute.
-            run_dir: Where the best step is written.
-            log: Logs metrics at the version that the run has by then.
-            note: Prints a line on the console.
-            timeline: Gets a slice per evaluation.
-            sets: Name of each set of `evaluation.sets` -> its tasks.
-        """
-        self.done: list[Evaluation] = []
-        self.held_out = held_out
-        self.num_failed = 0
-        self.running: int | None = None
-        self.config = config
-        self._evaluator = evaluator
-        self._run_dir = run_dir
-        self._log = log
-        self._note = note
-        self._timeline = timeline
-        self._started: dict[str, asyncio.Task[None]] = {}  # the newest of each set during training
-        self._num_evaluating = 0
-        self._tasks = {name: tasks for name, tasks in {MAIN: held_out, **(sets or {})}.items() if tasks}
+    def __post_init__(self) -> None:
+        self._tasks = {name: tasks for name, tasks in {MAIN: self.held_out, **(self.sets or {})}.items() if tasks}
 
     async def first(self, version: int) -> None:
         """Evaluate before training, on all tasks of the sets with `before_training`."""
@@ -120,7 +107,7 @@ class Evaluations:
             before = self._started.get(name)
             if before is not None:
                 if not before.done():
-                    self._note(f"{_named('evaluation', name, version)} skipped: the previous one is still running")
+                    self.note(f"{_named('evaluation', name, version)} skipped: the previous one is still running")
                     continue
                 # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
                 before.result()
@@ -140,12 +127,12 @@ class Evaluations:
         best, first = best_of(self.done), self.done[0]
         assert best is not None, "evaluations came after it"
         was_better = not first.step and first.num_tasks == best.num_tasks and first.rank > best.rank
-        self._note(
+        self.note(
             f"the training ends at v{version}: v{best.step} is still the best ({best}) after {num_worse} "
             f"more evaluation{'s' if num_worse > 1 else ''}, and evaluation.patience is {patience}. "
             + (f"Before training it was better still ({first}). " if was_better else "")
             + (
-                f"`penstock export {self._run_dir} --best` writes its policy"
+                f"`penstock export {self.run_dir} --best` writes its policy"
                 if self.config.keep_best
                 else f"The policy of v{best.step} is not kept, since evaluation.keep_best=false"
             )
@@ -161,7 +148,7 @@ class Evaluations:
 
     def progress(self, version: int) -> Progress | None:
         """How far the evaluation is that runs now; None if none does, or it has just begun."""
-        evaluator = self._evaluator
+        evaluator = self.evaluator
         if not self._num_evaluating or not evaluator.num_wanted:
             return None
         return Progress(f"evaluating v{version}", evaluator.num_answered, evaluator.num_wanted, "answers")
@@ -187,7 +174,7 @@ class Evaluations:
         began_at = time.time()
         self._num_evaluating += 1
         try:
-            evaluation = await self._evaluator.evaluate(version, tasks, name)
+            evaluation = await self.evaluator.evaluate(version, tasks, name)
         except PenstockError as error:
             self._fail(_named("evaluation", name, version), error)
             return
@@ -195,12 +182,12 @@ class Evaluations:
             self._num_evaluating -= 1
             if not name:
                 self.running = None
-        if self._timeline is not None and not name:  # its track has no place for several at once
+        if self.timeline is not None and not name:  # its track has no place for several at once
             what = _named("evaluation", name, version)
-            self._timeline.add("evaluation", what, began_at, time.time(), tasks=len(tasks))
+            self.timeline.add("evaluation", what, began_at, time.time(), tasks=len(tasks))
         num_trained_on = sum(task.is_trained_on for task in tasks)
         key = f"eval/tasks_trained_on/{name}" if name else "eval/tasks_trained_on"
-        self._log(evaluation.metrics(name) | {key: num_trained_on})
+        self.log(evaluation.metrics(name) | {key: num_trained_on})
         if not name:
             self.done.append(evaluation)
         is_best = not name and self._write_best() is evaluation
@@ -208,12 +195,12 @@ class Evaluations:
 
     def _fail(self, what: str, error: PenstockError) -> None:
         self.num_failed += 1
-        self._log({"eval/failed": float(self.num_failed)})
-        self._note(f"{what} failed; the run continues: {error}")
+        self.log({"eval/failed": float(self.num_failed)})
+        self.note(f"{what} failed; the run continues: {error}")
 
     def _tell(self, version: int, name: str, evaluation: Evaluation, tasks: list[Task], *, is_best: bool) -> None:
         size = self.config.of_set(name).answers_per_task
-        self._note(
+        self.note(
             _named("eval", name, evaluation.version_min)
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
             + (f", {part}" if (part := self.config.part) else "")
@@ -225,12 +212,12 @@ class Evaluations:
         )
         if evaluation.num_unscorable:
             reasons = ", ".join(f"{count} × {reason}" for reason, count in evaluation.failures.items())
-            self._note(
+            self.note(
                 f"{_named('eval', name, version)}: {evaluation.num_unscorable} answers could not be sampled or scored "
                 f"and are left out ({reasons})"
             )
         if evaluation.num_abstained:
-            self._note(
+            self.note(
                 f"{_named('eval', name, version)}: the reward had no opinion (None) on {evaluation.num_abstained} "
                 "answers, which are left out"
             )
@@ -238,15 +225,15 @@ class Evaluations:
     def _write_best(self) -> Evaluation | None:
         """With `keep_best`, write which evaluation is the best so far, and return it. A failure to write is noted."""
         best = best_of(self.done) if self.config.keep_best else None
-        path = self._run_dir / BEST_FILE
+        path = self.run_dir / BEST_FILE
         try:
             if best is not None:
                 figures = {"step": best.step, "accuracy": best.accuracy, "reward_mean": best.reward_mean}
                 write_text_atomically(path, json.dumps(figures) + "\n")
-            elif (self._run_dir / CONFIG_FILE).exists():  # a simulated run has no directory
+            elif (self.run_dir / CONFIG_FILE).exists():  # a simulated run has no directory
                 path.unlink(missing_ok=True)
         except OSError as error:
-            self._note(f"{path} could not be written, so `export --best` may name an older step: {error}")
+            self.note(f"{path} could not be written, so `export --best` may name an older step: {error}")
         return best
 
 

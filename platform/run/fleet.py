@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.actors.weights.publisher import ActorWeightPublisher
@@ -38,32 +39,21 @@ Progress = Callable[[str], None]
 """Receives one sentence for each engine that joins or leaves."""
 
 
+@dataclass(slots=True)
 class Fleet:
     """The engines of one policy, whose number may change. One change runs at a time."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        pool: EnginePool,
-        publisher: ActorWeightPublisher,
-        actors: RunActors,
-        note: Progress,
-    ) -> None:
-        """Create the fleet; nothing changes until `scale`.
-
-        Args:
-            config: Configuration of the run.
-            pool: Pool of the engines.
-            publisher: Sends the current version to an engine that joins.
-            actors: Starts and ends engines.
-            note: Prints a line on the console of the run.
-        """
-        self._config = config
-        self._pool = pool
-        self._publisher = publisher
-        self._actors = actors
-        self._note = note
-        self._is_changing = False
+    config: RunConfig
+    """Configuration of the run."""
+    pool: EnginePool
+    """Pool of the engines."""
+    publisher: ActorWeightPublisher
+    """Sends the current version to an engine that joins."""
+    actors: RunActors
+    """Starts and ends engines."""
+    note: Progress
+    """Prints a line on the console of the run."""
+    _is_changing: bool = False
 
     async def scale(self, num_engines: int, progress: Progress) -> str:
         """Start engines or let engines leave until there are `num_engines`.
@@ -82,22 +72,22 @@ class Fleet:
             raise PenstockError(f"scale: {refusal}")
 
         def tell(sentence: str) -> None:
-            self._note(sentence)
+            self.note(sentence)
             progress(sentence)
 
         self._is_changing = True
         try:
-            views = self._pool.views()
+            views = self.pool.views()
             if len(views) < num_engines:
                 await self._join(num_engines - len(views), tell)
             else:
                 views.sort(key=lambda view: (view.in_use, view.outstanding_tokens))
                 names = {view.engine_id for view in views[: len(views) - num_engines]}
-                leaving = [engine for engine in in_service(self._pool) if engine.engine_id in names]
+                leaving = [engine for engine in in_service(self.pool) if engine.engine_id in names]
                 await self._leave_together(leaving, "it was told to leave", tell)
         finally:
             self._is_changing = False
-        return f"{len(views)} -> {len(self._pool.views())} engines are in service"
+        return f"{len(views)} -> {len(self.pool.views())} engines are in service"
 
     @asynccontextmanager
     async def following(self, draining_nodes: Callable[[], Awaitable[set[str]]]) -> AsyncIterator[None]:
@@ -126,9 +116,9 @@ class Fleet:
 
     async def leave_nodes(self, nodes: set[str]) -> None:
         """Let the engines on these nodes leave, except the last one in service. They are not replaced."""
-        if self._is_changing or self._config.cluster.colocated or self._config.partner is not None:
+        if self._is_changing or self.config.cluster.colocated or self.config.partner is not None:
             return
-        engines = in_service(self._pool)
+        engines = in_service(self.pool)
         leaving = [engine for engine in engines if engine.node_id in nodes]
         if len(leaving) == len(engines):  # it serves until its node is gone, and is then restarted on another one
             leaving = leaving[1:]
@@ -136,13 +126,13 @@ class Fleet:
             return
         self._is_changing = True
         try:
-            await self._leave_together(leaving, "its node is being drained", self._note)
+            await self._leave_together(leaving, "its node is being drained", self.note)
         finally:
             self._is_changing = False
 
     def _refusal(self, num_engines: int) -> str | None:
         """Why the number of engines cannot become `num_engines` now; None if it can."""
-        config, pool = self._config, self._pool
+        config, pool = self.config, self.pool
         if type(num_engines) is not int or num_engines < 1:
             return f"--engines {num_engines}: a run needs at least 1 engine, or its requests would wait until it fails."
         if config.cluster.colocated:
@@ -188,13 +178,13 @@ class Fleet:
 
     async def _join_one(self, tell: Progress) -> None:
         tell("an engine is starting …")
-        engine = await self._actors.started(self._config)
+        engine = await self.actors.started(self.config)
         try:
-            await self._publisher.catch_up(engine)
+            await self.publisher.catch_up(engine)
         except PenstockError:
             # An engine that the pool has fenced is restarted; one that it has never seen is not, so it is ended here.
-            if engine.engine_id not in self._pool.fenced:
-                await self._actors.ended(engine)
+            if engine.engine_id not in self.pool.fenced:
+                await self.actors.ended(engine)
             raise
         since = f"at v{engine.version}" if engine.version >= 0 else "from the next version on"
         tell(f"{engine.engine_id} has joined and serves {since}")
@@ -202,7 +192,7 @@ class Fleet:
     async def _leave_together(self, engines: list[RemoteEngine], why: str, tell: Progress) -> None:
         # All are retired before any wait: so none of them can be fenced in between, and none gets the others' requests.
         for engine in engines:
-            self._pool.retire(engine.engine_id, why)
+            self.pool.retire(engine.engine_id, why)
             tell(f"{engine.engine_id} is leaving: {why}")
         await asyncio.gather(*(self._leave(engine, tell) for engine in engines))
 
@@ -210,17 +200,17 @@ class Fleet:
         """End a retired engine once its requests have ended or moved."""
         engine_id, num_moved = engine.engine_id, 0
         try:
-            async with asyncio.timeout(self._config.weights.drain_timeout_s):
-                await self._pool.wait_drained(engine_id)
+            async with asyncio.timeout(self.config.weights.drain_timeout_s):
+                await self.pool.wait_drained(engine_id)
         except TimeoutError:
-            num_moved = self._pool.move_requests(engine_id)
+            num_moved = self.pool.move_requests(engine_id)
             # They give their slots back within a moment. One that begins just now is not moved: it ends with the engine
             # and resumes elsewhere.
             with suppress(TimeoutError):
                 async with asyncio.timeout(MOVE_S):
-                    await self._pool.wait_drained(engine_id)
-        async with self._publisher.held_off():
-            self._pool.remove(engine_id)
-        await self._actors.ended(engine)
+                    await self.pool.wait_drained(engine_id)
+        async with self.publisher.held_off():
+            self.pool.remove(engine_id)
+        await self.actors.ended(engine)
         moved = f"; {num_moved} of its requests continue on other engines" if num_moved else ""
         tell(f"{engine_id} has left{moved}")

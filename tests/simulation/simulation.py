@@ -143,7 +143,7 @@ class CheckedSimulation(Simulation):
     async def build(self) -> None:
         """One incarnation of the run, from a checkpoint."""
         await super().build()
-        self.runners = cast("list[TrajectoryRunner]", [self.flow.ports.runner, self.run.evaluations._evaluator._runner])
+        self.runners = cast("list[TrajectoryRunner]", [self.flow.ports.runner, self.run.evaluations.evaluator.runner])
         watch_exits(self.pool, may_fence=self.config.faults is not FaultLevel.STALLS)
         self.publisher.world = self.world
         serving = service_config(

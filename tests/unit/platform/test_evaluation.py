@@ -174,7 +174,7 @@ async def test_answers_without_an_opinion_of_the_reward_are_counted_and_in_no_fi
 
 async def test_tasks_that_are_too_long_are_skipped_and_named_in_the_score() -> None:
     limited = evaluator(Runner())
-    limited._limit = SimpleNamespace(fits=lambda task: task.prompt != "0")  # type: ignore[assignment]
+    limited.limit = SimpleNamespace(fits=lambda task: task.prompt != "0")  # type: ignore[assignment]
     tasks = [*tasks_of("1", "0", name="easy"), *tasks_of("0.5", "0", "0", name="hard")]
     found = await limited.evaluate(3, tasks)
     assert (found.accuracy, found.num_tasks, found.num_skipped) == (0.5, 2, 3)
@@ -192,7 +192,7 @@ async def test_each_answer_has_three_attempts() -> None:
     one = evaluator(Runner())
     with pytest.raises(PenstockError, match="1 of 1 answers"):
         await one.evaluate(0, tasks_of("x"))
-    assert set(one._rewards.calls.values()) == {MAX_ATTEMPTS}  # type: ignore[attr-defined]
+    assert set(one.rewards.calls.values()) == {MAX_ATTEMPTS}  # type: ignore[attr-defined]
 
 
 def test_of_graded_rewards_the_mean_is_the_headline() -> None:
@@ -220,7 +220,7 @@ def step_files(run_dir: Path) -> list[str]:
 
 async def test_the_answers_are_stored_with_their_evaluation_set(tmp_path: Path) -> None:
     one = evaluator(Runner(), 2, temperature=1.0, max_failed_share=0.5)
-    one._table = EvaluationTable(tmp_path)
+    one.table = EvaluationTable(tmp_path)
     await one.evaluate(20, [*tasks_of("1 x", name="easy"), *tasks_of("0 0.5", name="hard")])
     assert step_files(tmp_path) == ["evaluations/step_000020.parquet"]
     rows = read_trajectories(tmp_path / "evaluations" / "step_000020.parquet")
@@ -326,7 +326,7 @@ async def test_without_an_answer_of_the_reward_texts_vote_and_tasks_with_failed_
             return await super().score(task, replace(trajectory, response=str(number)))
 
     one = evaluator(Same(), 3, temperature=1.0, max_failed_share=0.5)
-    one._rewards = Ordered(3)
+    one.rewards = Ordered(3)
     found = await one.evaluate(3, tasks_of("1 1 0", "0 0 1", "1 1 x"))
     assert found.maj_at == {"3": 0.5}
 
@@ -340,7 +340,7 @@ async def test_a_set_has_its_own_sampling_and_its_figures_end_with_its_name() ->
     runner = Runner()
     sets = {"hard": {"answers_per_task": 2, "temperature": 0.5}}
     one = evaluator(runner, 1, sets=sets)
-    one._rewards = Rewards(2)
+    one.rewards = Rewards(2)
     found = await one.evaluate(3, tasks_of("1 0"), "hard")
     assert [sampling.temperature for _, sampling in runner.requests] == [0.5, 0.5]
     metrics = found.metrics("hard")
