@@ -45,7 +45,7 @@ from penstock.dataflow.task_queue import LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics.flow_stats import EventTail, FlowStats
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.parts import SimulatedCodec
@@ -126,7 +126,7 @@ async def train(num_groups: int, run_dir: Path, after_tenth: Callable[[], None])
     )
     runner = TrajectoryRunner(EnginePool(engines, 64), SimulatedCodec(8), silence_timeout_s=3600)
     ports = FlowPorts(runner, Rewards(), Store(), SamplingParams(64))
-    async with Flow(core, queue, FilterChain([zero_variance()]), ports, FlowStats(), FlowOptions(600.0)) as flow:
+    async with Flow(core, queue, FilterChain([zero_variance()]), ports, FlowStats(), 600.0) as flow:
         for version in range(1, steps + 1):
             for _ in await flow.next_batch():
                 pass

@@ -39,7 +39,7 @@ from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics.flow_stats import FlowStats
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine_processes import EngineClasses, SimulatedClient
@@ -235,7 +235,7 @@ async def _park_flow(measure: Callable[[], None]) -> None:
         SamplingParams(16),
     )
     line = TaskQueue([TaskStream("", TrainingTasks())], limits.window, GROUP_SIZE)
-    async with Flow(core, line, FilterChain([], 1), ports, FlowStats(), FlowOptions(60.0)):
+    async with Flow(core, line, FilterChain([], 1), ports, FlowStats(), 60.0):
         await engine.is_full.wait()
         await asyncio.sleep(0)
         measure()

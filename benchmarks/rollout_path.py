@@ -57,7 +57,7 @@ from penstock.platform.cluster import hardware
 from penstock.platform.cluster.actor_factory import engine_spec
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.run.serving import Serving, rollout_sampling, serving
@@ -232,7 +232,7 @@ async def roll_out(policy: Serving, tasks: Sequence[Task], sampling: SamplingPar
     queue = TaskQueue([TaskStream("tasks", iter(tasks))], limits.window, GROUP_SIZE)
     ports = FlowPorts(policy.runner, ConstantReward(), ObjectStore(), sampling)
     stats = FlowStats()
-    async with Flow(core, queue, FilterChain([]), ports, stats, FlowOptions(batch_timeout_s=600.0)) as flow:
+    async with Flow(core, queue, FilterChain([]), ports, stats, batch_timeout_s=600.0) as flow:
         groups = await flow.next_batch()
         assert len(groups) == len(tasks), "every group became ready"
         flow.advance(1)

@@ -16,7 +16,7 @@ from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.metrics.flow_stats import FlowStats
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.rollout.engine_pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.runner import TrajectoryRunner
@@ -70,7 +70,7 @@ def make_flow(
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, *frozen, early, Parts() if streamed else None)
     line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
-    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, tokens_per_part))
+    return Flow(core, line, chain, ports, FlowStats(), timeout_s, tokens_per_part)
 
 
 class Parts:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class TrainerClient:
         nodes: Node of each rank.
         version: Of the weights; `UNKNOWN` after a step that has failed or was given up.
         step_lock: Held while a step may change the weights; any other holder sees the weights of `version`.
+        turn: Makes the context of a step; where it shares its devices, it has them to itself there.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float) -> None:
@@ -57,6 +58,7 @@ class TrainerClient:
         self.version = 0
         self.busy_s = 0.0
         self.step_lock = asyncio.Lock()
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._hangs = False
         self._is_stopped = False
         self._in_step = False
@@ -93,7 +95,7 @@ class TrainerClient:
 
     async def step(self, batch: Sequence[GroupRef]) -> StepReport:
         """Train one batch, or the last part of one; the version moves on unless the step was skipped."""
-        async with self.step_lock:
+        async with self.turn(), self.step_lock:
             self._version_before, self._in_step = self.version, True
             try:
                 reports = await self._all("step", batch, self.version)
@@ -326,7 +328,7 @@ class TrainerClient:
             ray.kill(rank)
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        with contextlib.suppress(TrainingError):  # the cluster ends the processes in any case
+        with suppress(TrainingError):  # the cluster ends the processes in any case
             await self._all("shutdown", timeout_s=timeout_s)
 
     async def _all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:

@@ -38,13 +38,13 @@ from penstock.platform.run.checkpoint import (
     next_incarnation,
 )
 from penstock.platform.run.checkpoint_upload import CheckpointUpload, Place
-from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.colocation import engines_asleep
 from penstock.platform.run.control import served_control
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator, load_sets
 from penstock.platform.run.fleet import Fleet
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.ledger_log import LedgerLog
 from penstock.platform.run.live_settings import LiveSettings
@@ -147,11 +147,9 @@ async def build_run(
                 sampled_every=sampled_every(bounds.batch_groups, bounds.group_size),
                 anomalies=Anomalies(instruments.note),
             ),
-            FlowOptions(
-                bounds.batch_timeout_s,
-                # A micro-batch of every rank.
-                tokens_per_part=config.trainer.data_parallel_size * config.trainer.max_group_tokens,
-            ),
+            bounds.batch_timeout_s,
+            # A micro-batch of every rank.
+            tokens_per_part=config.trainer.data_parallel_size * config.trainer.max_group_tokens,
         )
         folder = CheckpointFolder(instruments.run_dir)
         upload = None
@@ -237,6 +235,8 @@ async def policy_runtime(
     max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
     policies: dict[FrozenRole, FrozenPolicyClient | None] = {"reference": actors.reference, "teacher": actors.teacher}
     frozen = [policy for role, policy in policies.items() if policy is not None and config.takes_turns(role)]
+    if config.cluster.colocated:
+        actors.trainer.turn = partial(engines_asleep, pool, frozen)
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
     try:
         are_equal = not config.cluster.extra_rollout_pools
@@ -244,7 +244,7 @@ async def policy_runtime(
         async with restarts.running(), watching.running() as monitor:
             yield PolicyRuntime(
                 runner,
-                trainer=TimeSharedTrainer(actors.trainer, pool, frozen) if config.cluster.colocated else actors.trainer,
+                trainer=actors.trainer,
                 publisher=publisher,
                 evaluator=Evaluator(
                     runner,

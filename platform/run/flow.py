@@ -87,16 +87,6 @@ class FlowPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class FlowOptions:
-    """How the flow hands out batches."""
-
-    batch_timeout_s: float
-    """Longest wait for a batch without progress: a token, a score or a ready group; seconds."""
-    tokens_per_part: float = math.inf
-    """Tokens of a part of a batch at most, with `FlowPorts.accumulate`."""
-
-
-@dataclass(frozen=True, slots=True)
 class FlowSnapshot:
     """The flow between two batches, as a checkpoint keeps it."""
 
@@ -122,14 +112,27 @@ class Flow:
         filters: FilterChain,
         ports: FlowPorts,
         stats: FlowStats,
-        options: FlowOptions,
+        batch_timeout_s: float,
+        tokens_per_part: float = math.inf,
     ) -> None:
+        """Prepare the flow; it begins when it is entered.
+
+        Args:
+            core: Decides what is admitted, trained and dropped.
+            tasks: Where the groups come from.
+            filters: Which groups are not trained.
+            ports: What the flow calls.
+            stats: Counts what it does.
+            batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
+            tokens_per_part: Tokens of a part of a batch at most, with `FlowPorts.accumulate`.
+        """
         self.core = core
         self.stats = stats
         self.ports = ports
         self._tasks = tasks
         self._filters = filters
-        self.options = options
+        self._batch_timeout_s = batch_timeout_s
+        self._tokens_per_part = tokens_per_part
         self._state_changed = asyncio.Event()
         self._credits_changed = asyncio.Event()
         self._groups: dict[GroupId, GroupRun] = {}
@@ -209,7 +212,7 @@ class Flow:
             async with asyncio.TaskGroup() as sent:  # a failing rank ends the wait for further groups
                 while not self.core.is_batch_complete:
                     group = await self._wait_for(self.core.take_one, num_needed=1)
-                    if part and sum(one.num_tokens for one in part) + group.num_tokens > self.options.tokens_per_part:
+                    if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
                         sent.create_task(accumulate(part))
                         part = []
                     part.append(group)
@@ -418,7 +421,7 @@ class Flow:
     async def _wait_for(self, take: Callable[[], _Result | None], num_needed: int) -> _Result:
         """Wait until `take` returns a result. `num_needed` is the lowest number of ready groups with which it can."""
         # The limit is a number of checks without progress, not a time. So a driver that stood still loses one check.
-        loop, check_s = asyncio.get_running_loop(), self.options.batch_timeout_s / CHECKS_PER_TIMEOUT
+        loop, check_s = asyncio.get_running_loop(), self._batch_timeout_s / CHECKS_PER_TIMEOUT
         progress, checks_left, check_at = self._progress(), CHECKS_PER_TIMEOUT, loop.time() + check_s
         while True:
             if self._failure is not None:
@@ -438,7 +441,7 @@ class Flow:
             if not checks_left:
                 raise PenstockError(
                     f"dataflow: no batch: no token, score or ready group within "
-                    f"batch_timeout_s={self.options.batch_timeout_s:g}: {self.core.describe_wait()}. The trainer is "
+                    f"batch_timeout_s={self._batch_timeout_s:g}: {self.core.describe_wait()}. The trainer is "
                     "idle until a batch closes. Check the engines' logs, or raise dataflow.batch_timeout_s if one "
                     "score or environment step may take longer."
                 )

@@ -12,6 +12,7 @@ import random
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ from penstock.platform.metrics.instruments import Instruments
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, BadBatches, StepFiles, TrajectoryTable
 from penstock.platform.run.checkpoint import Checkpointer, CheckpointFolder
-from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.colocation import engines_asleep
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
-from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow import Flow, FlowPorts
 from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import PolicyRuntime, Run
 from penstock.platform.run.training import train_to_end
@@ -200,14 +201,17 @@ class Simulation:
         accumulate = client.accumulate if config.stream else None
         ports = FlowPorts(runner, self.rewards, store, SamplingParams(world.lengths.max_length), accumulate=accumulate)
         queue = parts.task_queue(config, self.core.limits)
-        options = FlowOptions(config.batch_timeout_s, tokens_per_part=1)
-        self.flow = parts.flow(self.core, queue, parts.filters(), ports, FlowStats(), options)
+        self.flow = parts.flow(
+            self.core, queue, parts.filters(), ports, FlowStats(), config.batch_timeout_s, tokens_per_part=1
+        )
         self.publisher = parts.engines.publisher(pool, self.weights(), GatherTransport(client, pool), client)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
+        if config.colocated:
+            client.turn = partial(engines_asleep, pool)
         settings = self.settings()
         runtime = PolicyRuntime(
             runner,
-            trainer=TimeSharedTrainer(client, pool) if config.colocated else client,
+            trainer=client,
             publisher=self.publisher,
             evaluator=Evaluator(examined, self.rewards, ports.sampling, settings.evaluation, pass_reward=1.0),
             monitor=self.monitor,

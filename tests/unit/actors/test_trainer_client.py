@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -60,6 +62,22 @@ async def test_a_step_waits_for_a_holder_of_the_step_lock() -> None:
         assert client.version == 0
     await step
     assert (rank.calls[-1], client.version) == (("step", ["handle 1"]), 1)
+
+
+async def test_a_step_is_taken_in_its_turn_and_holds_no_lock_while_it_waits_for_it() -> None:
+    rank = FakeRank()
+    client = TrainerClient([rank], 10.0)
+    seen: list[object] = []
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        seen.append(client.step_lock.locked())
+        yield
+        seen.append(rank.calls[-1])
+
+    client.turn = turn
+    await client.step(batch([5]))
+    assert seen == [False, ("step", ["handle 0"])]
 
 
 async def test_a_part_and_the_step_are_calls_of_every_rank_from_the_version_before_the_step() -> None:

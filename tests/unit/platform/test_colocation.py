@@ -13,13 +13,11 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError, TrainingError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import StepReport, WrittenFile
-from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors, start_actors
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.colocation import TimeSharedTrainer
+from penstock.platform.run.colocation import engines_asleep
 from penstock.rollout.engine_pool.pool import EnginePool
 
 
@@ -48,33 +46,18 @@ class Sleepy:
         self.calls.append(f"{self.name} {what}")
 
 
-@dataclass
-class Trainer:
-    calls: list[str]
-    is_lost: bool = False
-
-    async def step(self, batch: Sequence[GroupRef]) -> StepReport:
-        assert list(batch) == []
-        self.calls.append("step")
-        if self.is_lost:
+async def step(pool: EnginePool, calls: list[str], frozen: Sequence[Frozen] = (), *, is_lost: bool = False) -> None:
+    """A step of the trainer in its turn."""
+    async with engines_asleep(pool, frozen):  # type: ignore[arg-type]
+        calls.append("step")
+        if is_lost:
             raise TrainingError("trainer: step: a process died")
-        return StepReport(1, False, {}, 1.0)
-
-    async def save(self, path: str) -> None: ...
-
-    async def snapshot(self) -> float:
-        self.calls.append("snapshot")
-        return 2.0
-
-    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
-        self.calls.append(folder)
-        return [WrittenFile("file", 3, 4)]
 
 
 async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
     """What happened in one step."""
     calls.clear()
-    await asyncio.wait_for(TimeSharedTrainer(Trainer(calls), pool).step([]), 5.0)
+    await asyncio.wait_for(step(pool, calls), 5.0)
     return calls
 
 
@@ -100,10 +83,10 @@ async def test_the_step_waits_for_work_that_is_in_use_of_the_engines_though_no_r
     with pool.in_use():
         async with pool.lease():
             pass
-        step = asyncio.create_task(turn_of(pool, calls))
+        turn = asyncio.create_task(turn_of(pool, calls))
         await asyncio.sleep(0.01)
         assert calls == [], "the lease has ended, the work has not"
-    assert await step == ["a sleep", "step", "a wake"]
+    assert await turn == ["a sleep", "step", "a wake"]
 
 
 class Frozen:
@@ -125,26 +108,17 @@ class Frozen:
 async def test_a_reference_on_the_same_gpu_rests_while_the_trainer_steps(is_lost: bool) -> None:
     calls: list[str] = []
     pool = EnginePool([Sleepy("a", calls)], 4)  # type: ignore[list-item]
-    trainer = TimeSharedTrainer(Trainer(calls, is_lost), pool, [Frozen(calls)])  # type: ignore[list-item]
     with pytest.raises(TrainingError) if is_lost else nullcontext():
-        await trainer.step([])
+        await step(pool, calls, [Frozen(calls)], is_lost=is_lost)
     turns = ["a sleep", "reference rests", "step", "reference may compute"]
     assert calls == (turns if is_lost else [*turns, "a wake"])
 
 
-async def test_a_checkpoint_needs_no_turn_of_the_engines() -> None:
-    calls: list[str] = []
-    trainer = TimeSharedTrainer(Trainer(calls), EnginePool([Sleepy("a", calls)], 4))  # type: ignore[list-item]
-    assert await trainer.snapshot() == 2.0
-    assert await trainer.write_checkpoint("folder") == [WrittenFile("file", 3, 4)]
-    assert calls == ["snapshot", "folder"]
-
-
 async def test_after_a_step_that_failed_the_engines_stay_asleep_since_a_rank_may_hold_the_memory() -> None:
     calls: list[str] = []
-    trainer = TimeSharedTrainer(Trainer(calls, is_lost=True), EnginePool([Sleepy("a", calls)], 4))  # type: ignore[list-item]
+    pool = EnginePool([Sleepy("a", calls)], 4)  # type: ignore[list-item]
     with pytest.raises(TrainingError, match="a process died"):
-        await trainer.step([])
+        await step(pool, calls, is_lost=True)
     assert calls == ["a sleep", "step"]
 
 
