@@ -5,9 +5,9 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from penstock.dataflow.timeouts import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+from penstock.dataflow.settings import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S, Settings
 
 STRICT, PROCESS = "strict", "process"
 PeerStyle = Literal["trl", "verl"]
@@ -18,10 +18,8 @@ TrainedThreads = Literal["agent", "all", "last", "strict"]
 Ignorable = Literal["response_format", "tool_choice", "parallel_tool_calls"]
 
 
-class IsolationConfig(BaseModel):
+class IsolationConfig(Settings):
     """The permissions of isolated user code (docs/guides/sandbox.md); `strict` is an empty section."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     network: bool = False
     """Whether it may use the host's network."""
@@ -47,10 +45,8 @@ def _named_isolation(value: object) -> object:
 Isolation = Annotated[IsolationConfig | None, BeforeValidator(_named_isolation)]
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Settings):
     """A source of tasks beside that of `env`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     factory: str | None = None
     """As `env.factory`; None is `env.factory`."""
@@ -74,10 +70,8 @@ class StreamConfig(SourceConfig):
     """Number of groups in that mean."""
 
 
-class EpisodeConfig(BaseModel):
+class EpisodeConfig(Settings):
     """Limits of multi-turn episodes; without effect on single-turn tasks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_turns: int = Field(default=8, ge=1)
     """Turns of the policy in one episode, over all its threads."""
@@ -116,10 +110,8 @@ class EpisodeConfig(BaseModel):
         return self
 
 
-class EndpointConfig(BaseModel):
+class EndpointConfig(Settings):
     """The endpoint where agent programs, and judges that use the policy, reach it. It listens only if needed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -137,10 +129,8 @@ class EndpointConfig(BaseModel):
     the policy is not made to follow them (docs/guides/openai-endpoint.md). Others are refused."""
 
 
-class ReasoningConfig(BaseModel):
+class ReasoningConfig(Settings):
     """The marks around the reasoning of a policy (envs/reasoning.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     open: str | None = Field(default="<think>", min_length=1)
     """Opens the reasoning at the beginning of a turn, or at the end of its prompt if the chat template opens it; None:
@@ -149,10 +139,8 @@ class ReasoningConfig(BaseModel):
     """The text after it is the answer. Without it there is no answer."""
 
 
-class EnvConfig(BaseModel):
+class EnvConfig(Settings):
     """The source of tasks and their environment."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     factory: str
     """Import path of a callable `(seed: int, **args) -> TaskSource` (envs/contract.py), or the name of an installed
@@ -203,10 +191,10 @@ class EnvConfig(BaseModel):
         return {} if value == "think" else value
 
 
-class RewardPartConfig(BaseModel):
+class RewardPartConfig(Settings):
     """One of several rewards that are added up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(allow_inf_nan=True)
 
     fn: str
     """As `reward.fn`."""
@@ -220,10 +208,8 @@ class RewardPartConfig(BaseModel):
     """Lowest and highest value before weighting; None is unbounded."""
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Settings):
     """The reward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     fn: str | None = None
     """Import path of a function `fn(trajectory, **task_fields) -> float | dict[str, float]`, sync or async, or of a

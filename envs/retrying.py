@@ -6,15 +6,15 @@ import random
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from penstock.dataflow.settings import Settings
 
 _BACKOFF_FACTOR, _MAX_BACKOFF_S = 2.0, 30.0
 
 
-class RetryConfig(BaseModel):
+class RetryConfig(Settings):
     """How requests to a service that fails are retried."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     max_attempts: int = Field(default=4, ge=1)
     """Attempts of one request, including the first."""

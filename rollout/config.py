@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.timeouts import MAX_TIMEOUT_S
+from penstock.dataflow.settings import MAX_TIMEOUT_S, Settings
 from penstock.rollout.engine_pool.routing import RoutingName
 from penstock.weights.model_config import DTYPE_BYTES, DType
 
@@ -19,10 +19,8 @@ MAX_TOP_K = 64
 """Largest support of a token that is recorded."""
 
 
-class VllmEngineConfig(BaseModel):
+class VllmEngineConfig(Settings):
     """A vLLM engine (rollout/engines/vllm/engine.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     type: Literal["vllm"]
     """Always `vllm`."""
@@ -41,7 +39,7 @@ class VllmEngineConfig(BaseModel):
     """Data type of the KV cache; `auto` is `model.dtype`."""
     enforce_eager: bool = False
     """Skip CUDA graphs and compilation. A CPU engine is always eager."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vLLM by name. Those that would break recording, versions or layouts are refused."""
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
     """Tokens of a trajectory are reported at least this often."""
@@ -98,10 +96,8 @@ class VllmEngineConfig(BaseModel):
         return left
 
 
-class TorchEngineConfig(BaseModel):
+class TorchEngineConfig(Settings):
     """The plain torch engine (rollout/engines/torch/engine.py): for machines without vLLM and for fast tests."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     type: Literal["torch"]
     """Always `torch`."""
@@ -126,14 +122,12 @@ class TorchEngineConfig(BaseModel):
 EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminator="type")]
 
 
-class SamplingConfig(BaseModel):
+class SamplingConfig(Settings):
     """How the policy samples during training.
 
     From a truncated distribution, the ids that each token was sampled from are recorded with it, and the trainer
     renormalises over them (docs/concepts/truncated-sampling.md).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(gt=0)
     """Longest answer, tokens; below `model.max_context_tokens`."""
@@ -154,10 +148,8 @@ class SamplingConfig(BaseModel):
     token with which the chat template ends an answer."""
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Settings):
     """Engines and sampling."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     engine: EngineConfig
     num_engines: int = Field(default=1, ge=1, le=10_000)

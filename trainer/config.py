@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.dataflow.timeouts import MAX_TIMEOUT_S
+from penstock.dataflow.settings import MAX_TIMEOUT_S, Settings
 from penstock.trainer.algorithms.advantages import GrpoConfig, OverlongConfig
 from penstock.trainer.algorithms.catalog import Custom, Entry, Named, find, known, sections
 from penstock.trainer.algorithms.conditions import ADVANTAGES, SEVERAL_UPDATES, Condition, ratio_moves
@@ -36,21 +36,17 @@ def _as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-class MuonConfig(BaseModel):
+class MuonConfig(Settings):
     """Muon for hidden matrices (`trainer/optimizers/muon.py`), with learning rate and weight decay of AdamW, which has
     the rest. It takes whole matrices: zero_stage=0, tensor_parallel_size=1 and no adapters.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the mean of gradients that is orthogonalised; the step looks ahead (Nesterov)."""
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Settings):
     """AdamW, or Muon with AdamW for what is no hidden matrix; the learning rate warms up, stays, and decays."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     lr: float = Field(gt=0, le=1)
     """Learning rate. AdamW changes a weight by about this much per step; Muon by a fifth, in the quadratic mean."""
@@ -122,10 +118,8 @@ class OptimizerConfig(BaseModel):
         return {"exp_avg": self.moments_dtype, "exp_avg_sq": self.moments_dtype}
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Settings):
     """Low-rank adapters in place of whole weights (`trainer/models/lora.py`): W + alpha / rank · B·A with W frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
@@ -147,10 +141,8 @@ class LoraConfig(BaseModel):
         return any(f".{weight}".endswith(f".{target}") for target in self.targets if "experts" in target.split("."))
 
 
-class TrainerConfig(BaseModel):
+class TrainerConfig(Settings):
     """The trainer group."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     backend: Literal["deepspeed", "fsdp2", "torch"] = "deepspeed"
     """`deepspeed` (any number of ranks), `fsdp2` (torch's `fully_shard`, any number of ranks) or `torch` (one rank, for
@@ -188,7 +180,7 @@ class TrainerConfig(BaseModel):
     """Run the layers through torch.compile; not with zero_stage=3, tensor or sequence parallelism."""
     lora: LoraConfig | None = None
     """Train adapters and freeze the weights; None trains all of them."""
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Other settings of DeepSpeed, in its own form, e.g. `{zero_optimization: {overlap_comm: true}}`. Those that would
     change batches, numbers or the layout of the weights are refused."""
     optimizer: OptimizerConfig
@@ -257,10 +249,8 @@ _PROXIMAL_DIFFERS = SEVERAL_UPDATES._replace(
 _HAS_CRITIC = Condition(lambda config: config.needs_critic, ("advantage",), "there is no critic", "Use algorithm=ppo")
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Settings):
     """An algorithm: advantage × policy loss × corrections × divergence × aggregation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     advantage: Annotated[AdvantageConfig, ADVANTAGES] = GrpoConfig()
     """Estimator of how much better than expected an answer was (`algorithm/advantage=NAME`)."""
@@ -368,10 +358,8 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Learning rate. It is ten times the policy's, because values are learned from scratch."""
 
 
-class CriticConfig(BaseModel):
+class CriticConfig(Settings):
     """The critic of `algorithm/advantage=gae`: a model of its own on the trainer ranks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     path: str | None = None
     """Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal language
@@ -387,10 +375,8 @@ class CriticConfig(BaseModel):
     and three in turn on the sequences of the policy's step, towards the same returns; 0.5: on every second step."""
 
 
-class ReferenceConfig(BaseModel):
+class ReferenceConfig(Settings):
     """The frozen policy for `algorithm.kl.coefficient` and losses of pairs (online_dpo, ipo)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str | None = None
     """Hugging Face directory or hub name; None is the policy that training starts from."""
@@ -415,10 +401,8 @@ class TeacherConfig(ReferenceConfig):
     """Number of its parameters, for the estimate of memory; None: as many as the policy has."""
 
 
-class SftConfig(BaseModel):
+class SftConfig(Settings):
     """Supervised warm start (`penstock sft`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     batch_size: int = Field(gt=0)
     """Examples per optimizer step."""
@@ -438,10 +422,8 @@ class SftConfig(BaseModel):
     """Do nothing where the run directory holds a finished run of the same configuration."""
 
 
-class PreferenceConfig(BaseModel):
+class PreferenceConfig(Settings):
     """Learning from pairs of answers (`penstock rm`, `penstock dpo`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     batch_size: int = Field(gt=0)
     """Pairs per optimizer step."""

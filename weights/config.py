@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from penstock.dataflow.timeouts import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S
+from penstock.dataflow.settings import MAX_TIMEOUT_S, MIN_CALL_TIMEOUT_S, Settings
 
 NUM_BUFFERS = 2
 """Versions kept in shared memory: one is written while another may still be read. With staging=bucket: 1."""
@@ -14,10 +14,8 @@ UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 CodecName = Literal["full", "delta", "int8_delta"]
 
 
-class WeightsConfig(BaseModel):
+class WeightsConfig(Settings):
     """How published weights are transferred from the trainer to the engines (docs/concepts/weights.md)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group", "gather"] = "auto"
     """`auto` chooses by the run: adapters if the trainer trains adapters (LoRA); within a node CUDA IPC if trainer and

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from penstock.dataflow.settings import Settings
 
 DType = Literal["float32", "bfloat16"]
 NewTokenizer = Literal["characters", "bytes"]
@@ -29,14 +31,12 @@ class ModelForm(NamedTuple):
     """An error of the machine (memory, a file, a missing library) had a part in it, which may pass."""
 
 
-class ModelShape(BaseModel):
+class ModelShape(Settings):
     """Dimensions of a decoder-only transformer with grouped-query attention and gated MLPs, dense or with experts.
 
     That of a checkpoint is read from its config.json (platform/config/checkpoint_shapes.py). It is stated only for a
     model that is made from scratch.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     vocab_size: int = Field(gt=0)
     """Tokens."""
@@ -171,10 +171,8 @@ def attention_for(keys: dict[str, Any]) -> Attention:
     return "varlen" if keys.get("dtype") == "bfloat16" else "sdpa"
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Settings):
     """The policy: its weights and tokenizer, and the precision in which it is served and trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     path: str | None = None
     """Hugging Face directory or hub name. Its config.json gives the shape."""
@@ -198,7 +196,7 @@ class ModelConfig(BaseModel):
     head: Head = "fused"
     """Logprobs of the trainer: `fused`, from the head's weight, or from the logits of the `model`, with its soft caps
     and scales. Unless set, a tiny instance is asked."""
-    load: dict[str, Any] = {}
+    load: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of transformers' `from_pretrained`, with which the trainer loads the policy and a reference or
     teacher. Values of config.json, which engines read too, are refused."""
     shape: ModelShape

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from penstock.dataflow.settings import Settings
 from penstock.envs.retrying import RetryConfig
 from penstock.envs.sandbox.contract import Limits
 
@@ -21,10 +22,8 @@ class RemoteConfig(RetryConfig):
     """How much longer than the program's own wall-clock limit an answer may take, seconds."""
 
 
-class SandboxConfig(BaseModel):
+class SandboxConfig(Settings):
     """The sandbox."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     allow_unisolated: bool = False
     """Run programs without isolation if the host does not allow any: limits still hold, but a program can read, write

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.settings import Settings
 
 Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "processes", "output"]
 """`exited`: it ended by itself. `killed`: by a signal that our limits did not send. The others: the limit it hit."""
@@ -25,14 +26,12 @@ class SandboxUnavailableError(PenstockError):
     """The sandbox itself failed, so there is no result of the program."""
 
 
-class Limits(BaseModel):
+class Limits(Settings):
     """Limits of one program, over all its processes unless noted otherwise."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    wall_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    wall_s: float = Field(default=10.0, gt=0)
     """Wall-clock time, seconds."""
-    cpu_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    cpu_s: float = Field(default=10.0, gt=0)
     """Processor time, seconds."""
     memory_mib: int = Field(default=512, ge=16)
     """Resident memory, MiB; each process may also reserve no more than this."""

@@ -18,10 +18,11 @@ from typing import Annotated, Any, cast
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from penstock.actors.bundles import Bundle
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.settings import Settings
 from penstock.platform.cluster.hardware import SHARED_MEMORY
 from penstock.platform.cluster.memory import shared_gib
 from penstock.platform.cluster.placement import Process, RolePlacement, device_bundles, host_load_gib, plan_placement
@@ -55,10 +56,9 @@ def _slurm_time(value: str) -> str:
     return value
 
 
-class LaunchSettings(BaseModel):
+class LaunchSettings(Settings):
     """Settings of every launcher (`launch.KEY=VALUE`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     gpus_per_node: int = Field(default=8, ge=1, le=64)
     """GPUs of a node; a run that needs fewer takes fewer."""
     shared_dir: Annotated[str, AfterValidator(_absolute)]

@@ -6,16 +6,13 @@ import re
 from math import inf
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from penstock.dataflow.settings import Settings
 from penstock.rollout.config import EngineConfig
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class PoolConfig(_Section):
+class PoolConfig(Settings):
     """A set of equal accelerators, or of CPU slots."""
 
     device: Literal["cpu", "gpu"]
@@ -42,7 +39,7 @@ class PoolConfig(_Section):
         return inf if self.memory_gib is None else self.memory_gib
 
 
-class ExtraRolloutConfig(_Section):
+class ExtraRolloutConfig(Settings):
     """Further engines of the run on another pool, e.g. of older accelerators (docs/guides/unequal-pools.md)."""
 
     num_engines: int = Field(ge=1, le=10_000)
@@ -57,7 +54,7 @@ def _cluster_address(value: str) -> str:
     return value
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Settings):
     """Pools, and the assignment of roles to pools."""
 
     address: Annotated[str, AfterValidator(_cluster_address)] = "local"
@@ -68,7 +65,7 @@ class ClusterConfig(_Section):
     """Pool of the trainer ranks."""
     rollout_pool: str
     """Pool of the `rollout.num_engines` engines."""
-    extra_rollout_pools: dict[str, ExtraRolloutConfig] = {}
+    extra_rollout_pools: dict[str, ExtraRolloutConfig] = Field(default_factory=dict)
     """Name of another pool -> the engines on it, in addition to those."""
     colocated: bool = False
     """Trainer and engines share their devices and take turns (needs max_staleness 0)."""

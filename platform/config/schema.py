@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
+from penstock.dataflow.settings import MAX_TIMEOUT_S, Settings
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.dataflow.timeouts import MAX_TIMEOUT_S
 from penstock.envs.config import EnvConfig, RewardConfig, SourceConfig, StreamConfig
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.streams import stream_env
@@ -37,12 +37,6 @@ FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
 """Frozen policies that compute logprobs of the sampled tokens, each in its own processes."""
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-
 def set_stream(name: str) -> str:
     """The stream whose environment answers the tasks of an evaluation set with a source of its own."""
     return f"evaluation/{name}"
@@ -53,7 +47,7 @@ def is_within(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-class FilterConfig(Section):
+class FilterConfig(Settings):
     """Filters of groups that should not be trained (docs/concepts/dataflow.md). Each filtered group is replaced."""
 
     zero_variance: bool = False
@@ -68,7 +62,7 @@ class FilterConfig(Section):
     """Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered."""
 
 
-class DataflowConfig(Section):
+class DataflowConfig(Settings):
     """Batching, staleness and retries (docs/concepts/staleness.md)."""
 
     batch_groups: int = Field(ge=1, le=65_536)
@@ -129,7 +123,7 @@ class DataflowConfig(Section):
         return min(2, self.group_size) if self.min_group_size is None else self.min_group_size
 
 
-class EvaluationSetConfig(Section):
+class EvaluationSetConfig(Settings):
     """A further evaluation set (docs/guides/evaluation.md). What is not set is as in `evaluation`."""
 
     env: SourceConfig | None = None
@@ -148,7 +142,7 @@ class EvaluationSetConfig(Section):
     """As `evaluation.temperature`."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Settings):
     """Evaluation on held-out tasks (docs/guides/evaluation.md)."""
 
     num_tasks: int | None = Field(default=None, ge=0)
@@ -194,7 +188,7 @@ class EvaluationConfig(Section):
         return num_held_out if self.keep_best else min(num_held_out, TASKS_DURING_TRAINING)
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Settings):
     """Checkpoints of the whole run, from which `penstock resume` continues."""
 
     every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)
@@ -212,7 +206,7 @@ class CheckpointConfig(Section):
     whose package must be installed. The place has the layout of the run directory."""
 
 
-class SampleConfig(Section):
+class SampleConfig(Settings):
     """Settings of `penstock sample`."""
 
     num_tasks: int = Field(default=1024, ge=1)
@@ -225,7 +219,7 @@ class SampleConfig(Section):
     """The split of the tasks."""
 
 
-class PartnerConfig(Section):
+class PartnerConfig(Settings):
     """A second policy that is trained in the same run on the same groups, half of each sampled by it."""
 
     model: ModelConfig
@@ -234,7 +228,7 @@ class PartnerConfig(Section):
     """Optimizer of the partner; None uses `trainer.optimizer`."""
 
 
-class RunConfig(Section):
+class RunConfig(Settings):
     """Configuration of a run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=128)
@@ -287,7 +281,7 @@ class RunConfig(Section):
         # Equal values are equal, typed or not.
         return isinstance(other, RunConfig) and self.__dict__ == other.__dict__
 
-    __hash__ = Section.__hash__
+    __hash__ = Settings.__hash__
 
     @property
     def typed(self) -> tuple[str, ...]:

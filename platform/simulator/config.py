@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.settings import Settings
 from penstock.platform.simulator.world import LengthProfile
 from penstock.weights.config import UpdateMode
 
@@ -26,10 +27,10 @@ PROFILES: dict[str, LengthProfile] = {
 """Named length profiles. `sigma`, `mean_tokens` and `cap_tokens` override individual values."""
 
 
-class SimulationConfig(BaseModel):
+class SimulationConfig(Settings):
     """Configuration of a simulated run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(allow_inf_nan=True)
 
     profile: Literal["constant", "short", "longtail", "exponential"] = "longtail"
     """Named length profile."""

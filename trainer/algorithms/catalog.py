@@ -23,10 +23,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.settings import Settings
 from penstock.envs.import_path import load_object
 
 if TYPE_CHECKING:
@@ -45,10 +46,8 @@ _PACKAGE = "penstock.trainer.algorithms"
 _REGISTERED: list[Entry] = []
 
 
-class Variant(BaseModel):
-    """Base of all settings here: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+class Variant(Settings):
+    """Base of all settings here."""
 
 
 class Named(Variant):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from penstock.dataflow.settings import Settings
 
 NO_FACTORY = "no_factory"
 """Type of pydantic's error about a tracker that is neither one of ours nor has a factory."""
@@ -14,21 +16,15 @@ ConsoleForm = Literal["table", "quiet", "json"]
 """What a run prints: a line per step, only how it ended, or a JSON object per line."""
 
 
-class TrackerSection(BaseModel):
-    """Base of the tracker sections: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class JsonlTrackerConfig(TrackerSection):
+class JsonlTrackerConfig(Settings):
     """`metrics.jsonl` in the run directory. Always enabled."""
 
 
-class TensorboardTrackerConfig(TrackerSection):
+class TensorboardTrackerConfig(Settings):
     """TensorBoard event files in the run directory."""
 
 
-class WandbTrackerConfig(TrackerSection):
+class WandbTrackerConfig(Settings):
     """Weights & Biases. Without an API key it logs offline into the run directory."""
 
     project: str
@@ -39,27 +35,27 @@ class WandbTrackerConfig(TrackerSection):
     """`auto` is online with an API key, otherwise offline."""
 
 
-class MlflowTrackerConfig(TrackerSection):
+class MlflowTrackerConfig(Settings):
     """MLflow, with the extra `mlflow`: `MLFLOW_TRACKING_URI`, or a database in the run directory."""
 
     experiment: str
     """Experiment to which the run is logged."""
 
 
-class TrackioTrackerConfig(TrackerSection):
+class TrackioTrackerConfig(Settings):
     """Trackio, with the extra `trackio`: its own folder, or what `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` names."""
 
     project: str
     """Project to which the run is logged."""
 
 
-class FactoryTrackerConfig(TrackerSection):
+class FactoryTrackerConfig(Settings):
     """A tracker of yours, under a name of yours."""
 
     factory: str
     """Import path of a function that opens it: `(run_dir, run_name, config, **args) -> Tracker`, called in a thread of
     its own. The tracker has the methods log(step, metrics), log_summary(summary) and close()."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function. They are saved with the run: keep keys in environment variables."""
 
     @model_validator(mode="before")
@@ -70,7 +66,7 @@ class FactoryTrackerConfig(TrackerSection):
         return value
 
 
-class TrackerConfig(TrackerSection):
+class TrackerConfig(Settings):
     """The enabled trackers: `tracker=[jsonl,wandb,tensorboard,mlflow,trackio]`, and your own under other names."""
 
     model_config = ConfigDict(extra="allow")
