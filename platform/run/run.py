@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.dataflow.errors import PenstockError
-from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.task import Task
 from penstock.platform.config.schema import RunConfig
@@ -52,7 +51,12 @@ class Run:
         version: Version of the policy that was published last.
         total_steps: Batches to train; `evaluation.patience` lowers it to those that were trained.
         has_begun: Whether the flow was started.
+        stats: What the flow has counted.
+        ledger: The states of all groups.
         evaluations: What it evaluates, and when.
+        checkpointer: Takes its checkpoints.
+        log: What its steps leave behind.
+        note: Prints a line on the console.
         policy_version: Version of the policy saved in the run directory; None before the first save.
     """
 
@@ -75,6 +79,9 @@ class Run:
         self.trainer = runtime.trainer
         self.publisher = runtime.publisher
         self.stats = flow.stats
+        self.ledger = flow.core.ledger
+        self.note = instruments.note
+        self.checkpointer = checkpointer
         self.has_begun = False
         self.evaluations = Evaluations(
             config.evaluation,
@@ -92,36 +99,22 @@ class Run:
         self._publishes: list[Publish] = []  # since the last step was logged
         self._flow = flow
         self._instruments = instruments
-        self._checkpointer = checkpointer
         self._upload = upload
         self._episodes = episodes
-        self._log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
+        self.log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
 
     def flow(self) -> Flow:
         """The dataflow of this run. `async with` starts and ends it."""
         self.has_begun = True
-        self._log.begin()
+        self.log.begin()
         return self._flow
-
-    def counts(self) -> LedgerCounts:
-        """Number of groups by state."""
-        return self._flow.counts()
-
-    def untrained(self) -> Mapping[tuple[GroupState, Reason], int]:
-        """Number of groups that ended untrained, by state and reason."""
-        return self._flow.core.ledger.reasons
 
     @property
     def has_trained(self) -> bool:
         """Whether the training loop has been left, so that no step follows."""
         return self.has_begun and not self._flow.is_running
-
-    @property
-    def slow_parts(self) -> Mapping[str, str]:
-        """Rank or engine that was slow -> how slow."""
-        return self._log.slow_parts.named
 
     def skipped_prompts(self) -> SkippedPrompts:
         """The tasks that were skipped because their prompt leaves no space for an answer."""
@@ -140,7 +133,7 @@ class Run:
 
     async def dump_bad_batch(self, report: StepReport) -> None:
         """Write the batch of a skipped step to a file. Call it before `flow.skip`, which ends its groups."""
-        await self._log.dump_bad_batch(self.version, report)
+        await self.log.dump_bad_batch(self.version, report)
 
     def observe(self, report: StepReport) -> None:
         """Log a step and its publish.
@@ -148,10 +141,10 @@ class Run:
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row, or if the run directory is gone.
         """
-        more = self._checkpointer.take_metrics()
+        more = self.checkpointer.take_metrics()
         more |= {} if self._upload is None else self._upload.take_metrics()
         more |= {} if self._episodes is None else self._episodes.take_metrics()
-        self._log.step(self.version, report, self._publishes, more)
+        self.log.step(self.version, report, self._publishes, more)
         self._publishes.clear()
 
     async def evaluate_first(self) -> None:
@@ -187,9 +180,9 @@ class Run:
         """Take a checkpoint if one is due. Call it directly after `flow.advance`: that is the cut."""
         is_last = self.version == self.total_steps
         may_be_best = self.config.evaluation.keep_best and (is_last or self.evaluations.running == self.version)
-        if may_be_best or self._checkpointer.is_due(self.version, is_last=is_last):
-            self._checkpointer.spared = self.evaluations.spared_versions(self.config.checkpoint.keep_best)
-            await self._checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
+        if may_be_best or self.checkpointer.is_due(self.version, is_last=is_last):
+            self.checkpointer.spared = self.evaluations.spared_versions(self.config.checkpoint.keep_best)
+            await self.checkpointer.take(self.version, self._flow.snapshot(), self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the run besides the flow and the trainer, as JSON types."""
@@ -197,7 +190,7 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "evaluations": self.evaluations.state(),
             "rewards": list(self._instruments.hub.rewards),
-            **self._log.state_dict(),
+            **self.log.state_dict(),
             "failed_evaluations": self.evaluations.num_failed,
             "wall_s": self.wall_s,
         }
@@ -209,7 +202,7 @@ class Run:
         if why_none is not None:
             self.note(why_none)
         self.evaluations.restore(evaluations, state["failed_evaluations"])
-        self._log.load_state_dict(state)
+        self.log.load_state_dict(state)
         self._instruments.hub.rewards[:] = state["rewards"]
         self._wall_s_before = state["wall_s"]
 
@@ -234,7 +227,7 @@ class Run:
         changed = differences(self.config.model_dump(mode="json"), config.model_dump(mode="json"))
         self.config = config
         self.evaluations.config = config.evaluation
-        self._checkpointer.config = config.checkpoint
+        self.checkpointer.config = config.checkpoint
         values = {f"config/{key}": float(now) for key, (_, now) in changed.items() if isinstance(now, int | float)}
         self._instruments.hub.log(self.version, values)
         return version
@@ -288,7 +281,7 @@ class Run:
             try:
                 is_ended = await self.trainer.stop_step()
             except PenstockError as error:
-                self._instruments.note(f"the running step cannot be ended: {error}")
+                self.note(f"the running step cannot be ended: {error}")
             finally:
                 answer.set_result(is_ended)
             if is_ended and self._flow.is_running:
@@ -322,12 +315,12 @@ class Run:
         """
         saved = self._flow.last_snapshot
         if saved is None or not (self.version or even_untrained):
-            await self.checkpoint_written()
+            await self.checkpointer.written()
             return
         try:
-            await self._checkpointer.take_last(self.version, saved, self.state_dict())
+            await self.checkpointer.take_last(self.version, saved, self.state_dict())
         except PenstockError as error:
-            self._instruments.note(f"the last checkpoint, of v{self.version}, could not be taken: {error}")
+            self.note(f"the last checkpoint, of v{self.version}, could not be taken: {error}")
 
     def end_at_cut(self) -> None:
         """End the training loop where it waits for the next batch; a step that runs is completed and published."""
@@ -335,7 +328,7 @@ class Run:
 
     def unsaved(self) -> str:
         """What is not on the disk yet, as the end of a sentence."""
-        newest, version = self._checkpointer.newest, self.trained_version
+        newest, version = self.checkpointer.newest, self.trained_version
         lost = [] if self.policy_version == version else [f"the policy of v{version}"]
         if newest is None:
             lost.append("what a checkpoint keeps: there is none")
@@ -358,22 +351,10 @@ class Run:
         batch = core.limits.batch_groups
         return Progress(f"{step}: generating", min(num_ready, batch), batch, "groups", num_tokens)
 
-    def note(self, message: str) -> None:
-        """Print a line on the console."""
-        self._instruments.note(message)
-
-    async def checkpoint_written(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        await self._checkpointer.written()
-
     async def checkpoint_uploaded(self) -> None:
         """Wait until the newest checkpoint is in its other place (`checkpoint.upload`), if it has one."""
         if self._upload is not None:
             await self._upload.finished()
-
-    async def abandon_checkpoint(self) -> None:
-        """Stop writing a checkpoint, since a trainer rank is lost."""
-        await self._checkpointer.abandon()
 
     async def save_policy_at_end(self, *, even_untrained: bool = False) -> None:
         """Save the policy of a run that was stopped or has failed; a failure to save is only noted.
@@ -384,13 +365,13 @@ class Run:
         version = self.trained_version
         if self.policy_version == version or not (version or even_untrained):
             return
-        self._instruments.note(f"saving the policy of v{version} before the run ends …")
+        self.note(f"saving the policy of v{version} before the run ends …")
         try:
             await self.save_policy()
         except PenstockError as error:
-            self._instruments.note(f"the policy of v{version} could not be saved: {error}")
+            self.note(f"the policy of v{version} could not be saved: {error}")
 
     async def close(self) -> None:
         """Cancel a running evaluation, and wait for the checkpoint that is being written."""
-        await self._checkpointer.written()
+        await self.checkpointer.written()
         await self.evaluations.close()

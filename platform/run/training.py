@@ -300,7 +300,7 @@ async def train_to_end(
             await end_training(run, training, stop, on_saved)
         else:
             await training
-            await within(stop, run.checkpoint_written(), "the last checkpoint is not complete", run.note)
+            await within(stop, run.checkpointer.written(), "the last checkpoint is not complete", run.note)
             await within(stop, run.checkpoint_uploaded(), "the last checkpoint is not copied", run.note)
     except PenstockError as error:
         try:
@@ -310,7 +310,7 @@ async def train_to_end(
             await within(stop, run.save_policy_at_end(), "the policy is not saved", run.note)
             await within(stop, run.checkpoint_at_end(), "the last checkpoint is not complete", run.note)
             raise
-        await run.abandon_checkpoint()
+        await run.checkpointer.abandon()
         raise lost from error
     except BaseException:
         if not stop.reason:
@@ -350,7 +350,7 @@ async def end_training(
     await within(stop, run.save_policy_at_end(even_untrained=True), "the policy is not saved", note)
     report = asyncio.ensure_future(on_saved())
     await within(stop, run.checkpoint_at_end(even_untrained=True), "the last checkpoint is not complete", note)
-    await run.abandon_checkpoint()  # if it is not complete
+    await run.checkpointer.abandon()  # if it is not complete
     await within(stop, report, "the report is not complete", note)
     await within(stop, run.checkpoint_uploaded(), "the last checkpoint is not copied", note)
     raise asyncio.CancelledError
@@ -489,7 +489,7 @@ def unstarted_summary(config: RunConfig, status: RunStatus, wall_s: float, peak_
 
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> RunSummary:
     """Build the summary of a run."""
-    counts = run.counts()
+    counts = run.ledger.counts()
     first, last = first_and_last_mean(hub.rewards)
     evaluations = run.evaluations.done
     before = next((evaluation for evaluation in evaluations if evaluation.step == 0), None)
@@ -523,7 +523,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, peak_gib: float) -> 
         computed_by=computed_by(run.config),
         ledger=counts,
         skipped_prompts=run.skipped_prompts(),
-        untrained={f"{state}({reason})": count for (state, reason), count in run.untrained().items()},
+        untrained={f"{state}({reason})": count for (state, reason), count in run.ledger.reasons.items()},
         failed_attempts=dict(run.stats.anomalies.failed_attempts),
-        slow_parts=dict(run.slow_parts),
+        slow_parts=dict(run.log.slow_parts.named),
     )

@@ -396,5 +396,5 @@ def outcome_of(simulation: Simulation) -> Outcome:
         engines=total,
         num_turns=num_turns,
         environment_s=world.environment_s,
-        slow_parts=dict(simulation.run.slow_parts) if hasattr(simulation, "run") else {},
+        slow_parts=dict(simulation.run.log.slow_parts.named) if hasattr(simulation, "run") else {},
     )

@@ -76,7 +76,7 @@ def train(folder: Path, name: str, url: str, *more: str) -> Path:
 
     async def maybe_checkpoint(run: Run) -> None:
         await checkpoint(run)
-        await run.checkpoint_written()  # steps are so short that one would be skipped
+        await run.checkpointer.written()  # steps are so short that one would be skipped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "maybe_checkpoint", maybe_checkpoint)

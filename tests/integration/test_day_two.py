@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def maybe_checkpoint(run: Run) -> None:
         await checkpoint(run)
-        await run.checkpoint_written()
+        await run.checkpointer.written()
         if run.version == REACHED:
             raise KilledError
 

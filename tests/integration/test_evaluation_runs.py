@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_answers_and_the_best_policy_of_the_steps_that_were_
         if run.version == 6:
             raise KilledError
         await checkpoint(run)
-        await run._checkpointer.written()
+        await run.checkpointer.written()
 
     with in_process(tmp_path), pytest.MonkeyPatch.context() as patch:
         config = compose_config(small_run_overrides(tmp_path, "graded", character_tokenizer(), *SETTINGS))

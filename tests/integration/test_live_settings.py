@@ -57,7 +57,7 @@ def train(folder: Path, name: str, client: Client, *more: str, kill_at: int | No
 
     async def maybe_checkpoint(run: Run) -> None:
         await checkpoint(run)
-        await run.checkpoint_written()
+        await run.checkpointer.written()
         if run.version == CUT:
             await asyncio.to_thread(client, run_dir)
         if run.version == kill_at:

@@ -64,8 +64,8 @@ def kill_at(version: int, patch: pytest.MonkeyPatch) -> None:
             raise KilledError
         await checkpoint(run)
         await asyncio.sleep(0.05)  # the writer, which is a thread, gets a turn
-        if run._checkpointer.newest is None:  # however slow it is, there is one to resume from
-            await run._checkpointer.written()
+        if run.checkpointer.newest is None:  # however slow it is, there is one to resume from
+            await run.checkpointer.written()
 
     patch.setattr(Run, "maybe_checkpoint", maybe_checkpoint)
 

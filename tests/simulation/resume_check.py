@@ -50,9 +50,9 @@ def memory_of(run: Run, flow: Flow) -> dict[str, Any]:
         "failed groups in a row": flow._consecutive_failures,
         "evaluations": plain(run.evaluations.done),
         "failed evaluations": run.evaluations.num_failed,
-        "skipped steps": run._log.skipped_steps,
+        "skipped steps": run.log.skipped_steps,
         "rewards": plain(run._instruments.hub.rewards),
-        "mismatch": plain(vars(run._log._mismatch)),
+        "mismatch": plain(vars(run.log._mismatch)),
     }
 
 

@@ -37,7 +37,7 @@ def keeping_run(
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
     run.evaluations.config = evaluation
-    run._checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=every, keep=1)
+    run.checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=every, keep=1)
     return run
 
 
@@ -64,7 +64,7 @@ async def test_of_several_best_ones_the_first_of_equals_is_kept(tmp_path: Path) 
     run = keeping_run(tmp_path, [], Graded(1.0, 0.5, 0.9, 0.5, 0.4))
     checkpoint = CheckpointConfig(every_minutes=0, keep=1, keep_best=2)
     run.config = run.config.model_copy(update={"checkpoint": checkpoint})
-    run._checkpointer.config = checkpoint
+    run.checkpointer.config = checkpoint
     await controller.train(run)
     assert CheckpointFolder(tmp_path).versions() == [1, 2, STEPS]
 

@@ -42,7 +42,7 @@ def run_with(
     evaluation = EvaluationConfig(every_steps=1, keep_best=keep_best, patience=patience)
     run.config = run.config.model_copy(update={"evaluation": evaluation})
     run.evaluations.config = evaluation
-    run._checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=1, keep=1)
+    run.checkpointer.config = CheckpointConfig(every_minutes=0, every_steps=1, keep=1)
     return run
 
 
@@ -73,9 +73,9 @@ async def test_the_last_policy_is_saved_and_the_books_are_closed_as_at_every_end
     run = run_with(1, tmp_path, Graded(*FALLING))
     await controller.train(run)
     assert run.policy_version == 3
-    counts = run.counts()
+    counts = run.ledger.counts()
     assert (counts.trained, counts.live) == (3 * GROUPS, 0)
-    assert {state for state, _ in run.untrained()} <= {GroupState.DROPPED}
+    assert {state for state, _ in run.ledger.reasons} <= {GroupState.DROPPED}
 
 
 async def test_the_checkpoints_of_the_best_and_of_the_end_are_kept(tmp_path: Path) -> None:
