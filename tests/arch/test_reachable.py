@@ -57,7 +57,6 @@ ALLOWED = {
     "platform/metrics/console.py:on_broken_pipe": "rich calls it",
     "platform/metrics/trackers/config.py:jsonl": "a tracker that is always on, which users may name as the others",
     "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
-    "platform/run/ledger_log.py:surviving": "how a user reads the ledger of a run (docs/concepts/durability.md)",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenization/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/engines/vllm/cpu_build.py:cpu_linear": "vLLM's linear layers call it",

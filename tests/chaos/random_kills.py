@@ -8,7 +8,7 @@ With several nodes, Ray runs as that many raylets on this machine, and there is 
 and all processes below it; a new node joins then.
 
 A run that ends must have completed with its policy. Its ledger must balance, and the ledger on disk must have trained
-each group once in the lineage that survives (run/ledger_log.py). Kinds, moments and signals follow from the seed; what
+each group once in the lineage that survives. Kinds, moments and signals follow from the seed; what
 they hit does not, since the run is asynchronous.
 """
 
@@ -42,7 +42,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run.checkpoint import CheckpointFolder
-from penstock.platform.run.ledger_log import surviving
+from tests.ledger_logs import surviving
 
 # A dead process is found at once, one that hangs only after these limits, so they are short.
 OVERRIDES = (

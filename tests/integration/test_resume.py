@@ -20,13 +20,13 @@ from penstock.platform.cli.main import app
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.run import resume, training
 from penstock.platform.run.checkpoint import CHECKPOINTS, SPOOL, CheckpointFolder, choose_checkpoint
-from penstock.platform.run.ledger_log import surviving
 from penstock.platform.run.lifecycle import Stop
 from penstock.platform.run.run import Run
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_summary
 from tests.in_process import in_process, train_in_process
+from tests.ledger_logs import surviving
 from tests.small_run import small_run_overrides
 from tests.tiers import by_tier
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.platform.run.ledger_log import decode, encode
+from penstock.platform.run.ledger_log import encode
+from tests.ledger_logs import decode
 from tests.property.virtual_run import VirtualRun
 from tests.tiers import examples
 
