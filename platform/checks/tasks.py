@@ -364,8 +364,9 @@ def check_reward(
             if key not in refused and (problem := _misfit(function, arguments)):
                 refused.add(key)
                 where = f"{key}.fn=" if is_set else "the reward "
+                named = function if hasattr(function, "__qualname__") else type(function)
                 yield error(
-                    f"{where}{_name(function)} {problem}, for {task.task_id} with the fields "
+                    f"{where}{named.__module__}:{named.__qualname__} {problem}, for {task.task_id} with the fields "
                     f"{sorted(task.fields)}, so its trajectories could not be scored. Add the missing fields to the "
                     "tasks, or change the parameters of the reward; **_ accepts fields that it does not use."
                     + (left_out() if left_out is not None else ""),
@@ -386,12 +387,6 @@ def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
         call = ", ".join(["trajectory", *(f"{name}=…" for name in arguments)])
         return f"takes {signature}, but would be called with ({call}): {problem}"
     return ""
-
-
-def _name(function: RewardFunction) -> str:
-    """Return the import path of a function, or of the class of a reward object."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _prompt_key(task: Task) -> str:

@@ -205,10 +205,11 @@ def _print(
         f"prompts of {workload.prompt_tokens:.0f} and answers of {workload.answer_tokens:.0f} tokens on average; "
         f"{config.dataflow.batch_groups} groups x {config.dataflow.group_size} in a step"
     )
+    scales = Scales() if calibration is None else calibration.scales
     if calibration is None:
         console.print("Costs are assumed from data sheets. `--calibrate RUN` scales them to a run of yours.")
     else:
-        scales, off = calibration.scales, calibration.predicted_step_s / calibration.measured_step_s
+        off = calibration.predicted_step_s / calibration.measured_step_s
         console.print(
             f"calibrated: training x {scales.train:.3g}, generation x {scales.generate:.3g}, publishing x "
             f"{scales.publish:.3g}; a step of the run is predicted to take {calibration.predicted_step_s:.3g} s, and "
@@ -222,7 +223,7 @@ def _print(
     table.add_column("bound by", no_wrap=True)
     for number, one in enumerate(best, start=1):
         table.add_row(str(number), *_row(one.plan, one.predicted))
-    given, excess = _row(Plan.of(config), predict(config, workload, _scales(calibration))), excess_gib(config)
+    given, excess = _row(Plan.of(config), predict(config, workload, scales)), excess_gib(config)
     if excess > 0:
         given[-1] = f"over memory by {excess:.1f} GiB"
     table.add_row("given", *given, style="dim")
@@ -233,10 +234,6 @@ def _print(
         console.print("No plan fits.")
     for sentence in _others(found, best, refused):
         console.print(sentence)
-
-
-def _scales(calibration: Calibration | None) -> Scales:
-    return Scales() if calibration is None else calibration.scales
 
 
 def _row(plan: Plan, predicted: Prediction) -> list[str]:

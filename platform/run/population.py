@@ -167,7 +167,8 @@ class Population:
         unborn: set[int] = set()
         for member in self.members:
             if member.parent is not None and member.born == self.generation:
-                note(f"{member.name} is a branch of {member.parent} at step {self.step}, {_told(member.keys)}")
+                keys = ", ".join(f"{key}={value:.4g}" for key, value in member.keys.items())
+                note(f"{member.name} is a branch of {member.parent} at step {self.step}, {keys}")
                 try:
                     trainable.branch(member.parent, member.name, self.step, member.keys)
                 except PenstockError as failure:
@@ -223,7 +224,3 @@ class Population:
     def best(self) -> Member:
         """The member with the highest score."""
         return max((one for one in self.members if one.score is not None), key=lambda one: one.score or 0.0)
-
-
-def _told(keys: Keys) -> str:
-    return ", ".join(f"{key}={value:.4g}" for key, value in keys.items())

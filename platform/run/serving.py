@@ -10,13 +10,12 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.engine.answer_parser import choose_parser
@@ -224,7 +223,8 @@ class PolicyFiles:
         whole = policy_tensors(_checkpoint(config), config.model.dtype)
         if receiving is None:
             return write_version(whole.items(), 0, config.model.dtype, self._folder)
-        transfer = ShardTransfer.between(_training_sharding(whole), receiving, config.model.dtype, str(self._folder))
+        sharding = TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
+        transfer = ShardTransfer.between(sharding, receiving, config.model.dtype, str(self._folder))
         writer = ShardWriter(transfer, 0, ShardFiles(transfer))
         flat = {name: tensor.flatten() for name, tensor in whole.items()}
         writer.write(0, flat)
@@ -237,7 +237,3 @@ class PolicyFiles:
 def _checkpoint(config: RunConfig) -> Path:
     path = model_path(config)
     return model_folder(path) or Path(path)
-
-
-def _training_sharding(whole: Mapping[str, torch.Tensor]) -> TrainingSharding:
-    return TrainingSharding(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))

@@ -70,10 +70,10 @@ def transcripts(run_dir: Path) -> list[tuple[Any, ...]]:
     Of an evaluation these are the answers to its first tasks, the same ones each time.
     """
     return [
-        row
+        (folder.relative_to(run_dir).as_posix(), *(_shortened(row[name]) for name in _OF_A_ROW))
         for folder in sorted({path.parent for path in _tables(run_dir)})
         for path in _spread(sorted(folder.glob("step_*.parquet")))
-        for row in _rows(path, folder.relative_to(run_dir).as_posix())
+        for row in pq.read_table(path, columns=list(_OF_A_ROW)).slice(0, ROWS_PER_STEP).to_pylist()
     ]
 
 
@@ -86,11 +86,6 @@ def _spread(paths: Sequence[Path]) -> list[Path]:
     if len(paths) <= NUM_STEPS:
         return list(paths)
     return [paths[round(index * (len(paths) - 1) / (NUM_STEPS - 1))] for index in range(NUM_STEPS)]
-
-
-def _rows(path: Path, origin: str) -> Iterator[tuple[Any, ...]]:
-    for row in pq.read_table(path, columns=list(_OF_A_ROW)).slice(0, ROWS_PER_STEP).to_pylist():
-        yield (origin, *(_shortened(row[name]) for name in _OF_A_ROW))
 
 
 def _shortened(value: Any) -> Any:
