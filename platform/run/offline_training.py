@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar, cast
@@ -38,7 +39,7 @@ from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end, write_failure
-from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
+from penstock.platform.run.run_dir import in_new_run_dir, mark_finished
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.algorithms.corrections import CorrectionConfig
 from penstock.trainer.algorithms.losses.pairs import DpoConfig
@@ -99,13 +100,13 @@ def run_sft(config: RunConfig) -> int:
     if sft.reuse and is_finished(config):
         print(f"{config.run_dir}/policy exists and has the same configuration: it is reused (sft.reuse=true).")
         return EXIT_OK
-    return run_to_end(lambda: _train_sft(config, sft), Stop(config.stop_grace_s))
+    train = partial(_train_sft, config, sft)
+    return run_to_end(lambda: in_new_run_dir(config, train), Stop(config.stop_grace_s))
 
 
-async def _train_sft(config: RunConfig, sft: SftConfig) -> int:
+async def _train_sft(config: RunConfig, sft: SftConfig, run_dir: Path) -> int:
     """Train until the target accuracy or `sft.max_steps` is reached, and write the policy."""
     source = cast("GoldSource", load_task_source(config.env, config.seed))
-    run_dir = prepare_run_dir(config)
     console = RunConsole(sft.max_steps, config.console)
     path = initial_policy(config, run_dir)
     console.header(
@@ -272,12 +273,12 @@ def _run_preferences(config: RunConfig, command: Command) -> int:
         correction=CorrectionConfig(),
     )
     paired = config.model_copy(update={"algorithm": pairs})
-    return run_to_end(lambda: _train_preferences(paired, preference, command), Stop(paired.stop_grace_s))
+    train = partial(_train_preferences, paired, preference, command)
+    return run_to_end(lambda: in_new_run_dir(paired, train), Stop(paired.stop_grace_s))
 
 
-async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command) -> int:
+async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
     """Train on all pairs and write the model. The reference of DPO is the policy before the first step."""
-    run_dir = prepare_run_dir(config)
     console, path, size = RunConsole(preference.num_steps, config.console), model_path(config), preference.batch_size
     is_policy = command == "dpo"
     facts = {

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,17 @@ def locked(run_dir: Path, key: str = "run_dir=") -> Iterator[None]:
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
         yield
+
+
+async def in_new_run_dir(config: RunConfig, main: Callable[[Path], Awaitable[int]]) -> int:
+    """Prepare the run directory, and hold its lock while `main` runs in it; returns the exit code of that.
+
+    Raises:
+        ConfigError: As `prepare_run_dir`.
+    """
+    run_dir = prepare_run_dir(config)
+    with locked(run_dir):
+        return await main(run_dir)
 
 
 def mark_finished(config: RunConfig) -> None:

@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import islice, product
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -28,7 +30,7 @@ from penstock.platform.metrics.console import RunConsole
 from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.run.evaluation import sample_and_score
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
-from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
+from penstock.platform.run.run_dir import in_new_run_dir, mark_finished
 from penstock.platform.run.serving import STARTING, Serving, rollout_sampling, serving
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 
@@ -38,11 +40,10 @@ TASKS_PER_BATCH = 512
 
 def run_sample(config: RunConfig) -> int:
     """Run `penstock sample`. Prints one JSON line with the counts at the end and returns the exit code."""
-    return run_to_end(lambda: _run(config, config.sample), Stop(config.stop_grace_s))
+    return run_to_end(lambda: in_new_run_dir(config, partial(_run, config, config.sample)), Stop(config.stop_grace_s))
 
 
-async def _run(config: RunConfig, sample: SampleConfig) -> int:
-    run_dir = prepare_run_dir(config)
+async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
     console, started = RunConsole(0), time.monotonic()
     console.header(
         config.name,

@@ -61,7 +61,7 @@ from penstock.platform.run.evaluation import evaluated_on
 from penstock.platform.run.flow import StopRequestedError
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, first_error, run_to_end, write_failure
 from penstock.platform.run.run import Run
-from penstock.platform.run.run_dir import locked, prepare_run_dir, read_environment
+from penstock.platform.run.run_dir import in_new_run_dir, read_environment
 from penstock.trainer.backends.sequence_parallel import sequence_parallelism
 
 MAX_ROLLBACKS_PER_HOUR = 5
@@ -75,12 +75,8 @@ def train(config: RunConfig) -> int:
     check_is_free(config.checkpoint.upload)
     stop = Stop(config.stop_grace_s)
 
-    async def prepared() -> int:  # from the first file on, a signal is answered in order
-        run_dir = prepare_run_dir(config)
-        with locked(run_dir):
-            return await _train(config, run_dir, None, stop)
-
-    return run_to_end(prepared, stop)
+    # From the first file on, a signal is answered in order.
+    return run_to_end(lambda: in_new_run_dir(config, lambda run_dir: _train(config, run_dir, None, stop)), stop)
 
 
 def train_in(config: RunConfig, run_dir: Path, resumed: Checkpoint | None) -> int:

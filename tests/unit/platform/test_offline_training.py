@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run import offline_training
+from penstock.platform.run import offline_training, sample
+from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.trainer.micro_batches import TeacherForced
 
 
@@ -67,3 +69,30 @@ def test_a_reward_model_says_that_its_accuracy_is_that_of_pairs(tmp_path: Path, 
     monkeypatch.setattr(offline_training, "encode_pairs", lambda *_: [None] * 4)
     shown = printed("arithmetic_preference", "rm", monkeypatch, capsys, *typed)
     assert "step    1  loss 0.5000  held-out pairs ranked right 0.750" in shown
+
+
+@pytest.mark.parametrize(
+    ("experiment", "command", "module", "body"),
+    [
+        ("arithmetic_sft", "sft", offline_training, "_train_sft"),
+        ("arithmetic_preference", "rm", offline_training, "_train_preferences"),
+        ("arithmetic_preference", "dpo", offline_training, "_train_preferences"),
+        ("arithmetic", "sample", sample, "_run"),
+    ],
+)
+def test_a_run_is_not_deleted_while_it_goes_on(
+    experiment: str, command: Command, module: Any, body: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose_config([f"experiment={experiment}"], command=command)
+    refusals = []
+
+    async def run(*_: Any) -> int:
+        with pytest.raises(ConfigError, match=r"is in use by process \d+") as refusal:
+            prepare_run_dir(config.model_copy(update={"overwrite": True}))
+        refusals.append(refusal)
+        return 0
+
+    monkeypatch.setattr(module, body, run)
+    assert getattr(module, f"run_{command}")(config) == 0
+    assert refusals
