@@ -408,11 +408,13 @@ class PolicyTrainer:
         silent: Sequence[TrainingSequence] = []
         if loss_function is self._objective:
             heard, silent = self._by_signal(sequences) if opened.learns else ([], sequences)
-        # The last part completes the gradient of the earlier parts, even if its own gradient is 0.
-        if is_last and opened.has_gradient and not heard:
+        # The last part completes the gradient of the earlier parts, even if its own gradient is 0 or it is empty.
+        completes = is_last and opened.has_gradient
+        if completes and not heard:
             heard, silent = silent, []
-        parts = [(silent, False)] if silent or not heard else []
-        parts += [(heard, True)] if heard else []
+        parts = [(heard, True)] if heard or completes else []
+        if silent or not parts:
+            parts.insert(0, (silent, False))
         counts, efficiencies, silent_loss = [], [], torch.zeros((), device=self.backend.device)
         for part, learns in parts:
             plan = self._passes.plan(part)

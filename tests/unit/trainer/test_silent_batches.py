@@ -103,6 +103,17 @@ def test_a_silent_part_of_a_streamed_batch_adds_nothing(policy, batch, silent_pa
     assert float((weights_of(streamed) - weights_of(whole)).abs().max()) < 1e-5
 
 
+def test_a_last_part_without_a_sequence_completes_the_gradient(policy, batch, monkeypatch) -> None:
+    """All its answers were cut off and are dropped, and DeepSpeed and FSDP2 reduce what is complete."""
+    cut = replace(batch[1], trajectories=tuple(replace(m, finish_reason="length") for m in batch[1].trajectories))
+    trainer = trainer_of(policy, overlong="drop")
+    calls = count_backwards(trainer, monkeypatch)
+    trainer.accumulate(batch[:1], 0)
+    metrics = trainer.step([cut], 0).metrics
+    assert calls == [False, True]
+    assert metrics["trainer/silent_updates"] == 0
+
+
 def test_a_silent_batch_in_parts_moves_nothing(policy, batch) -> None:
     trainer = trainer_of(policy)
     before = weights_of(trainer)
@@ -123,12 +134,12 @@ def with_a_silent_group(batch):
     return [batch[0], *equal_rewards([batch[1]]), batch[2]]
 
 
-def count_backwards(trainer, monkeypatch) -> list[int]:
-    """Gets one entry per backward pass."""
+def count_backwards(trainer, monkeypatch) -> list[bool]:
+    """Gets one entry per backward pass: whether it completes the gradient."""
     calls, backward = [], trainer.backend.backward
 
     def counted(loss, *, is_last: bool) -> None:
-        calls.append(1)
+        calls.append(is_last)
         backward(loss, is_last=is_last)
 
     monkeypatch.setattr(trainer.backend, "backward", counted)
