@@ -9,6 +9,7 @@ sees only differences above rounding.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
@@ -48,13 +49,13 @@ class MismatchTrend:
 
         Args:
             version: Policy version, named in the warning.
-            metrics: Metrics of the step. Steps without a mismatch metric (skipped, nothing sampled) are not counted.
+            metrics: Metrics of the step. Steps without a finite mismatch (skipped, nothing sampled) are not counted.
             max_staleness: Staleness of the oldest token, in versions. Above 0, policy updates add to the mismatch.
 
         Returns:
             The trend metric, empty until both windows are full, and a warning, usually empty.
         """
-        if SOURCE not in metrics:
+        if not math.isfinite(metrics.get(SOURCE, math.nan)):
             return {}, ""
         if len(self._first_window) < WINDOW_STEPS:
             self._first_window.append(metrics[SOURCE])

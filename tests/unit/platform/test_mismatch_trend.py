@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from penstock.platform.run.mismatch_trend import METRIC, MIN_MISMATCH_NATS, SOURCE, WINDOW_STEPS, MismatchTrend
@@ -58,4 +60,5 @@ def test_steps_without_a_mismatch_do_not_count() -> None:
     for version in range(2 * WINDOW_STEPS - 1):
         assert trend.observe(version, {SOURCE: 1.0}, 0) == ({}, "")
         assert trend.observe(version, {"loss/policy": 1.0}, 0) == ({}, "")
+        assert trend.observe(version, {SOURCE: math.nan}, 0) == ({}, "")
     assert trend.observe(99, {SOURCE: 1.0}, 0) == ({METRIC: 1.0}, "")
