@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, suppress
 from functools import partial, wraps
@@ -218,7 +217,7 @@ def print_next(told: str, command: str) -> None:
 
 def with_trace(trace: Path, run: Callable[[], int]) -> int:
     """Report a foreign error of a run in one line; its traceback is in `trace`, in the run directory."""
-    from penstock.platform.run.lifecycle import Interrupted
+    from penstock.platform.run.lifecycle import Interrupted, write_failure
 
     try:
         return run()
@@ -227,10 +226,10 @@ def with_trace(trace: Path, run: Callable[[], int]) -> int:
     except PenstockError:
         raise
     except Exception as error:
-        if not trace.parent.is_dir():
+        if trace.parent.is_dir() and not trace.exists():  # it was raised after the run; typer would hide a broken pipe
+            write_failure(trace.parent, error)
+        if not trace.exists():
             raise
-        if not trace.exists():  # it was raised after the run; typer would hide a broken pipe
-            trace.write_text(traceback.format_exc())
         last_line = (str(error).strip().splitlines() or [""])[-1]
         raise PenstockError(f"{type(error).__name__}: {last_line}\nThe full traceback is in {trace}.") from error
 

@@ -26,6 +26,7 @@ import psutil
 
 from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
+from penstock.platform.metrics.atomic_file import write_text_atomically
 
 EXIT_OK = 0
 GC_GENERATION0_THRESHOLD = 100_000
@@ -204,11 +205,13 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
-    """Write the traceback and the newest ledger events to `error.txt`; the console shows only one sentence."""
+    """Write the traceback and the newest ledger events to `error.txt`, if the disk takes it; the console shows only one
+    sentence.
+    """
     path = run_dir / "error.txt"
-    run_dir.mkdir(parents=True, exist_ok=True)  # that it is gone may be the failure
     lines = traceback.format_exception(error)
     if events:
         lines += ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]
-    path.write_text("".join(lines))
+    with suppress(OSError):  # of a full disk, which hides nothing
+        write_text_atomically(path, "".join(lines))  # makes the directory: that it is gone may be the failure
     return path

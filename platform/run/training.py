@@ -117,20 +117,23 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         return Progress("ending: saving what there is") if stop.reason else run.progress()
 
     def write(end: RunStatus) -> RunSummary:
-        """Write `summary.json` and what belongs to it."""
-        ended_by = stop.reason or None if end == "interrupted" else None
+        """Write `summary.json` and what belongs to it; a full disk does not hide what has ended the run."""
         if run is not None:
             summary = summarise(run, hub, end, memory.peak_gib)
-            summary = replace(summary, ended_by=ended_by, branched_from=lineage)
-            write_staleness(run_dir, run.stats.total.tokens_by_staleness)
-            write_failures(run_dir, run.stats.failures)
+        else:
+            summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
+            summary = replace(summary, steps=0 if resumed is None else resumed.version)
+        ended_by = stop.reason or None if end == "interrupted" else None
+        summary = replace(summary, ended_by=ended_by, branched_from=lineage)
+        try:
+            if run is not None:
+                write_staleness(run_dir, run.stats.total.tokens_by_staleness)
+                write_failures(run_dir, run.stats.failures)
+            elif resumed is not None and (run_dir / SUMMARY_FILE).exists():
+                return summary  # the file is of the training before
             write_summary(run_dir, summary)
-            return summary
-        steps = 0 if resumed is None else resumed.version
-        summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
-        summary = replace(summary, ended_by=ended_by, steps=steps, branched_from=lineage)
-        if resumed is None or not (run_dir / SUMMARY_FILE).exists():  # else it is of the training before
-            write_summary(run_dir, summary)
+        except OSError as error:
+            console.note(f"{SUMMARY_FILE} could not be written: {error}")
         return summary
 
     def make_report() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from penstock.dataflow.errors import TrainingError
 from penstock.platform.cli import main as cli
 from penstock.platform.cluster import hardware
+from penstock.platform.metrics import atomic_file
 from penstock.platform.run import offline_training as learning_run
 from penstock.platform.run.lifecycle import Interrupted
 from penstock.trainer.algorithms.catalog import entries
@@ -123,6 +124,17 @@ def test_a_foreign_error_is_one_line_with_the_path_of_its_traceback(invoke, monk
     assert result.exit_code == 1
     assert "RuntimeError: ValueError: no luck" in result.stderr
     assert "error.txt" in result.stderr
+
+
+def test_an_error_whose_traceback_cannot_be_written_is_shown_whole(invoke, monkeypatch):
+    def start(config):
+        Path(config.run_dir).mkdir(parents=True)
+        monkeypatch.setattr(atomic_file.os, "fsync", raising(OSError(28, "No space left on device")))
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(learning_run, "run_sft", start)
+    result = invoke("sft", "experiment=arithmetic_sft")
+    assert repr(result.exception) == "RuntimeError('no luck')"
 
 
 def test_a_broken_pipe_of_a_run_is_no_silent_exit(invoke, monkeypatch):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +19,15 @@ import ray
 from penstock.actors import restart_budget
 from penstock.actors.frozen_policies import FrozenPolicyClient
 from penstock.dataflow.errors import AccountingError, PenstockError, TrainingError
-from penstock.platform.run import controller
+from penstock.platform.checks.load import compose_config
+from penstock.platform.metrics import atomic_file
+from penstock.platform.run import controller, training
 from penstock.platform.run.checkpoint import choose_checkpoint
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.lifecycle import Stop, write_failure
 from penstock.platform.run.run import Run
+from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.platform.run.training import train_to_end
 from tests.runs import GROUPS, STEPS, Evaluator, run_of
 
@@ -96,6 +102,35 @@ async def test_a_run_whose_directory_is_deleted_ends_with_that_reason_in_the_dir
     assert run.version < STEPS
     shutil.rmtree(run_dir, ignore_errors=True)
     assert "config.yaml is gone" in write_failure(run_dir, error).read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"), [(asyncio.CancelledError, ["interrupted"]), (TrainingError, [None])], ids=["SIGTERM", "error"]
+)
+async def test_a_full_disk_hides_no_cause_and_the_trackers_are_closed(
+    error: type[BaseException], logged: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @asynccontextmanager
+    async def start(*_: object) -> AsyncIterator[None]:
+        raise error("the cause")
+        yield
+
+    closed: list[str | None] = []
+    monkeypatch.chdir(tmp_path)
+    config, stop = compose_config(["experiment=arithmetic"]), Stop()
+    stop.begin("SIGTERM", signal.SIGTERM)
+    run_dir = prepare_run_dir(config)
+    monkeypatch.setattr(training, "write_summary", full)
+    monkeypatch.setattr(training, "write_report", full)
+    monkeypatch.setattr(atomic_file.os, "fsync", full)
+    monkeypatch.setattr(training, "start_parts", start)
+    monkeypatch.setattr(training.MetricsHub, "close", lambda _hub, end: closed.append(end and end.status))
+    with pytest.raises(error, match="the cause"):
+        await training._train(config, run_dir, stop=stop)
+    assert closed == logged
 
 
 async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path) -> None:
