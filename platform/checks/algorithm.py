@@ -266,6 +266,12 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             f"epochs={algorithm.epochs}: mini-batches are drawn from the whole batch, which is not available when the "
             "first part is trained. Use one of the two."
         )
+    if flow.length_limiting is not None and algorithm.overlong.mode == "penalty":
+        yield error(
+            f"dataflow.length_limiting={flow.length_limiting} with algorithm.overlong.mode=penalty: the penalty begins "
+            "shortly before rollout.sampling.max_new_tokens, so answers that a lower limit cuts off would have none. "
+            "Use one of the two, or algorithm.overlong.mode=mask."
+        )
     if flow.batch_groups % algorithm.mini_batches:
         yield error(
             f"algorithm.mini_batches={algorithm.mini_batches} does not divide dataflow.batch_groups="

@@ -124,7 +124,7 @@ class TrainingSample:
     attempt: int
     """Members of equal attempt share one reward, which counts once: threads of a trajectory."""
     num_overlong: int
-    """Sampled tokens that the overlong penalty counts: of the longest thread of its attempt."""
+    """Sampled tokens that the overlong penalty counts: of the longest turn of its attempt, since a turn has a limit."""
     reward: float
     """As scored."""
     carries_loss: NDArray[np.bool_]
@@ -185,7 +185,7 @@ def batch_samples(
                 sequences = tuple(
                     replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, np.nan)) for one in sequences
                 )
-            longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
+            longest, shared = max(map(_longest_turn, sequences)), next(attempts)
             begin, end = 0, 0
             for one in sequences:
                 begin, end = end, end + len(one.token_ids)
@@ -201,7 +201,7 @@ def batch_samples(
                         group=group,
                         baseline=baselines.setdefault((group, thread if is_by_thread else None), len(baselines)),
                         attempt=next(attempts) if is_by_thread else shared,
-                        num_overlong=one.num_sampled_tokens if is_by_thread else longest,
+                        num_overlong=_longest_turn(one) if is_by_thread else longest,
                         reward=float(one.reward if is_by_thread and one.reward is not None else reward),
                         carries_loss=is_new_enough(one, payload.min_version) & (not is_masked),
                         reference_logprobs=reference,
@@ -217,6 +217,13 @@ def batch_samples(
                     )
                 )
     return samples
+
+
+def _longest_turn(sequence: Trajectory) -> int:
+    """Sampled tokens of the longest turn of a thread; what has no turns is one."""
+    turns = () if sequence.episode is None else sequence.episode.turns
+    names = [thread.name for thread in sequence.threads] or [MAIN_THREAD]
+    return max((turn.num_tokens for turn in turns if turn.thread in names), default=sequence.num_sampled_tokens)
 
 
 def _of_sequences(

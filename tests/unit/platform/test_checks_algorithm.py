@@ -96,6 +96,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", 
             "Use at least 1024",
         ),
         (["algorithm.overlong.mode=penalty", "algorithm.overlong.ramp_share=1.5"], "must be in (0, 1]"),
+        (["algorithm=dapo", "dataflow.length_limiting=by_success"], "answers that a lower limit cuts off would have"),
         (
             ["algorithm.correction.renormalize=kept", "model.dtype=bfloat16"],
             "plain bfloat16 optimizer does not support",

@@ -12,9 +12,9 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.filters import zero_variance
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import Reason
-from penstock.dataflow.trajectory import GroupPayload, Thread, Trajectory
+from penstock.dataflow.trajectory import Episode, GroupPayload, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, concatenate_spans
-from penstock.trainer.batches.samples import policy_sequences
+from penstock.trainer.batches.samples import batch_samples, policy_sequences, reward_batch
 from penstock.trainer.models.frozen_policy import FrozenPolicy
 from tests.algorithms import resolved
 
@@ -154,6 +154,18 @@ def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
     payload = group(joined(threads[0]), joined(threads[1]))
     mild = [one.advantages[0] for one in policy_sequences([payload], config, longest + 4)]
     assert mild == pytest.approx([0.5, 0.5, 0.5, -0.5])
+
+
+def test_the_overlong_penalty_is_of_the_longest_turn_which_the_limit_is_of(threads) -> None:
+    config = resolved(advantage="dr_grpo", overlong="penalty")
+    four = replace(threads[0][0], episode=Episode((Turn("", "stop", 3),) * 4, "done"))
+    assert reward_batch(batch_samples([group(four, four)], config), config, 10).rewards.tolist() == [1.0, 1.0]
+    turns = [Turn("", "stop", num, thread=name) for name in LENGTHS for num in (1, 2, 1)]
+    for rewards, longest in (({}, [3, 3, 3]), (dict.fromkeys(LENGTHS, 1.0), [2, 2, 3])):
+        member = replace(
+            joined(threads[0], rewards), episode=Episode((*turns, Turn("", "stop", 3, thread="right")), "done")
+        )
+        assert [one.num_overlong for one in batch_samples([group(member)], config)] == longest
 
 
 def test_what_makes_no_sense_with_threads_is_refused(policy, threads) -> None:
