@@ -129,7 +129,8 @@ class PolicyTrainer:
             updates, trained_tokens = [], {}
             num_updates = self._algorithm.config.mini_batches * self._algorithm.config.epochs
             pace = None if self.critic is None else self.critic.pace
-            for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
+            limit = self._spec.max_new_tokens
+            for part in mini_batches(sequences, len(payloads), self._algorithm, limit, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.config.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)

@@ -17,12 +17,13 @@ from penstock.trainer.batches.packing import TrainingSequence
 
 
 def mini_batches(
-    sequences: Sequence[TrainingSequence], algorithm: Algorithm, max_new_tokens: int, version: int
+    sequences: Sequence[TrainingSequence], num_groups: int, algorithm: Algorithm, max_new_tokens: int, version: int
 ) -> Iterator[list[TrainingSequence]]:
     """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
 
     Advantages are those of the whole batch, normalisers those of the mini-batch. Groups of short answers arrive first,
-    so groups are shuffled, by version and epoch: in the same way on every rank.
+    so groups are shuffled, by version and epoch: in the same way on every rank. A share may be empty: of groups whose
+    answers were all cut off and are dropped.
 
     Raises:
         TrainingError: If there are fewer groups than mini-batches.
@@ -31,14 +32,13 @@ def mini_batches(
     if num_shares * epochs == 1:
         yield list(sequences)
         return
-    groups = np.unique([one.group for one in sequences])
-    if len(groups) < num_shares:
+    if num_groups < num_shares:
         raise TrainingError(
-            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={num_shares}: "
-            "some would be empty. Use fewer mini-batches or larger batches."
+            f"trainer: a batch of {num_groups} groups for algorithm.mini_batches={num_shares}: some would be empty. "
+            "Use fewer mini-batches or larger batches."
         )
     for epoch in range(epochs):
-        shuffled = np.random.default_rng([version, epoch]).permutation(groups)
+        shuffled = np.random.default_rng([version, epoch]).permutation(num_groups)
         for chosen in np.array_split(shuffled, num_shares):
             of_share = set(chosen.tolist())
             kept = [index for index, one in enumerate(sequences) if one.group in of_share]

@@ -43,7 +43,7 @@ def trained_on(trainer: PolicyTrainer, num_batches: int, rng: np.random.Generato
     for version in range(num_batches):
         batch = fresh_batch(rng)
         sequences = policy_sequences(scored(batch, values=critic.values(batch)), algorithm, 64)
-        for part in mini_batches(sequences, algorithm, 64, version):
+        for part in mini_batches(sequences, len(batch), algorithm, 64, version):
             critic.update(part, StepStop(), is_last=True)
         found.append(critic.take_metrics(sequences)["critic/explained_variance"])
     return found

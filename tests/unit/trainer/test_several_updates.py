@@ -126,3 +126,15 @@ def test_parts_of_a_batch_and_batches_of_too_few_groups_are_refused(policy, aged
         trainer.accumulate(aged[:1], VERSION)
     with pytest.raises(TrainingError, match=r"batch of 2 groups .*mini_batches=3"):
         trainer.step(aged[:2], VERSION)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_a_mini_batch_whose_answers_are_all_dropped_takes_no_step_and_the_others_do(policy, aged, advantage) -> None:
+    cut = tuple(replace(one, finish_reason="length") for one in aged[1].trajectories)
+    whole = [replace(one, finish_reason="stop") for group in aged for one in group.trajectories]
+    batch = [replace(group, trajectories=tuple(whole[3 * place : 3 * place + 3])) for place, group in enumerate(aged)]
+    batch[1] = replace(batch[1], trajectories=cut)
+    settings = PLAIN | {"epochs": 1, "advantage": advantage, "overlong": "drop", "proximal": "recompute"}
+    report = trainer_of(policy, **settings).step(batch, VERSION)
+    assert (report.version, report.metrics["trainer/updates"], report.metrics["trainer/silent_updates"]) == (7, 3, 1)
+    assert np.isfinite(list(report.metrics.values())).all()
