@@ -151,9 +151,9 @@ class PolicyTrainer:
                 self.critic.pace = pace
                 metrics |= self.critic.take_metrics(sequences)
         if not self._algorithm.needs_reference:
-            del metrics["loss/reference_kl"]
+            metrics.pop("loss/reference_kl", None)
         if not self._algorithm.needs_teacher:
-            del metrics["loss/teacher_kl"]
+            metrics.pop("loss/teacher_kl", None)
         is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
         metrics |= self._controllers.metrics()
         if learns and not is_skipped:  # else the policy stays as it is, so nothing follows the coefficients

@@ -4,7 +4,8 @@
     kl        β ← β (1 + K clip(KL / KL* − 1, ±0.2))
 
 H and KL are `loss/entropy` and `loss/reference_kl` of the last batch: means over all its loss tokens and all ranks, so
-every rank computes the same coefficients. A step that was skipped, or that trains only a critic, changes nothing.
+every rank computes the same coefficients. A step that was skipped, that trains only a critic, or that has no loss token
+changes nothing.
 Sources: entropy, Skywork-OR1, arXiv 2505.22312, adaptive entropy control (there H is of the batch itself, which takes
 one more forward pass); divergence, Ziegler et al., arXiv 1909.08593, section 2.2.
 """
@@ -119,18 +120,15 @@ class Controllers:
         return metrics
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Move the coefficients by the metrics of a batch."""
+        """Move the coefficients by the metrics of a batch, if it had loss tokens."""
         entropy, kl = self._config.entropy, self._config.kl
-        if entropy.target is not None:
-            measured = metrics["loss/entropy"]
+        if entropy.target is not None and (measured := metrics.get("loss/entropy")) is not None:
             self.state["entropy"] = measured
             self.state["entropy_coefficient"] = next_entropy_coefficient(
                 self.state["entropy_coefficient"], measured, entropy
             )
-        if "kl_coefficient" in self.state:
-            self.state["kl_coefficient"] = next_kl_coefficient(
-                self.state["kl_coefficient"], metrics["loss/reference_kl"], kl
-            )
+        if "kl_coefficient" in self.state and (divergence := metrics.get("loss/reference_kl")) is not None:
+            self.state["kl_coefficient"] = next_kl_coefficient(self.state["kl_coefficient"], divergence, kl)
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from a checkpoint; a controller that began with another coefficient begins again with this one."""

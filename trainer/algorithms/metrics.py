@@ -183,27 +183,30 @@ class TokenSums:
         return (kept / left_of_sequences) * (left_units / units)
 
     def metrics(self) -> dict[str, float]:
-        """By name: means over tokens, largest values, and by staleness."""
+        """By name: means over tokens, largest values, and by staleness; those of no tokens are left out."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima[: len(MAXIMA)].tolist(), strict=True))
-        tokens, measured = max(sums["tokens"], 1.0), max(sums["measured_tokens"], 1.0)
-        metrics = {
-            "loss/policy": sums["loss"],
-            "loss/entropy": sums["entropy"] / tokens,
-            "loss/reference_kl": sums["reference_kl"] / tokens,
-            "loss/teacher_kl": sums["teacher_kl"] / tokens,
-            "ratio/behavior_mean": sums["weight"] / measured,
-            "ratio/behavior_max": maxima["weight"],
-            "ratio/masked_share": sums["masked"] / tokens,
-            "ratio/policy_clip_share": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
-            "ratio/policy_clip_low_share": sums["clipped_low"] / tokens,
-            "ratio/policy_clip_high_share": sums["clipped_high"] / tokens,
-            "ratio/effective_sample_size": sums["weight"] ** 2 / max(measured * sums["weight_squared"], 1e-300),
-            "mismatch/abs_logprob_mean": sums["abs_log_ratio"] / measured,
-            "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
-            "mismatch/kl_k3": sums["kl_k3"] / measured,
-        }
-        metrics |= {f"loss/measured/{name}": float(total) / tokens for name, total in self.of_loss.items()}
+        metrics = {"loss/policy": sums["loss"]}
+        if tokens := sums["tokens"]:
+            metrics |= {
+                "loss/entropy": sums["entropy"] / tokens,
+                "loss/reference_kl": sums["reference_kl"] / tokens,
+                "loss/teacher_kl": sums["teacher_kl"] / tokens,
+                "ratio/masked_share": sums["masked"] / tokens,
+                "ratio/policy_clip_share": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+                "ratio/policy_clip_low_share": sums["clipped_low"] / tokens,
+                "ratio/policy_clip_high_share": sums["clipped_high"] / tokens,
+            }
+            metrics |= {f"loss/measured/{name}": float(total) / tokens for name, total in self.of_loss.items()}
+        if measured := sums["measured_tokens"]:
+            metrics |= {
+                "ratio/behavior_mean": sums["weight"] / measured,
+                "ratio/behavior_max": maxima["weight"],
+                "ratio/effective_sample_size": sums["weight"] ** 2 / max(measured * sums["weight_squared"], 1e-300),
+                "mismatch/abs_logprob_mean": sums["abs_log_ratio"] / measured,
+                "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
+                "mismatch/kl_k3": sums["kl_k3"] / measured,
+            }
         return metrics | _by_staleness(self.by_staleness, self.maxima[len(MAXIMA) :])
 
 

@@ -116,6 +116,19 @@ def test_a_controller_goes_on_where_it_was_unless_its_coefficient_is_configured_
         assert {name: again.state[name] for name in expected} == pytest.approx({**expected, **changed})
 
 
+def test_a_batch_without_a_loss_token_has_no_means_and_moves_no_coefficient(policy, batch, references) -> None:
+    cut = [
+        replace(group, trajectories=tuple(replace(one, finish_reason="length") for one in group.trajectories))
+        for group in batch
+    ]
+    targets = {"entropy_coefficient": 0.002, "entropy_target": 0.2, "kl_coefficient": 0.1, "kl_target": 0.01}
+    trainer = trainer_of(policy, overlong="mask", **targets)
+    before = dict(trainer._controllers.state)
+    metrics = trainer.step(scored(cut, references), 0).metrics
+    assert trainer._controllers.state == before
+    assert not {"loss/entropy", "loss/reference_kl", "mismatch/abs_logprob_mean"} & metrics.keys()
+
+
 def test_the_divergence_coefficient_moves_by_a_tenth_of_the_clipped_relative_error() -> None:
     """Ziegler et al., section 2.2, with K = 0.1: errors of −0.5, 0.1, 0 and 4 are clipped to ±0.2."""
     config, coefficient, found = KlConfig(coefficient=0.2, target=0.02), 0.2, []
