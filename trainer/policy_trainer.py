@@ -241,7 +241,13 @@ class PolicyTrainer:
         sequences = preference_sequences(pairs, self._spec.kind, self._algorithm, reference_logprobs)
         self._backward(opened, sequences, self._objective, is_last=True)
         metrics = summary([self._update(opened)])
-        names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
+        names = (
+            "loss/grad_norm",
+            "loss/lr",
+            "trainer/num_micro_batches",
+            "trainer/packing_efficiency",
+            "trainer/skipped_updates",
+        )
         kept = {name: metrics[name] for name in names}
         step_s = time.perf_counter() - start
         return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._flops.take(step_s)

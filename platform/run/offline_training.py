@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 import numpy as np
 
 from penstock.actors.trainer.client import TrainerClient
-from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.errors import ConfigError, PenstockError, TrainingError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.envs.config import OnLongPrompt
@@ -133,12 +133,13 @@ async def _train_sft(config: RunConfig, sft: SftConfig, run_dir: Path) -> int:
         measured_on = evaluated_on(measured)
         held_out = list(encode_examples(source, codec, measured, limit))
         examples = encode_examples(source, codec, source.train(), limit)
-        rule = StopRule(sft)
+        rule, bad_steps = StopRule(sft), BadSteps("sft", config.trainer.max_bad_steps)
         started = time.monotonic()
         is_kept = False
         async with saved_if_ended(trainer, policy, lambda: not is_kept):
             for step in range(1, sft.max_steps + 1):
                 metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
+                bad_steps.count(step, metrics)
                 if not held_out or (step % sft.eval_every_steps and step != sft.max_steps):
                     hub.log(step, metrics)
                     continue
@@ -189,6 +190,30 @@ class StopRule:
         """Whether the kept policy has reached the target, or training has clearly passed it."""
         target = self.sft.stop_at_accuracy
         return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
+
+
+@dataclass(slots=True)
+class BadSteps:
+    """Ends a training whose steps are skipped because their numbers are not finite."""
+
+    command: Command
+    limit: int
+    """`trainer.max_bad_steps`."""
+    num_in_a_row: int = 0
+
+    def count(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count a step, if it was skipped.
+
+        Raises:
+            TrainingError: After `limit` of them in a row.
+        """
+        self.num_in_a_row = self.num_in_a_row + 1 if metrics["trainer/skipped_updates"] else 0
+        if self.num_in_a_row >= self.limit:
+            raise TrainingError(
+                f"{self.command}: {self.num_in_a_row} steps in a row up to step {step} had a non-finite loss or "
+                f"gradient, trainer.max_bad_steps is {self.limit}: they were skipped, so nothing is learned. Lower "
+                "trainer.optimizer.lr, or check the model."
+            )
 
 
 class ExampleLimit:
@@ -305,6 +330,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
         await collect(encode_pairs(source, codec, measured, limit), held_out)
         limit.tell_skipped(console)
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
+        bad_steps = BadSteps(command, config.trainer.max_bad_steps)
         async with saved_if_ended(trainer, folder):
             started = time.monotonic()
             references = await trainer.preference_logprobs(pairs) if is_policy else None
@@ -313,6 +339,7 @@ async def _train_preferences(config: RunConfig, preference: PreferenceConfig, co
                 first, last = (step - 1) * size, step * size
                 of_batch = None if references is None else references[2 * first : 2 * last]
                 metrics = await trainer.preference_step(pairs[first:last], of_batch)
+                bad_steps.count(step, metrics)
                 if held_out and (step % preference.eval_every_steps == 0 or step == preference.num_steps):
                     accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
                     metrics = metrics | {"preference/accuracy": accuracy}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
@@ -22,14 +22,22 @@ from penstock.trainer.micro_batches import TeacherForced
 class Figures:
     """A trainer and a hub whose figures are known."""
 
+    num_skipped = 0.0
+
     async def supervised_step(self, _examples: list[Any]) -> dict[str, float]:
-        return {"sft/loss": 1.25}
+        return {"sft/loss": 1.25, "trainer/skipped_updates": self.num_skipped}
 
     async def teacher_forced(self, _held_out: list[Any]) -> TeacherForced:
         return TeacherForced(greedy_accuracy=0.5, sampled_accuracy=0.2)
 
     async def preference_step(self, *_: Any) -> dict[str, float]:
-        return {"preference/loss": 0.5}
+        return {"preference/loss": 0.5, "trainer/skipped_updates": self.num_skipped}
+
+    async def preference_logprobs(self, _pairs: list[Any]) -> None:
+        pass
+
+    async def stop_step(self) -> bool:
+        return True
 
     async def preference_margins(self, held_out: list[Any]) -> np.ndarray:
         return np.arange(len(held_out)) - 0.5
@@ -50,6 +58,22 @@ def printed(experiment: str, command: Command, monkeypatch: pytest.MonkeyPatch, 
     config: RunConfig = compose_config([f"experiment={experiment}", *overrides], command=command)
     assert getattr(offline_training, f"run_{command}")(config) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("experiment", "command"),
+    [("arithmetic_sft", "sft"), ("arithmetic_preference", "rm"), ("arithmetic_preference", "dpo")],
+)
+def test_skipped_steps_in_a_row_end_it(experiment: str, command: Command, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Figures, "num_skipped", 1.0)
+    characters = offline_training.NEW_TOKENIZERS["characters"]()
+    if command != "sft":
+        monkeypatch.setattr(offline_training, "load_codec", lambda _path, _env: characters)
+    monkeypatch.setattr(offline_training, "encode_pairs", lambda *_: [None] * 64)
+    told = rf"{command}: 2 steps in a row up to step 2 had a non-finite loss or gradient, trainer.max_bad_steps is 2"
+    with pytest.raises(TrainingError, match=told):
+        printed(experiment, command, monkeypatch, capsys, "trainer.max_bad_steps=2")
 
 
 def test_sft_says_that_its_accuracies_are_those_of_gold_answers(tmp_path: Path, monkeypatch, capsys) -> None:
