@@ -132,7 +132,7 @@ class SamplingConfig(Settings):
     max_new_tokens: int = Field(gt=0)
     """Longest answer, tokens; below `model.max_context_tokens`."""
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """Applied by the engine and, identically, by the trainer's logprobs."""
+    """Applied by the engine and, identically, by the trainer's logprobs; `sft` and `dpo` train at 1."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     """Sample from so many most likely tokens; 0 from all. `top_p` and `min_p` need one, so that what they leave can be
     recorded."""

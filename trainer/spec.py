@@ -17,7 +17,7 @@ class TrainerSpec:
 
     Attributes:
         model_path: Hugging Face directory (or hub name) of the policy at version 0.
-        temperature: The sampling temperature; the trainer's logprobs use the same.
+        temperature: The sampling temperature; the trainer's logprobs use the same. 1 where given answers are trained.
         max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
         threads: CPU threads of each rank.
         publish_in: Parent of the folder for published versions; None: shared memory.

@@ -358,8 +358,8 @@ async def start_trainer_group(
     Rank i is started on node `near[i]` if that is possible.
     """
     spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
-    if command != "train":  # which trains one policy
-        spec = replace(spec, has_partner=False)
+    if command != "train":  # it trains one policy on given answers, which no temperature has sampled
+        spec = replace(spec, has_partner=False, temperature=1.0)
     needs = resources(config, "trainer", command, devices, policy_id)
     if near:
         needs = [replace(need, near=node) for need, node in zip(needs, near, strict=True)]

@@ -12,11 +12,13 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cluster import actor_factory
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run import offline_training, sample
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.trainer.micro_batches import TeacherForced
+from penstock.trainer.spec import TrainerSpec
 
 
 class Figures:
@@ -120,3 +122,18 @@ def test_a_run_is_not_deleted_while_it_goes_on(
     monkeypatch.setattr(module, body, run)
     assert getattr(module, f"run_{command}")(config) == 0
     assert refusals
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "rm", "dpo"])
+async def test_given_answers_are_trained_at_the_temperature_at_which_they_are_measured(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[TrainerSpec] = []
+
+    async def start_trainer(spec: TrainerSpec, *_others: object) -> None:
+        started.append(spec)
+
+    monkeypatch.setattr(actor_factory, "start_trainer", start_trainer)
+    config = compose_config(["experiment=arithmetic", "rollout.sampling.temperature=0.5"])
+    await actor_factory.start_trainer_group(config, "x", command=command)
+    assert [spec.temperature for spec in started] == [0.5 if command == "train" else 1.0]
