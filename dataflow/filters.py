@@ -7,7 +7,7 @@ counts. A filter whose input is missing raises a `TrajectoryError`: the group fa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -21,23 +21,24 @@ MAX_REFILLS = 1024
 """Maximum number of groups filtered between two batches. Without a limit the engines could sample without training."""
 
 
-def zero_variance(reward_part: str | None = None) -> GroupFilter:
+def zero_variance(reward_part: str | None = None, heads: Collection[str] = ()) -> GroupFilter:
     """Filter groups whose rewards are all equal up to rounding: their advantages are 0 (DAPO, arXiv 2503.14476).
 
     If threads have their own rewards, the rewards of each thread name are compared, and any difference keeps the group.
+    So does one in any of the `heads`, whose advantages differ where their sum does not.
 
     Args:
         reward_part: Named part of the reward to compare, e.g. raw correctness, instead of the weighted sum. The filter
             raises a `TrajectoryError` of kind `reward` if the reward of an answer lacks this part.
+        heads: The parts of `algorithm.reward_weights`, each of which is normalised by itself.
     """
+    key = "algorithm.reward_weights" if reward_part is None else "dataflow.filters.zero_variance_part"
+    names = heads if reward_part is None else [reward_part]
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
-        if reward_part is not None:
-            key = "dataflow.filters.zero_variance_part"
-            has_signal = not are_equal([reward_component(member, reward_part, key) for member in members])
-        else:
-            has_signal = not all(are_equal(rewards) for rewards in rewards_by_baseline(members).values())
-        return None if has_signal else Reason.ZERO_VARIANCE
+        of_parts = [[reward_component(member, name, key) for member in members] for name in names]
+        compared = of_parts or rewards_by_baseline(members).values()
+        return Reason.ZERO_VARIANCE if all(map(are_equal, compared)) else None
 
     return judge
 

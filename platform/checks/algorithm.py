@@ -383,6 +383,13 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
             "dataflow.filters.zero_variance=true with algorithm.loss=distill: it drops groups of equal rewards, but "
             "distillation learns from them as much as from others. Use zero_variance=false."
         )
+    elif config.dataflow.filters.zero_variance:
+        yield warning(
+            "dataflow.filters.zero_variance=true with algorithm.teacher_coefficient="
+            f"{algorithm.teacher_coefficient:g}: it drops groups of equal rewards, which the teacher would train too. "
+            "Use zero_variance=false.",
+            "dataflow.filters",
+        )
 
 
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:

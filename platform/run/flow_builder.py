@@ -67,7 +67,7 @@ def make_filters(config: FilterConfig, pass_reward: float, reward_parts: Collect
     """Build the enabled filters, cheapest first; `reward_parts` are the ones that `algorithm.reward_weights` needs."""
     filters: list[GroupFilter] = [has_parts(reward_parts)] if reward_parts else []
     if config.zero_variance:
-        filters.append(zero_variance(config.zero_variance_part))
+        filters.append(zero_variance(config.zero_variance_part, reward_parts))
     if config.max_overlong_share is not None:
         filters.append(overlong(config.max_overlong_share))
     if config.pass_rate is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import FinishReason, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.platform.config.schema import FilterConfig
+from penstock.platform.run.flow_builder import make_filters
 
 
 def member(reward: float, *, correct: float = 0.0, finish_reason: FinishReason = "stop") -> Trajectory:
@@ -51,6 +55,16 @@ def test_zero_variance_of_a_part_looks_at_nothing_else() -> None:
     judge = zero_variance("correct")
     assert judge([member(0.1), member(0.2)]) is Reason.ZERO_VARIANCE
     assert judge([member(0.5, correct=0.0), member(0.5, correct=1.0)]) is None
+
+
+def test_a_difference_in_one_head_keeps_a_group_whose_sums_are_equal() -> None:
+    def rewarded(**parts: float) -> Trajectory:
+        return replace(member(sum(parts.values())), reward_parts=parts)
+
+    group = [rewarded(right=1.0, short=0.0), rewarded(right=0.0, short=1.0)]
+    assert zero_variance()(group) is Reason.ZERO_VARIANCE
+    assert make_filters(FilterConfig(zero_variance=True), 1.0, ("right", "short")).judge(group) is None
+    assert zero_variance(heads=("right", "short"))([group[0], group[0]]) is Reason.ZERO_VARIANCE
 
 
 def test_a_reward_without_the_part_is_a_failure_of_the_reward_that_names_what_is_there() -> None:

@@ -35,6 +35,13 @@ def test_every_preset_composes_without_a_warning(preset):
     assert warnings(*preset_overrides(preset), *dynamic_sampling) == []
 
 
+def test_a_filter_of_groups_that_a_teacher_would_train_is_a_warning():
+    taught = ["algorithm.teacher_coefficient=0.1", "teacher.path=somewhere"]
+    assert warnings(*taught) == []
+    (warning,) = warnings(*taught, "dataflow.filters.zero_variance=true")
+    assert "drops groups of equal rewards, which the teacher would train too" in warning
+
+
 def test_dapo_without_dynamic_sampling_is_a_warning():
     (warning,) = warnings("algorithm=dapo")
     assert "DAPO without its dynamic sampling" in warning
