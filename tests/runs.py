@@ -35,6 +35,7 @@ class Trainer:
 
     Attributes:
         saved: Where it was told to save, relative to the folder of the run, and its version then.
+        is_silent: Whether its batches have no gradient.
         snapshots: Its version at each snapshot for a checkpoint.
         fails_to_save: Raised by `save`.
         hangs_in: Number of the step that never ends, counted from 0.
@@ -47,6 +48,7 @@ class Trainer:
     version: int = 0
     num_steps: int = 0
     mismatches: list[float] = field(default_factory=list)
+    is_silent: bool = False
     saved: list[tuple[str, int]] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     given: list[list[GroupId]] = field(default_factory=list)
@@ -63,6 +65,8 @@ class Trainer:
             await asyncio.Event().wait()
         is_bad = self.num_steps in self.bad
         metrics = {"loss/grad_norm": math.inf if is_bad else 1.0}
+        if self.is_silent:
+            metrics |= {"trainer/silent_updates": 1.0, "trainer/updates": 1.0}
         if self.mismatches:
             metrics["mismatch/abs_logprob_mean"] = self.mismatches[self.num_steps]
         self.num_steps += 1

@@ -101,7 +101,9 @@ class Run:
         self._instruments = instruments
         self._upload = upload
         self._episodes = episodes
-        self.log = StepLog(flow, runtime.monitor, instruments, timeline, config.trainer.max_bad_steps)
+        warmup_steps = config.critic.warmup_steps if config.algorithm.needs_critic else 0
+        bad_steps = config.trainer.max_bad_steps
+        self.log = StepLog(flow, runtime.monitor, instruments, timeline, bad_steps, warmup_steps)
         self._wall_s_before = 0.0
         self._began_at = time.monotonic()
 

@@ -44,6 +44,7 @@ class StepLog:
         instruments: Instruments,
         timeline: Timeline | None,
         max_bad_steps: int,
+        critic_warmup_steps: int = 0,
     ) -> None:
         """Begin the log of a run that starts or is resumed.
 
@@ -53,6 +54,7 @@ class StepLog:
             instruments: Where it is logged.
             timeline: Gets a slice per step and publish; a simulated run has none.
             max_bad_steps: Skipped steps in a row that end the run.
+            critic_warmup_steps: Steps at the start that train the critic alone.
         """
         self.skipped_steps = 0
         self.slow_parts = SlowParts(instruments.note)
@@ -61,6 +63,7 @@ class StepLog:
         self._instruments = instruments
         self._timeline = timeline
         self._max_bad_steps = max_bad_steps
+        self._critic_warmup_steps = critic_warmup_steps
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
         self._last_step_at = 0.0
@@ -138,7 +141,8 @@ class StepLog:
                 version, self._flow.stats.samples, version=self._flow.stats.last_version, trained=report.trained_tokens
             )
         silent = report.metrics.get("trainer/silent_updates", 0.0)
-        was_silent, self._is_silent = self._is_silent, bool(silent and silent == report.metrics["trainer/updates"])
+        is_silent = bool(silent and silent == report.metrics["trainer/updates"]) and version > self._critic_warmup_steps
+        was_silent, self._is_silent = self._is_silent, is_silent
         if self._is_silent and not was_silent:
             self._instruments.note(
                 f"v{version} has the weights of the version before: no token of its batch has a gradient. Further "

@@ -61,7 +61,7 @@ from penstock.rollout.engine_pool.routing import make_policy
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 
 SILENCE_S = 120.0
@@ -339,6 +339,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
     return RunConfig.model_construct(  # type: ignore[call-arg] # the other sections are not read
         name="simulated",
         total_steps=config.steps,
+        algorithm=AlgorithmConfig(),
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=1, optimizer=OptimizerConfig(lr=1.0), max_bad_steps=max(20, config.steps)
         ),

@@ -71,6 +71,16 @@ async def test_a_mismatch_that_rises_is_a_metric_and_a_note(tmp_path: Path, monk
     assert sum("mismatch/abs_logprob_mean has risen from 0.01" in note for note in notes) == 1
 
 
+async def test_a_warm_up_of_the_critic_is_no_batch_without_a_gradient(tmp_path: Path) -> None:
+    for warmup_steps, told in ((0, ["v1"]), (2, ["v3"])):
+        notes: list[str] = []
+        run = run_of(set(), tmp_path, notes)
+        run.trainer.is_silent = True
+        run._log._critic_warmup_steps = warmup_steps
+        await controller.train(run)
+        assert [note.split()[0] for note in notes if "no token of its batch has a gradient" in note] == told
+
+
 async def test_the_density_of_delta_reaches_the_metrics_of_a_step_and_is_left_out_where_it_was_not_counted(
     tmp_path: Path,
 ) -> None:
