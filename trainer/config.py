@@ -67,12 +67,12 @@ class OptimizerConfig(Settings):
     """Optimizer steps, those of the warm-up included, before the rate begins to decay; 0: it decays after the warm-up.
     """
     decay_steps: int = Field(default=0, ge=0)
-    """Optimizer steps, all those before included, after which the rate has decayed to `final_lr_ratio` of it, where it
+    """Number of the optimizer step, the first is 1, in which the rate has decayed to `final_lr_ratio` of it, where it
     stays; 0 is constant."""
     decay: Literal["cosine", "linear", "exponential", "sqrt"] = "cosine"
     """Curve of the decay: half a `cosine`, `linear`, `exponential` (MiniCPM's WSD), or `sqrt`, 1 minus the root."""
     final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Share of the learning rate that is left after the decay."""
+    """Share of the learning rate that is left after the decay; with 0 step `decay_steps` changes nothing."""
     gradient_clip_norm: float = Field(default=1.0, gt=0)
     """The global gradient norm is clipped to this."""
 
