@@ -63,6 +63,8 @@ class Evaluations:
     """Failed ones, of sets, too."""
     running: int | None = None
     """Version whose evaluation of the held-out tasks goes on during training; None if there is none."""
+    _cut_off: int | None = None
+    """Version whose evaluation was cut off by the end of the process before."""
     _started: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The newest of each set during training."""
     _num_evaluating: int = 0
@@ -140,11 +142,14 @@ class Evaluations:
         return True
 
     def spared_versions(self, num_best: int) -> frozenset[int]:
-        """Versions whose checkpoints are kept, however old: so many best ones, and one whose evaluation goes on."""
+        """Versions whose checkpoints are kept, however old: so many best ones, and one whose evaluation goes on or was
+        cut off by the end of the process before.
+        """
         if not self.config.keep_best:
             return frozenset()
         ranked = sorted((one for one in self.done if one.step), key=lambda one: one.rank, reverse=True)
-        return frozenset(version for version in (*(one.step for one in ranked[:num_best]), self.running) if version)
+        best = [one.step for one in ranked[:num_best]]
+        return frozenset(version for version in (*best, self.running, self._cut_off) if version)
 
     def progress(self, version: int) -> Progress | None:
         """How far the evaluation is that runs now; None if none does, or it has just begun."""
@@ -157,11 +162,17 @@ class Evaluations:
         """The successful ones, as JSON types."""
         return [asdict(evaluation) for evaluation in self.done]
 
-    def restore(self, saved: Iterable[Mapping[str, Any]], num_failed: int) -> None:
-        """Continue after those of a checkpoint."""
+    def restore(self, saved: Iterable[Mapping[str, Any]], num_failed: int, cut_off: int | None = None) -> None:
+        """Continue after those of a checkpoint; that of version `cut_off` went on then, and is not repeated."""
         self.done = [evaluation_from(one) for one in saved]
         self.num_failed = num_failed
+        self._cut_off = cut_off
         self._write_best()
+        if cut_off is not None:
+            self.note(
+                f"the evaluation at v{cut_off} was cut off, and is not repeated, since the run has trained on. "
+                f"`penstock eval {self.run_dir} --step {cut_off}` measures it, if there is a checkpoint"
+            )
 
     async def close(self) -> None:
         """Cancel running evaluations."""

@@ -194,6 +194,7 @@ class Run:
             "rewards": list(self._instruments.hub.rewards),
             **self.log.state_dict(),
             "failed_evaluations": self.evaluations.num_failed,
+            "evaluating": self.evaluations.running,
             "wall_s": self.wall_s,
         }
 
@@ -203,7 +204,9 @@ class Run:
         evaluations, why_none = comparable_evaluations(state, self.config)
         if why_none is not None:
             self.note(why_none)
-        self.evaluations.restore(evaluations, state["failed_evaluations"])
+        evaluating = state.get("evaluating")  # that of this version is repeated
+        cut_off = None if evaluating == version else evaluating
+        self.evaluations.restore(evaluations, state["failed_evaluations"], cut_off)
         self.log.load_state_dict(state)
         self._instruments.hub.rewards[:] = state["rewards"]
         self._wall_s_before = state["wall_s"]

@@ -88,6 +88,17 @@ async def test_the_checkpoint_of_an_evaluation_that_goes_on_is_kept_until_it_is_
     assert best(tmp_path)["step"] == 1
 
 
+async def test_an_evaluation_that_went_on_at_a_checkpoint_is_missed_and_its_policy_is_kept(tmp_path: Path) -> None:
+    run = keeping_run(tmp_path, [], Graded())
+    run.evaluations.running = 1
+    for version, told in ((1, 0), (2, 1)):
+        notes: list[str] = []
+        again = keeping_run(tmp_path, notes, Graded())
+        again.load_state_dict(version, run.state_dict())
+        assert sum("the evaluation at v1 was cut off" in note and "--step 1" in note for note in notes) == told
+        assert again.evaluations.spared_versions(1) == ({1} if told else frozenset()), "that of its version is repeated"
+
+
 async def test_a_run_that_does_not_keep_the_best_takes_no_further_checkpoints(tmp_path: Path) -> None:
     await controller.train(keeping_run(tmp_path, [], Graded(0.1, 0.2, 0.9, 0.3, 0.4), keep_best=False))
     assert CheckpointFolder(tmp_path).versions() == []
