@@ -28,7 +28,6 @@ class TrainerSpec:
         critic: The critic of gae; None without one.
         pass_reward: Reward from which an answer passes, for `algorithm.nll_coefficient`.
         record_every: The tokens of one group in so many are reported with a step; 0: of none.
-        streams: Whether parts of a batch are trained while the rest is still being generated.
         profile_in: Folder for the profiles of `trainer.profile_steps`.
         shares_devices: Whether engines use the ranks' devices between their calls (colocated).
     """

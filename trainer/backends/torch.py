@@ -93,7 +93,11 @@ class TorchBackend:
         save_model(self._model.hf_model, self.training_sharding(), self.adapters, held, path)
 
     def fragments(self) -> list[Fragment]:
-        return whole_parameters(self._model, self._optimizer)
+        # The optimizer has the float32 parameters of the model itself.
+        return [
+            Fragment.of(name, tuple(one.shape), one.view(-1), flat_state(self._optimizer, one))
+            for name, one in trained_parameters(self._model)
+        ]
 
     def restore(self, reader: CheckpointReader, prefix: str) -> None:
         parameters = trained_parameters(self._model)
@@ -151,14 +155,6 @@ def save_model(
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Name in the wrapped model and parameter, of all that is trained, tied ones once."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def whole_parameters(model: torch.nn.Module, optimizer: Optimizer) -> list[Fragment]:
-    """Every trained parameter as one fragment, where the optimizer has the float32 parameters of the model itself."""
-    return [
-        Fragment.of(name, tuple(one.shape), one.view(-1), flat_state(optimizer, one))
-        for name, one in trained_parameters(model)
-    ]
 
 
 def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:
