@@ -76,7 +76,7 @@ async def test_a_warm_up_of_the_critic_is_no_batch_without_a_gradient(tmp_path: 
         notes: list[str] = []
         run = run_of(set(), tmp_path, notes)
         run.trainer.is_silent = True
-        run._log._critic_warmup_steps = warmup_steps
+        run.log._critic_warmup_steps = warmup_steps
         await controller.train(run)
         assert [note.split()[0] for note in notes if "no token of its batch has a gradient" in note] == told
 
