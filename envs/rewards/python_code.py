@@ -19,8 +19,10 @@ _HARNESS = """
 import sys as _sys
 _write, _flush = _sys.stdout.write, _sys.stdout.flush
 _sys.stdin.close()
+_module = _sys.modules["solution"] = type(_sys)("solution")
+_space = _module.__dict__
 try:
-    exec(compile(open("solution.py").read(), "solution.py", "exec"), _space := {"__name__": "solution"})
+    exec(compile(open("solution.py").read(), "solution.py", "exec"), _space)
 except BaseException as _error:
     _write(f"\\n{_token} failed solution {type(_error).__name__}\\n"); _flush(); raise
 for _number, _test in enumerate(_tests):

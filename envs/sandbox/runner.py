@@ -353,7 +353,8 @@ def _run_python(code: str) -> NoReturn:
     sys.modules["__main__"] = main_module
     exit_code = 0
     try:
-        exec(compile(code, SOURCE, "exec"), names)  # noqa: S102  it runs inside the sandbox
+        # The program has its own `__future__` imports, not those of this file.
+        exec(compile(code, SOURCE, "exec", dont_inherit=True), names)  # noqa: S102  it runs inside the sandbox
     except SystemExit as leaving:
         if isinstance(leaving.code, int):
             exit_code = leaving.code & 0xFF

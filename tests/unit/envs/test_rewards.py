@@ -62,6 +62,26 @@ async def test_code_scores_the_share_of_tests_it_passes(code: PythonCodeReward, 
     assert got == {"reward": pytest.approx(passed / 3), "passed": passed}
 
 
+async def test_dataclasses_and_annotations_mean_in_a_solution_what_they_mean_in_a_file(code: PythonCodeReward) -> None:
+    response = """```python
+from dataclasses import dataclass
+from typing import ClassVar, Optional
+@dataclass
+class Node:
+    count: ClassVar[int] = 0
+    value: int = 0
+    left: "Optional[Node]" = None
+```"""
+    tests = [
+        "assert Node(1, Node(2)).left.value == 2",
+        "import typing; assert typing.get_type_hints(Node)['left'] == typing.Optional[Node]",
+        "assert Node.__annotations__['value'] is int",
+    ]
+    assert (await code(answered(response), tests=tests))["passed"] == 3
+    response = "```python\ndef double(x: int): return 2 * x\nprint(double.__annotations__)\n```"
+    assert (await code(answered(response), cases=[["", "{'x': <class 'int'>}"]]))["passed"] == 1
+
+
 async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: PythonCodeReward) -> None:
     response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
