@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.rewards.python_code import FENCED_BLOCK
+from penstock.envs.rewards.python_code import fenced_blocks
 
 
 @pure
@@ -31,7 +31,7 @@ def matches(trajectory: Trajectory, *, pattern: str, **_: Any) -> float:
 @pure
 def one_code_block(trajectory: Trajectory, **_: Any) -> float:
     """1 if the response holds exactly one fenced code block that is closed, else 0."""
-    return float(len(FENCED_BLOCK.findall(trajectory.response)) == 1)
+    return float(sum(1 for _ in fenced_blocks(trajectory.response)) == 1)
 
 
 @pure
@@ -45,9 +45,9 @@ def json_valid(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = Non
     Raises:
         jsonschema.SchemaError: If the schema is invalid, which is an error of the task, not of the response.
     """
-    blocks = FENCED_BLOCK.findall(trajectory.response)
+    blocks = [code for _, code in fenced_blocks(trajectory.response)]
     try:
-        value = json.loads(blocks[-1][1] if blocks else trajectory.response, parse_constant=_refuse_constant)
+        value = json.loads(blocks[-1] if blocks else trajectory.response, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return 0.0
     return 1.0 if schema is None else float(_validator(json.dumps(schema, sort_keys=True)).is_valid(value))

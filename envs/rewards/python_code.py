@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from penstock.dataflow.trajectory import Trajectory
@@ -12,7 +14,7 @@ from penstock.envs.contract import RewardContext
 from penstock.envs.sandbox.contract import Limits, Program, Sandbox
 from penstock.envs.sandbox.open_sandbox import check_sandbox, open_sandbox
 
-FENCED_BLOCK = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"([ \t]*)```([^`]*)")
 Mode = Literal["share", "all"]
 
 _HARNESS = """
@@ -82,43 +84,53 @@ class PythonCodeReward:
     async def __call__(
         self,
         trajectory: Trajectory,
-        tests: Sequence[str] = (),
-        cases: Sequence[Sequence[str]] = (),
+        tests: str | Sequence[str] = (),
+        cases: Sequence[Sequence[str] | Mapping[str, str]] = (),
         **_: Any,
     ) -> dict[str, float]:
         """Score the response: `reward`, and `passed` tests of `tests`.
 
         Args:
             trajectory: Its response holds the code.
-            tests: Python statements.
-            cases: Pairs of standard input and expected standard output; trailing blanks of lines and trailing empty
-                lines are ignored.
+            tests: Python statements; one text is one test.
+            cases: Pairs of standard input and expected standard output, also as `{"input": ..., "output": ...}`;
+                trailing blanks of lines and trailing empty lines are ignored.
 
         Raises:
-            ValueError: If the task has neither.
+            ValueError: If the task has neither, or one has another form, or no program may print what a case expects.
             SandboxUnavailableError: If the sandbox failed.
         """
-        num_tests = len(tests) + len(cases)
+        statements, pairs = _statements(tests), _pairs(cases)
+        num_tests = len(statements) + len(pairs)
         if not num_tests:
             raise ValueError("the task has no tests and no cases, so there is nothing to run the code with")
+        max_bytes = self._limits.max_output_kib << 10
+        for number, (_given, stdout) in enumerate(pairs):
+            num_bytes = len("\n".join(_lines(stdout)).encode())
+            if num_bytes > max_bytes:
+                raise ValueError(
+                    f"the output of cases[{number}] of the task has {num_bytes} bytes, and a program that prints more "
+                    f"than {max_bytes} is ended (sandbox.limits.max_output_kib={self._limits.max_output_kib}), so no "
+                    "code would pass. Raise the limit, or leave such cases out"
+                )
         code = last_code_block(trajectory.response)
         passed = 0
         if code is not None:
-            passed = await self._run_tests(code, tests) if tests else 0
-            passed += await self._run_cases(code, cases)
+            passed = await self._run_tests(code, statements) if statements else 0
+            passed += await self._run_cases(code, pairs)
         share = passed / num_tests
         return {"reward": share if self._mode == "share" else float(passed == num_tests), "passed": float(passed)}
 
-    async def _run_tests(self, code: str, tests: Sequence[str]) -> int:
+    async def _run_tests(self, code: str, tests: list[str]) -> int:
         token = secrets.token_hex(16)
         # As literals: importing a module to parse them would cost as much as the rest of the run.
-        given = f"_token, _tests = {token!r}, {list(map(str, tests))!r}"
+        given = f"_token, _tests = {token!r}, {tests!r}"
         program = Program(code=given + _HARNESS, files={"solution.py": code.encode()})
         result = await self._sandbox.run(program, self._limits)
         passed = re.findall(rf"^{token} passed (\d+)$", result.stdout, re.MULTILINE)
         return len(set(passed) & {str(number) for number in range(len(tests))})
 
-    async def _run_cases(self, code: str, cases: Sequence[Sequence[str]]) -> int:
+    async def _run_cases(self, code: str, cases: list[tuple[str, str]]) -> int:
         programs = [Program(code=code, stdin=given.encode()) for given, _ in cases]
         results = await self._sandbox.run_in_turn(programs, self._limits) if programs else []
         expected = [_lines(stdout) for _, stdout in cases]
@@ -128,10 +140,83 @@ class PythonCodeReward:
 
 
 def last_code_block(text: str) -> str | None:
-    """The code of the last closed fenced block that names Python or no language."""
-    is_python = ("", "python", "python3", "py")
-    blocks = [match["code"] for match in FENCED_BLOCK.finditer(text) if match["language"].strip().lower() in is_python]
-    return blocks[-1] if blocks else None
+    """The code of the last closed fenced block that names Python; without one, of the last that names no language."""
+    found = {}
+    for info, code in fenced_blocks(text):
+        language = re.split(r"\W", info, maxsplit=1)[0].lower()
+        if language in ("", "python", "python3", "py"):
+            found[language != ""] = code
+    return found.get(True, found.get(False))
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """What the opening fence says, and the code, of each fenced block that is closed.
+
+    A fence closes a block if it is not indented more than the one that opened it, as those in docstrings are, or if it
+    is at the end of a line without other backticks.
+    """
+    opening = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if opening is None:
+            opening = _FENCE.fullmatch(line)
+            lines.clear()
+            continue
+        last = line.rstrip().removesuffix("```")
+        is_closing = line.rstrip() != last and "`" not in last and (last.strip() or len(last) <= len(opening[1]))
+        lines.append(last if is_closing else line)
+        if is_closing:
+            code = "\n".join(lines)
+            yield opening[2].strip(), textwrap.dedent(code) if opening[1] else code
+            opening = None
+
+
+def _statements(tests: Any) -> list[str]:
+    """The tests of a task.
+
+    Raises:
+        ValueError: If they are no Python statements, which could pass with any code or with none.
+    """
+    statements = [tests] if isinstance(tests, str) else tests
+    is_listed = isinstance(statements, Sequence) and all(isinstance(test, str) for test in statements)
+    if not is_listed or (isinstance(tests, str) and _is_json(tests)):
+        raise ValueError(
+            f"the task has tests={tests!r:.200}; it takes Python statements, as a list of texts or as one text, and "
+            "pairs of standard input and output as cases"
+        )
+    return list(map(str, statements))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _pairs(cases: Any) -> list[tuple[str, str]]:
+    """Standard input and expected output of the cases of a task.
+
+    Raises:
+        ValueError: If one is no pair of texts.
+    """
+    is_listed = isinstance(cases, Sequence) and not isinstance(cases, str)
+    if not is_listed:
+        raise ValueError(f"the task has cases={cases!r:.200}; it takes a list of pairs of standard input and output")
+    pairs = []
+    for number, case in enumerate(cases):
+        match case:
+            case [str(given), str(stdout)]:
+                pairs.append((given, stdout))
+            case {"input": str(given), "output": str(stdout), **others} if not others:
+                pairs.append((given, stdout))
+            case _:
+                raise ValueError(
+                    f"the task has cases[{number}]={case!r:.200}; each is a pair of texts, standard input and output, "
+                    'or {"input": text, "output": text}'
+                )
+    return pairs
 
 
 def _lines(text: str) -> list[str]:

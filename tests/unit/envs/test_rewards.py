@@ -6,6 +6,7 @@ import gc
 import importlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,36 @@ async def test_a_task_without_tests_is_an_error_and_no_zero(code: PythonCodeRewa
         await code(answered(ADD))
 
 
+async def test_tests_and_cases_have_the_usual_forms(code: PythonCodeReward) -> None:
+    assert await code(answered(ADD), tests="assert add(1, 2) == 3\nassert add(1, 1) == 2") == {"reward": 1, "passed": 1}
+    response = "```python\nprint(input() * 2)\n```"
+    cases = [{"input": "1\n", "output": "11\n"}, {"output": "1", "input": "1"}]
+    assert await code(answered(response), cases=cases) == {"reward": 0.5, "passed": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tests": [{"input": "1", "output": "2"}]}, r"tests=\[{'input': '1'.*as cases"),
+        ({"tests": {"input": ["1"], "output": ["2"]}}, r"tests={'input'"),
+        ({"tests": '["assert add(1, 2) == 3"]'}, r"tests='\["),
+        ({"tests": 3}, "tests=3"),
+        ({"cases": {"input": "1", "output": "2"}}, "cases={'input'"),
+        ({"cases": "12"}, "cases='12'"),
+        ({"cases": ["12"]}, r"cases\[0\]='12'"),
+        ({"cases": [["1", "2"], ["1", 2]]}, r"cases\[1\]=\['1', 2\]"),
+        ({"cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, r"cases\[0\]=.*functional"),
+        ({"cases": [["1", "é" * 35_000]]}, r"cases\[0\] of the task has 70000 bytes.*65536 .*max_output_kib=64"),
+    ],
+)
+async def test_tests_and_cases_that_could_not_be_judged_are_errors(
+    code: PythonCodeReward, fields: dict[str, Any], message: str
+) -> None:
+    for response in (ADD, "no code"):
+        with pytest.raises(ValueError, match=message):
+            await code(answered(response), **fields)
+
+
 def test_wrong_arguments_are_refused_before_the_run() -> None:
     for args in ({"mode": "most"}, {"modes": "all"}):
         with pytest.raises(ConfigError, match=r"reward.args=.*mode=share or mode=all"):
@@ -165,9 +196,33 @@ def test_wrong_arguments_are_refused_before_the_run() -> None:
 
 
 def test_the_last_python_block_counts() -> None:
-    assert last_code_block("```py\na\n```\n```\nb\n```\n```json\n{}\n```") == "b\n"
+    assert last_code_block("```py\na\n```\n```\nb\n```\n```json\n{}\n```") == "a\n", "not its output"
+    assert last_code_block("```\na\n```\n```\nb\n```\n```json\n{}\n```") == "b\n"
     assert last_code_block("```python\nx = '```'\n```") == "x = '```'\n"
     assert last_code_block("`a` ``` b ```") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```\n2. Done", "if a:\n    b\n"),
+        ("- So:\n\t```python\n\ta\n\n\tb\n\t```", "a\n\nb\n"),
+        ("```python title='a.py'\na\n```", "a\n"),
+        ("``` python:a.py\na\n```", "a\n"),
+        ("```python\na\nb(1)```\nIt prints\n```\n1\n```", "a\nb(1)"),
+        ("```python\r\na\r\n```\r\nDone\r\n", "a\r\n"),
+        (
+            '```python\n"""So:\n    ```\n    a()\n    ```\nor `b`: ```b()```\n"""\n```',
+            '"""So:\n    ```\n    a()\n    ```\nor `b`: ```b()```\n"""\n',
+        ),
+    ],
+)
+def test_a_fence_may_be_indented_say_more_and_end_a_line(text: str, code: str) -> None:
+    assert last_code_block(text) == code
+
+
+def test_many_fences_that_close_nothing_take_no_time_to_speak_of() -> None:
+    assert last_code_block("```a\n" * 4000 + " " * 20_000 + "a " * 20_000) is None
 
 
 def test_formats() -> None:
