@@ -143,7 +143,7 @@ def last_code_block(text: str) -> str | None:
     """The code of the last closed fenced block that names Python; without one, of the last that names no language."""
     found = {}
     for info, code in fenced_blocks(text):
-        language = re.split(r"\W", info, maxsplit=1)[0].lower()
+        language = re.split(r"\W", info, maxsplit=1)[0].lower() or info
         if language in ("", "python", "python3", "py"):
             found[language != ""] = code
     return found.get(True, found.get(False))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from decimal import Decimal
 from functools import cached_property
+from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
@@ -26,8 +27,10 @@ _HELD_OUT_SEED = "math/held-out"
 
 _CALCULATOR = re.compile(r"<<[^>]*>>")
 """Calculator annotations of GSM8K next to each computed number."""
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
-"""Commas inside numbers; commas of tuples stay."""
+_THOUSANDS = re.compile(r"[^\d,(\[{<\\]*(?:\\\$)?\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*")
+"""An answer that is one number with commas, also with its unit; those of tuples, intervals and lists stay."""
+_PERCENT = re.compile(r"([^%,]+?)\s*\\?%")
+_EXPONENT = re.compile(r"[+-]?\d+(?:\.\d+)?[eE][+-]?\d{1,3}", re.ASCII)
 
 
 @dataclass(eq=False)
@@ -112,7 +115,9 @@ class MathTasks:
 
     def _task(self, row: Row, split: str, index: int) -> Task:
         worked, _, answer = str(row[self.answer_field]).rpartition(self.answer_marker)
-        answer = _THOUSANDS.sub("", answer.strip())
+        answer = answer.strip()
+        if _THOUSANDS.fullmatch(answer):
+            answer = answer.replace(",", "")
         content = f"{str(row[self.question_field]).strip()}\n\n{self.instruction}"
         task_id = TaskId(f"math/{split}/{index}")
         self._worked[task_id] = _CALCULATOR.sub("", worked).strip()
@@ -148,11 +153,28 @@ def judge(text: str, answer: AnswerValue) -> Judged:
 
     answer = checked_answer(answer)
     predicted = math_verify.parse(text, parsing_timeout=None)
+    read = [*predicted, *(one for found in predicted[-1:] for one in _parsed(_as_number(str(found).strip())))]
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
-    golds = (math_verify.parse(f"\\boxed{{{gold}}}", parsing_timeout=None) for gold in dict.fromkeys(written))
-    is_right = any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds)
+    golds = map(_parsed, dict.fromkeys([*written, _as_number(str(answer).strip())]))
+    is_right = any(math_verify.verify(gold, read, timeout_seconds=None) for gold in golds)
     # The last one is the text that was parsed.
     return Judged(is_right, str(answer) if is_right else str(predicted[-1]).strip() if predicted else "")
+
+
+def _parsed(answer: str) -> list[Any]:
+    import math_verify
+
+    return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+
+
+def _as_number(text: str) -> str:
+    """A percentage, and a number with an exponent, in a form that math-verify reads; any other text as it is.
+
+    It takes 50\\% for a text, and 1e-07 for a sum with Euler's number.
+    """
+    if percent := _PERCENT.fullmatch(text):
+        return rf"\frac{{{percent[1]}}}{{100}}"
+    return f"{Decimal(text):f}" if _EXPONENT.fullmatch(text) else text
 
 
 def _positional(answer: AnswerValue) -> str:

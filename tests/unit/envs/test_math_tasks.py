@@ -75,6 +75,45 @@ def test_math_verify_judges_the_boxed_answer(response: str, answer: str, reward:
     assert math_verify_reward(replace(RESPONSE, response=response), answer=answer) == reward
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("50%", [r"\boxed{50\%}", r"$50\%$", "**50%**", "The answer is 50%.", r"\boxed{50.0 \%}"], [r"\boxed{5\%}"]),
+        (r"50\%", [r"\boxed{50 \%}", r"\boxed{50.0\%}", r"\boxed{0.5}", "It is 50%."], [r"\boxed{51\%}"]),
+        ("0.5%", [r"\boxed{0.50\%}", r"\boxed{0.005}"], ["**50%**", r"\boxed{50\%}"]),
+        ("0.5", [r"\boxed{50\%}"], [r"\boxed{0.5\%}"]),
+        ("1e-07", [r"\boxed{0.0000001}", r"\boxed{10^{-7}}", r"\boxed{1e-7}"], [r"\boxed{0.000001}"]),
+        (1e-7, [r"\boxed{1e-7}", r"\boxed{1.0e-07}"], [r"\boxed{1e-6}"]),
+    ],
+)
+def test_percentages_and_exponents_are_numbers(answer: str | float, right: list[str], wrong: list[str]) -> None:
+    def score(response: str) -> float:
+        return math_verify_reward(replace(RESPONSE, response=response), answer=answer)
+
+    assert {response: score(response) for response in right + wrong} == dict.fromkeys(right, 1.0) | dict.fromkeys(
+        wrong, 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("(3,125)", None),
+        ("1,10,100", None),
+        ("[0,100)", None),
+        (r"\langle 3,125\rangle", None),
+        ("12,345.67", "12345.67"),
+        (r"-\$1,200,000", r"-\$1200000"),
+        ("1,234 apples", "1234 apples"),
+    ],
+)
+def test_commas_of_a_number_go_and_those_between_numbers_stay(written: str, answer: str | None, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": f"#### {written}"}))
+    (task,) = MathTasks(0, str(tmp_path), None).held_out(1)
+    assert task.fields["answer"] == (answer or written)
+    assert math_verify_reward(replace(RESPONSE, response=rf"\boxed{{{written}}}"), **task.fields) == 1.0
+
+
 def test_a_truncated_response_has_no_final_answer() -> None:
     cut = replace(RESPONSE, response="\\boxed{18}", finish_reason="length")
     assert math_verify_reward(cut, answer="18") == 0.0
