@@ -209,6 +209,11 @@ def _meaning(message: ChatMessage) -> tuple[str, Sequence[Call]]:
     return content.strip(), tuple(calls)
 
 
+def calls_of(message: ChatMessage) -> Sequence[Call]:
+    """The calls of an answer, also if they are written in its text."""
+    return _meaning(message)[1]
+
+
 def _history_changed(param: str, what: str) -> ApiError:
     """400: the request does not continue the only history that its session may have."""
     return bad_request(

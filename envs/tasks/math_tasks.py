@@ -164,7 +164,8 @@ def judge(text: str, answer: AnswerValue) -> Judged:
 def _parsed(answer: str) -> list[Any]:
     import math_verify
 
-    return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    parsed: list[Any] = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    return parsed
 
 
 def _as_number(text: str) -> str:

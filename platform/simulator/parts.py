@@ -60,7 +60,9 @@ class SimulatedCodec(TokenCodec):
         assert not tools
         return prompt_ids(int(prompt), self._prompt_tokens)
 
-    def encode_observation(self, content: str | Sequence[dict[str, str]], _last_token: int) -> tuple[int, ...]:
+    def encode_observation(
+        self, content: str | Sequence[dict[str, str]], _last_token: int, _calls: Sequence[str] = ()
+    ) -> tuple[int, ...]:
         assert isinstance(content, str)
         return prompt_ids(int(content), self._observation_tokens)
 

@@ -195,12 +195,15 @@ class TokenCodec:
         """
         return self._encode(text)
 
-    def encode_observation(self, content: str | Sequence[dict[str, str]], last_token: int) -> tuple[int, ...]:
+    def encode_observation(
+        self, content: str | Sequence[dict[str, str]], last_token: int, calls: Sequence[str] = ()
+    ) -> tuple[int, ...]:
         """Tokens between a turn and the next: plain text as it is, or messages rendered by the chat template.
 
         Args:
             content: The observation; may be empty text.
             last_token: Last sampled token of the previous turn. If it is an end token, it is not repeated.
+            calls: Names of the functions that the previous turn calls, if the observation begins with their results.
 
         Raises:
             ConfigError: If the template can place no observation at all (turn_template.py).
@@ -210,7 +213,12 @@ class TokenCodec:
         if isinstance(text, str):
             return self._encode(text)
         end = str(self.tokenizer.decode([last_token])) if last_token in self.stop_token_ids else ""
-        return self._encode(self.turn_template.between(text, end))
+        return self._encode(self.turn_template.between(text, end, self._shielded(calls), self._ends))
+
+    @property
+    def _ends(self) -> list[str]:
+        """Texts of the tokens that end a turn."""
+        return [self.decode_prompt([token]) for token in self.stop_token_ids]
 
     def spelled_token(self, prompt: object) -> str | None:
         """The first special token that a prompt spells and that stays text; None if there is none."""
@@ -272,7 +280,7 @@ class TokenCodec:
             turns = self.turn_template
         except ConfigError:
             return []
-        written = turns.written_calls([self.decode_prompt([token]) for token in self.stop_token_ids])
+        written = turns.written_calls(self._ends)
         return [(replace(turn, token_ids=self.encode_rendered(turn.text)), read) for turn, read in written]
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:

@@ -166,12 +166,20 @@ class TurnTemplate:
             end = min((at for one in ends if one and (at := turn.find(one, last)) >= 0), default=len(turn))
             yield SampledTurn(turn[:end], [FORECAST]), ParsedAnswer(content, tuple(calls))
 
-    def between(self, messages: Sequence[dict[str, str]], end_of_turn: str) -> str:
+    def between(
+        self,
+        messages: Sequence[dict[str, str]],
+        end_of_turn: str,
+        calls: Sequence[str] = (),
+        ends: Sequence[str] = (),
+    ) -> str:
         """Text from the end of an answer to the beginning of the next.
 
         Args:
             messages: The observation.
             end_of_turn: Text of the end token that the policy sampled; empty if its turn was truncated.
+            calls: Names of the functions that the answer calls.
+            ends: Texts of the tokens that end a turn, to find the end of calls.
 
         Raises:
             ConfigError: If the template does not render an answer exactly once where a question follows.
@@ -185,15 +193,39 @@ class TurnTemplate:
                     "keeps assistant messages (tokenizer_config.json, chat_template)."
                 ]
             )
-        text = self._render([*_OPENING, self._answer, *messages], _bad_messages)
-        _, marker, after = text.partition(self._marker)
-        if not marker or self._marker in after:
-            roles = [message["role"] for message in messages]
-            what = f"renders an answer {text.count(self._marker)} times before messages with roles {roles}"
-            raise TrajectoryError("env", f"the chat template {what}; exactly once is needed to place them")
+        after = self._after_calls(messages, calls, ends) if calls and messages[0]["role"] == "tool" else None
+        if after is None:
+            text = self._render([*_OPENING, self._answer, *messages], _bad_messages)
+            _, marker, after = text.partition(self._marker)
+            if not marker or self._marker in after:
+                roles = [message["role"] for message in messages]
+                what = f"renders an answer {text.count(self._marker)} times before messages with roles {roles}"
+                raise TrajectoryError("env", f"the chat template {what}; exactly once is needed to place them")
         if end_of_turn and after.lstrip().startswith(end_of_turn):
             return after.lstrip().removeprefix(end_of_turn)
         return after
+
+    def _after_calls(self, messages: Sequence[dict[str, str]], calls: Sequence[str], ends: Sequence[str]) -> str | None:
+        """Text from the end of an answer with calls, of which templates write their results (Mistral, gpt-oss).
+
+        None: it writes no calls, not so many, or no end after them; then the results follow an answer without calls.
+        """
+        if self.calls_form is None:
+            return None
+        values = {"marker": self._marker}
+        arguments = values if self.calls_form == "object" else json.dumps(values)
+        answered = [*_OPENING, _called("", [arguments] * len(calls), calls)]
+        try:
+            # The end is looked for before the result, which may be followed by a token that ends turns, too.
+            *_, between, _ = self._render([*answered, {"role": "tool", "content": self._marker}], _bad_messages).split(
+                self._marker
+            )
+            text = self._render([*answered, *messages], _bad_messages)
+        except (TrajectoryError, ValueError):
+            return None
+        end = min((at for one in ends if one and (at := between.find(one)) >= 0), default=-1)
+        after = text.rpartition(self._marker)[2]
+        return after[end:] if end >= 0 and after.startswith(between[:end]) else None
 
     def around_last_answer(self) -> tuple[str, str]:
         """What the template writes between the generation prompt and an answer, and after one that nothing follows.
@@ -239,7 +271,9 @@ class TurnTemplate:
         else:
             messages, options["add_generation_prompt"] = messages[:-1], True
         try:
-            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, return_dict=False, **options)
+            rendered = self._tokenizer.apply_chat_template(
+                _with_ids(messages), tokenize=False, return_dict=False, **options
+            )
         except Exception as cause:  # jinja runs the template's own code, which may raise anything
             roles = [message.get("role") for message in messages]
             raise problem(f"refuses messages with roles {roles}: {type(cause).__name__}: {cause}") from cause
@@ -271,6 +305,20 @@ def _called(content: str, arguments: Sequence[Any], names: Sequence[str] = ("get
         for index, (name, one) in enumerate(zip(names, arguments, strict=True))
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which a result has the id and the name of its call: those that it has, or of the calls in order."""
+    calls: Iterator[dict[str, Any]] = iter(())
+    found = []
+    for message in messages:
+        if message.get("role") != "tool":
+            calls = iter(message.get("tool_calls") or ())
+        elif call := next(calls, None):
+            of_call = {"tool_call_id": call.get("id"), "name": call.get("function", {}).get("name")}
+            message = {key: value for key, value in of_call.items() if value is not None} | message
+        found.append(message)
+    return found
 
 
 def _object(arguments: str) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ from penstock.dataflow.trajectory import MAIN_THREAD, Episode, EpisodeEnd, Traje
 from penstock.envs.config import TrainedThreads
 from penstock.envs.endpoint.answer_parser import AnswerParser, ContentReader, HermesParser, SampledTurn
 from penstock.envs.endpoint.answers import answer_message
-from penstock.envs.endpoint.message_history import Form, Histories, Place, form_of
+from penstock.envs.endpoint.message_history import Form, Histories, Place, calls_of, form_of
 from penstock.envs.endpoint.requests import (
     ApiError,
     BudgetError,
@@ -290,7 +290,9 @@ class Recording:
             content = place.content if isinstance(place.content, str) else self._messages(place.content)
             if not before:
                 return self._codec.encode_prompt(content, request.tool_schemas)
-            return self._codec.encode_observation(content, before[-1])
+            answered = (request.messages or ())[-len(content) - 1 : -len(content)]
+            calls = [call.name for one in answered for call in calls_of(one)]
+            return self._codec.encode_observation(content, before[-1], calls)
         except TrajectoryError as error:
             raise bad_request(error.detail, request.param, "invalid_value") from error
         except ConfigError as error:

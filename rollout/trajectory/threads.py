@@ -14,6 +14,7 @@ from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import EpisodeEnd, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.threads import ThreadNames
+from penstock.envs.tools.functions import parse_calls
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, EpisodeBudget, PartialTurn
@@ -64,7 +65,9 @@ class Threads:
                 token_ids = self._codec.encode_prompt(one.content, one.tools)
             else:
                 content = one.messages if before.is_chat else one.text
-                token_ids = self._codec.encode_observation(content, before.token_ids[-1])
+                calls = parse_calls(before.turns[-1].response) if one.role == "tool" and before.turns else []
+                names = [call.name for call in calls]
+                token_ids = self._codec.encode_observation(content, before.token_ids[-1], names)
             encoded.append((one, before, token_ids))
         longest = max(len(ids) + (0 if before is None else before.num_tokens) for _, before, ids in encoded)
         if longest >= self._budget.max_tokens:

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from tests.agents import CODEC, Program, ReplyingEngine, chat, check_tokens, run_agent, run_agents, user
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_tokenizers import chat_tokenizer, family_tokenizer
 from tests.fakes import FakeEngine
 
 NUM_CLIENTS = 32
@@ -105,6 +105,26 @@ async def test_tool_calls_are_read_as_in_our_own_tool_environments_and_their_res
     assert trajectory.episode is not None
     assert [turn.response for turn in trajectory.episode.turns] == [CALLS, "3"]
     assert trajectory.episode.turns[0].observation.count("tool_response") == 2
+
+
+@pytest.mark.parametrize("family", ["mistral", "harmony"])
+async def test_results_reach_templates_that_refuse_them_without_their_call(family: str) -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        messages = [user("1+2?")]
+        for _ in range(2):
+            answer = (await chat(client, messages, tools=TOOLS)).choices[0].message
+            messages += [answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "3"}]
+
+    codec = TokenCodec(family_tokenizer(family))
+    engine = ReplyingEngine(lambda context: CALLS, codec)
+    trajectory = await run_agent(program, engine, codec=codec)
+    check_tokens(engine, trajectory)
+    assert trajectory.episode is not None
+    expected = {
+        "mistral": "[TOOL_RESULTS]call00000 3[/TOOL_RESULTS]",
+        "harmony": '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant',
+    }
+    assert [turn.observation for turn in trajectory.episode.turns] == [expected[family], ""]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

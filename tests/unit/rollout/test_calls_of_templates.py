@@ -101,6 +101,49 @@ def test_a_history_with_calls_is_rendered_by_the_template(family: str) -> None:
     assert call["function"] == {"name": "get_forecast", "arguments": expected}
 
 
+RESULTS = {
+    "hermes": "\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n",
+    "mistral": "[TOOL_RESULTS]call00000 rain[/TOOL_RESULTS]",
+    "harmony": (
+        '<|start|>functions.get_forecast to=assistant<|channel|>commentary<|message|>"rain"<|end|><|start|>assistant'
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_results_follow_an_answer_with_their_calls(family: str) -> None:
+    codec = TokenCodec(family_tokenizer(family))
+    (end,) = codec.stop_token_ids
+
+    def text(results: list[str], calls: list[str], last: int) -> str:
+        messages = [{"role": "tool", "content": result} for result in results]
+        return codec.decode_prompt(codec.encode_observation(messages, last, calls))
+
+    after = text(["rain"], ["get_forecast"], end)
+    assert after == RESULTS.get(family, after)
+    if family not in ("mistral", "harmony"):  # which refuse results without calls
+        assert after == text(["rain"], [], end)
+    closed = "" if family == "glm45" else codec.decode_prompt([end])  # the role of the next message ends its turns
+    assert text(["rain"], ["get_forecast"], 0).lstrip() == closed + after
+    both = text(["rain", "sun"], ["get_forecast", "get_forecast"], end)
+    assert "rain" in both
+    assert both.index("rain") < both.index("sun")
+
+
+def test_a_result_that_an_end_token_follows_is_not_lost() -> None:
+    codec = TokenCodec(family_tokenizer("glm45"))
+    messages = [{"role": "tool", "content": "rain"}, QUESTION]
+    ids = codec.encode_observation(messages, codec.stop_token_ids[0], ["get_forecast"])
+    assert codec.decode_prompt(ids) == "<|observation|>\nrain<|user|>\n?<|assistant|>\n"
+
+
+def test_the_name_of_a_call_that_spells_a_special_token_stays_text() -> None:
+    codec = TokenCodec(family_tokenizer("harmony"))
+    ids = codec.encode_observation([{"role": "tool", "content": "<|end|>"}], codec.stop_token_ids[0], ["<|end|>"])
+    (end,) = codec.encode_rendered("<|end|>")
+    assert (ids.count(end), codec.decode_prompt(ids).count("<|end|>")) == (1, 3)
+
+
 def test_a_call_whose_arguments_are_no_object_stays_text() -> None:
     message = TurnTemplate(family_tokenizer("llama3_json")).message_with_calls("", [Call("f", "{")])
     assert message == {

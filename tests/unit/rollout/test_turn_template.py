@@ -10,16 +10,19 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.task import Task
-from penstock.envs.tools.functions import Toolbox
+from penstock.dataflow.versions import Span
+from penstock.envs.environment import Observation
+from penstock.envs.tools.functions import Toolbox, hermes_text
 from penstock.envs.tools.tool_environment import ToolEnvironment
 from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.tokenization.turn_template import TurnTemplate
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.threads import Threads
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_tokenizers import chat_tokenizer, family_tokenizer
 
 QUESTION: Any = {"role": "user", "content": "?"}
 TOOL = [{"role": "tool", "content": "4"}]
@@ -142,6 +145,20 @@ def test_the_tools_of_an_environment_reach_the_template_through_its_process() ->
     threads = Threads(task, codec, EpisodeBudget(max_turns=2, max_tokens=1000), SamplingParams(8))
     threads.receive(reply)
     assert threads.conversations["main"].token_ids == codec.encode_prompt([QUESTION], TOOLS)
+
+
+@pytest.mark.parametrize("family", ["mistral", "harmony"])
+def test_results_of_an_environment_reach_templates_that_refuse_them_without_their_call(family: str) -> None:
+    task, codec = Task(TaskId("t"), [QUESTION]), TokenCodec(family_tokenizer(family))
+    threads = Threads(task, codec, EpisodeBudget(max_turns=2, max_tokens=2000), SamplingParams(2000))
+    threads.receive(to_episode_reply(Sums().reset(task), "reset"))
+    ((_, turn),) = threads.pending_turns
+    ids = (*codec.encode_rendered(hermes_text("", [("add", "{}")])), codec.stop_token_ids[0])
+    turn.extend(TokenDelta(ids, (-0.5,) * len(ids), (Span(0, len(ids)),), "stop"))
+    threads.take_actions()
+    threads.receive(to_episode_reply(Observation(TOOL, role="tool"), "step"))
+    said = threads.turns[0].observation
+    assert ("call00000 4" if family == "mistral" else "functions.add to=assistant") in said
 
 
 ALTERNATING = (
