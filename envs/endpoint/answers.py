@@ -76,7 +76,7 @@ class AnswerReader:
 
 def answer_message(answer: Answer) -> ChatMessage:
     """The answer as a message of the history that continues it."""
-    return ChatMessage("assistant", answer.text.strip(), answer.calls, (answer.reasoning or "").strip())
+    return ChatMessage("assistant", answer.text, answer.calls, (answer.reasoning or "").strip())
 
 
 def data_event(data: Json, name: str | None = None) -> bytes:

@@ -110,7 +110,7 @@ class _Message(BaseModel):
     def to_chat_message(self) -> ChatMessage:
         role = "system" if self.role == "developer" else self.role
         calls = tuple(Call.of(one.function.name, one.function.arguments) for one in self.tool_calls or ())
-        return ChatMessage(role, self.content.strip(), calls, (self.reasoning_content or "").strip())
+        return ChatMessage(role, self.content, calls, (self.reasoning_content or "").strip())
 
 
 class _ToolFunction(_Field):

@@ -197,10 +197,14 @@ def _content(request: ChatRequest, end: int) -> NewContent:
 
 
 def _equal(known: ChatMessage, now: ChatMessage) -> bool:
-    """Whether a message repeats a recorded one. Reasoning may be left out, and calls may be spelled in another way."""
+    """Whether a message repeats a recorded one.
+
+    White space around the text does not count. Reasoning may be left out, and calls may be spelled in another way.
+    """
     if known.role != now.role or now.reasoning not in (known.reasoning, ""):
         return False
-    return known[1:3] == now[1:3] or (known.role == "assistant" and _meaning(known) == _meaning(now))
+    is_same = known.content.strip() == now.content.strip() and known.calls == now.calls
+    return is_same or (known.role == "assistant" and _meaning(known) == _meaning(now))
 
 
 def _meaning(message: ChatMessage) -> tuple[str, Sequence[Call]]:

@@ -92,7 +92,7 @@ class _TextBlock(Part):
     text: str
 
     def to_chat_message(self, role: str) -> ChatMessage:
-        return ChatMessage(role, self.text.strip())
+        return ChatMessage(role, self.text)
 
 
 class _Thinking(Part):
@@ -119,7 +119,7 @@ class _ToolResult(Part):
     content: _Text = ""
 
     def to_chat_message(self, role: str) -> ChatMessage:  # noqa: ARG002  in this protocol it is the user's
-        return ChatMessage("tool", self.content.strip())
+        return ChatMessage("tool", self.content)
 
 
 _Block = type[_TextBlock | _Thinking | _RedactedThinking | _ToolUse | _ToolResult]
@@ -198,7 +198,7 @@ def parse_messages(body: Json, caller: Caller) -> MessageWriter:
     ignored += [f"output_config.{name}" for name in output if name != "format" and output[name] is not None]
     ignored += asked.given("temperature", "top_p")
 
-    system = [ChatMessage("system", asked.system.strip())] if asked.system else []
+    system = [ChatMessage("system", asked.system)] if asked.system else []
     messages = joined(
         one
         for index, message in enumerate(asked.messages)

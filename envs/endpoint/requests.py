@@ -112,7 +112,7 @@ def _plain_numbers(value: Any) -> Any:
 
 
 class ChatMessage(NamedTuple):
-    """One chat message, with its text stripped for comparisons."""
+    """One chat message, with its text as the program or the policy wrote it."""
 
     role: str
     content: str

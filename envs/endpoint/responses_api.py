@@ -83,7 +83,7 @@ class _InputMessage(Part):
     content: _Text
 
     def to_chat_message(self) -> ChatMessage:
-        return ChatMessage("system" if self.role == "developer" else self.role, self.content.strip())
+        return ChatMessage("system" if self.role == "developer" else self.role, self.content)
 
 
 class _FunctionCall(Part):
@@ -98,7 +98,7 @@ class _FunctionOutput(Part):
     output: _Text
 
     def to_chat_message(self) -> ChatMessage:
-        return ChatMessage("tool", self.output.strip())
+        return ChatMessage("tool", self.output)
 
 
 class _Reasoning(Part):
@@ -155,7 +155,7 @@ def parse_response(body: Json, caller: Caller) -> ResponseWriter:
     given = [_message_of(item, f"input[{index}]") for index, item in enumerate(asked.input)]
     messages = joined((*earlier, *given))
     check_asks(messages, "input")
-    system = [ChatMessage("system", asked.instructions.strip())] if asked.instructions else []
+    system = [ChatMessage("system", asked.instructions)] if asked.instructions else []
     tools, left_out = _declared(asked.tools or [])
     request = ChatRequest(
         messages=(*system, *messages),

@@ -222,7 +222,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     request = parse_messages(body, Caller()).request
     assert request.messages == (
         ("system", "one\ntwo", (), ""),
-        ("user", "a\nb", (), ""),
+        ("user", " a \nb", (), ""),
         ("system", "be quick", (), ""),
         ("assistant", "So.", (("add", '{"a": 1, "b": 2}'), ("add", "{}")), "hm"),
         ("tool", "3", (), ""),

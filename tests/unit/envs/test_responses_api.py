@@ -274,10 +274,10 @@ def test_adjacent_items_of_the_assistant_are_one_message() -> None:
         ],
     }  # fmt: skip
     assert parse_response(body, Caller()).request.messages == (
-        ("system", "Be brief.", (), ""),
+        ("system", " Be brief. ", (), ""),
         ("system", "one\ntwo", (), ""),
         ("user", "?", (), ""),
-        ("assistant", "So.", (("add", '{"a": 1, "b": 2}'), ("add", "{broken")), "hm"),
+        ("assistant", " So. ", (("add", '{"a": 1, "b": 2}'), ("add", "{broken")), "hm"),
         ("tool", "3", (), ""),
         ("tool", "4", (), ""),
         ("assistant", "", (("add", "{}"),), ""),

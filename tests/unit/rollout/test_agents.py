@@ -107,6 +107,29 @@ async def test_tool_calls_are_read_as_in_our_own_tool_environments_and_their_res
     assert trajectory.episode.turns[0].observation.count("tool_response") == 2
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_white_space_around_a_result_is_kept_and_does_not_change_a_history(path: str) -> None:
+    def result(text: str) -> Any:
+        if path == "messages":
+            return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": text}]}
+        if path == "responses":
+            return {"type": "function_call_output", "call_id": "x", "output": text}
+        return {"role": "tool", "tool_call_id": "x", "content": text}
+
+    async def program(client: AsyncOpenAI) -> None:
+        first = [user("?"), {"role": "assistant", "content": "look"}, result("    if a:\n        b\n")]
+        then = [*first[:2], result("if a:\n        b"), {"role": "assistant", "content": "ok\n"}, user("more")]
+        for messages in (first, then):
+            given = {"input" if path == "responses" else "messages": messages}
+            limit = {"max_tokens": 99} if path == "messages" else {}
+            await client.post(f"/{path}", body={"model": "policy", **given, **limit}, cast_to=object)
+
+    trajectory = await run_agent(program, ReplyingEngine(lambda context: "ok"))
+    assert trajectory.episode is not None
+    assert (len(trajectory.episode.turns), trajectory.threads) == (2, ()), "one history"
+    assert "<tool_response>\n    if a:\n        b\n\n</tool_response>" in trajectory.prompt
+
+
 @pytest.mark.parametrize("family", ["mistral", "harmony"])
 async def test_results_reach_templates_that_refuse_them_without_their_call(family: str) -> None:
     async def program(client: AsyncOpenAI) -> None:
