@@ -38,7 +38,7 @@ class JudgeConfig(HttpConfig):
 
     model: str
     template: str
-    pattern: str | None = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str | None = r"(?i)score[*_`\s]*:[*_`\s]*(-?\d+(?:\.\d+)?)"
     json_key: str | None = None
     lowest: float = 0.0
     highest: float = 10.0
@@ -187,7 +187,8 @@ def read_answer(reply: Any) -> tuple[str, str]:
 
 
 def find_score(answer: str, config: JudgeConfig) -> tuple[float | None, str]:
-    """The score in an answer, or None and why there is none."""
+    """The score in an answer, after its reasoning if it has any, or None and why there is none."""
+    answer = answer.rpartition("</think>")[2]
     if config.json_key is None:
         assert config.pattern is not None
         found: list[Any] = re.findall(config.pattern, answer)

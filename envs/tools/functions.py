@@ -32,7 +32,7 @@ Outcome = Literal["ok", "bad_json", "unknown_tool", "bad_arguments", "error", "t
 
 CALL_OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_MAX_RESULT_CHARACTERS = 4000
+MAX_RESULT_CHARACTERS = 4000
 _MAX_PROBLEMS = 5
 
 
@@ -79,6 +79,8 @@ class ToolResult:
 
     outcome: Outcome
     text: str
+    is_cut: bool = False
+    """The result was longer, which the text says."""
 
 
 def parse_calls(text: str) -> list[ToolCall]:
@@ -143,12 +145,16 @@ class Toolbox:
         tools: Functions, plain or asynchronous, with a type hint for each parameter and a docstring for the model; or
             tools with their own schema.
         timeout_s: Longest time for one call, seconds.
+        max_result_characters: Characters of a result; further ones are left out, and their number is said.
 
     Raises:
         TypeError: If a parameter has no type hint, or two tools have the same name.
     """
 
-    def __init__(self, tools: Iterable[Tool], timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, tools: Iterable[Tool], timeout_s: float = 10.0, max_result_characters: int = MAX_RESULT_CHARACTERS
+    ) -> None:
+        self._max_characters = max_result_characters
         self._tools: dict[str, DescribedTool] = {}
         for tool in tools:
             described = _checked(tool) if isinstance(tool, DescribedTool) else _described(tool, timeout_s)
@@ -190,8 +196,10 @@ class Toolbox:
             text = await self._tools[call.name].call(call.arguments)
         except ToolError as error:
             outcome, text = error.outcome, f"error: {error}"
+        if num_more := max(0, len(text) - self._max_characters):
+            text = f"{text[: self._max_characters]}… ({num_more} more characters)"
         # A tool may give what is no text, such as the name of a file that is not UTF-8; "?" stands for it.
-        return ToolResult(outcome, text[:_MAX_RESULT_CHARACTERS].encode(errors="replace").decode())
+        return ToolResult(outcome, text.encode(errors="replace").decode(), num_more > 0)
 
 
 def _checked(tool: DescribedTool) -> DescribedTool:
@@ -225,7 +233,9 @@ def _described(tool: Callable[..., object], timeout_s: float) -> DescribedTool:
                     returned = await tool(**parameters)
                 else:
                     returned = await asyncio.to_thread(tool, **parameters)
-            return returned if isinstance(returned, str) else json.dumps(returned, default=str)
+                if inspect.isawaitable(returned):  # a plain function around an asynchronous one
+                    returned = await returned
+            return returned if isinstance(returned, str) else json.dumps(returned, default=str, ensure_ascii=False)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             episode = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and episode is not None and episode.cancelling():

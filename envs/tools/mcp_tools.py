@@ -157,7 +157,7 @@ class McpSession:
             raise ToolServerError(self._with_stderr(f"ended during a call of {name}")) from error
         except Exception as error:
             raise ToolServerError(self._with_stderr(f"failed in a call of {name}: {_last_cause(error)}")) from error
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        text = "\n".join(map(_text_of, result.content))
         if result.is_error:
             raise ToolError(text)
         return text
@@ -188,14 +188,23 @@ class McpToolEnvironment(ToolEnvironment):
             ToolServerError: If a server does not start.
         """
         self.task = task
+        await McpToolEnvironment.close(self)  # servers of the episode before; that of a subclass may end more
         self._sessions = [McpSession(server, self.tool_timeout_s) for server in self.servers]
         offered = [await session.open() for session in self._sessions]
-        self.toolbox = Toolbox([*self.tools, *(tool for tools in offered for tool in tools)], self.tool_timeout_s)
+        tools = [*self.tools, *(tool for tools in offered for tool in tools)]
+        self.toolbox = Toolbox(tools, self.tool_timeout_s, self.max_result_characters)
         return Observation(task.prompt, tools=self.toolbox.schemas())
 
     async def close(self) -> None:
         """End the servers."""
         await asyncio.gather(*(session.close() for session in self._sessions))
+
+
+def _text_of(part: Any) -> str:
+    """Text of a part of a result; without one, its type, and its address if it has one."""
+    resource = getattr(part, "resource", part)
+    text, uri = getattr(resource, "text", None), getattr(resource, "uri", None)
+    return text if text is not None else f"[{part.type}]" if uri is None else f"[{part.type}: {uri}]"
 
 
 def _last_cause(error: BaseException) -> str:

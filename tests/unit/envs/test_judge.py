@@ -54,6 +54,12 @@ async def judged(service: Service, *responses: str, **args: object) -> list[obje
     [
         ("Fine.\nScore: 7", {}, 7, 0.7),
         ("A Score: 3 would be harsh. score: 10.0", {}, 10, 1),
+        ("Score: 10 would be too much.\n\n**Score:** 7", {}, 7, 0.7),
+        ("Score: **7.5**/10", {}, 7.5, 0.75),
+        ("SCORE : 7", {}, 7, 0.7),
+        ("**Score**: `7`", {}, 7, 0.7),
+        ("<think>Score: 3</think> Score: 8", {}, 8, 0.8),
+        ('<think>{"score": 3}</think> {"score": 8}', {"pattern": None, "json_key": "score"}, 8, 0.8),
         ("<4>", {"pattern": r"<(\d)>", "lowest": 1, "highest": 5}, 4, 0.75),
         ('Well: {"why": "{short}", "score": -1} ok', {"pattern": None, "json_key": "score", "lowest": -1}, -1, 0),
     ],
@@ -72,6 +78,7 @@ async def test_a_score_is_found_and_becomes_a_reward_between_0_and_1(
     ("handler", "args", "problem"),
     [
         (says("I like it"), {}, "nothing in it matches"),
+        (says("<think>Score: 3</think> 8"), {}, "nothing in it matches"),
         (says("Score: 11"), {}, "11 is outside 0..10"),
         (says("Score: 1", "length"), {}, "cut off at its limit"),
         (says(None), {}, "it is empty"),

@@ -18,7 +18,7 @@ from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.tools.functions import ToolServerError
-from penstock.envs.tools.mcp_tools import McpServer, McpToolEnvironment
+from penstock.envs.tools.mcp_tools import McpServer, McpToolEnvironment, _text_of
 from penstock.envs.workers.episode_host import EpisodeHost
 
 SERVER = '''
@@ -118,6 +118,29 @@ async def test_tools_are_described_and_called_and_a_server_that_dies_fails_the_a
         assert await playing.step(Action("3")) == Done(1.0)
         with pytest.raises(ToolServerError, match=r"(?s)MCP server .* ended during a call of die; .*I am out of ink"):
             await playing.step(call("die"))
+
+
+async def test_the_servers_of_an_episode_end_when_the_next_one_begins(program: Path) -> None:
+    async with episode(stdio(program)) as playing:
+        pids = []
+        for _ in range(2):
+            await playing.reset(TASK)
+            pids.append(int(await said(playing, call("pid"))))
+        assert [psutil.pid_exists(pid) for pid in pids] == [False, True]
+
+
+def test_resources_are_their_text_or_their_address() -> None:
+    from mcp_types import BlobResourceContents, EmbeddedResource, ImageContent, ResourceLink, TextResourceContents
+
+    at = "file:///notes.txt"
+    text, blob = TextResourceContents(uri=at, text="milk"), BlobResourceContents(uri=at, blob="bWlsaw==")
+    parts = [
+        EmbeddedResource(type="resource", resource=text),
+        EmbeddedResource(type="resource", resource=blob),
+        ResourceLink(type="resource_link", uri=at, name="notes"),
+        ImageContent(type="image", data="", mime_type="image/png"),
+    ]
+    assert list(map(_text_of, parts)) == ["milk", f"[resource: {at}]", f"[resource_link: {at}]", "[image]"]
 
 
 @pytest.mark.full

@@ -73,6 +73,13 @@ async def rests() -> None:
     await asyncio.sleep(30)
 
 
+LONG = "x" * 5000
+
+
+def lengthy() -> str:
+    return LONG
+
+
 HOSTILE = [keyed, leaves, leaves_later, circular, raises_without_message, waits_for_a_cancelled_task]
 BOX = Toolbox([add, search, fails, sleeps], timeout_s=0.2)
 
@@ -102,7 +109,7 @@ def test_the_schema_comes_from_the_signature() -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', "ok", "5"),
         ('I think\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call> so', "ok", "3"),
         ('<tool_call>{"name": "add", "arguments": {"a": 2}}', "ok", "3"),
-        ('<tool_call>{"name": "search", "arguments": {"words": ["né"]}}</tool_call>', "ok", '{"n\\u00e9": 2}'),
+        ('<tool_call>{"name": "search", "arguments": {"words": ["né"]}}</tool_call>', "ok", '{"né": 2}'),
         ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "unknown_tool", "Did you mean 'add'"),
         ("<tool_call>add(1, 2)</tool_call>", "bad_json", "not JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "bad_json", "no name"),
@@ -141,6 +148,35 @@ async def test_what_a_tool_gives_can_always_be_encoded() -> None:
     box = Toolbox([listing, refuses])
     assert await box.run(ToolCall("listing", {})) == ToolResult("ok", "caf?")
     assert await box.run(ToolCall("refuses", {})) == ToolResult("error", "error: ValueError: ?")
+
+
+async def test_a_long_result_is_cut_and_the_model_is_told_how_much_is_missing() -> None:
+    box = Toolbox([lengthy])
+    assert await box.run(ToolCall("lengthy", {})) == ToolResult("ok", "x" * 4000 + "… (1000 more characters)", True)
+    assert await Toolbox([lengthy], max_result_characters=5000).run(ToolCall("lengthy", {})) == ToolResult("ok", LONG)
+
+    class Reading(Sums):
+        tools = (lengthy,)
+        max_result_characters = 10
+
+    environment = Reading()
+    environment.reset(Task(TaskId("t"), [{"role": "user", "content": "?"}], {}))
+    said = await environment.step(Action('<tool_call>{"name": "lengthy"}</tool_call>'))
+    assert isinstance(said, Observation)
+    assert said.text == "xxxxxxxxxx… (4990 more characters)"
+    assert said.counts == {"tool_calls": 1.0, "tool_errors": 0.0, "tool_results_cut": 1.0}
+
+
+async def test_a_plain_function_around_an_asynchronous_one_is_awaited() -> None:
+    def wrapped(words: list[str]) -> object:
+        return search(words)
+
+    def rests_later() -> object:
+        return rests()
+
+    box = Toolbox([wrapped, rests_later], timeout_s=0.2)
+    assert await box.run(ToolCall("wrapped", {"words": ["a"]})) == ToolResult("ok", '{"a": 1}')
+    assert (await box.run(ToolCall("rests_later", {}))).outcome == "timeout"
 
 
 @pytest.mark.parametrize("tool", HOSTILE)
