@@ -92,7 +92,7 @@ class JsonClient:
             total_timeout_s: Longest time for all attempts, seconds.
 
         Raises:
-            NoAnswerError: If no attempt was answered.
+            NoAnswerError: If no attempt was answered, or none could be made in time.
             RefusalError: If the service refused, or its answer is not JSON.
             TypeError, ValueError: If `body` is not plain data.
         """
@@ -105,8 +105,12 @@ class JsonClient:
             self._next_start = start + self._interval_s
             await asyncio.sleep(start - now)
             async with self._slots:
+                left_s = give_up_at - loop.time()
+                if left_s <= 0:  # which aiohttp would take for no time limit
+                    limit = f"{total_timeout_s:.3g} s were over, with {self._max_concurrency} requests at a time"
+                    raise NoAnswerError(f"it waited for its turn until its {limit} (try {attempt})")
                 try:
-                    return await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
+                    return await self._post_once(url, data, min(timeout_s, left_s))
                 except _RetryableError as error:
                     problem = str(error)
                     wait_s = max(error.retry_after_s, self._retry.wait_s(attempt))

@@ -66,9 +66,12 @@ def _to_stops(stop: object) -> list[str]:
 
 
 def _one_prompt(prompt: object) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    raise ValueError(f"only one text is supported, got {type(prompt).__name__}")
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    if len(texts) == 1 and isinstance(texts[0], str):
+        return texts[0]
+    raise ValueError(
+        f"only one text is supported, got {len(texts)}, of {sorted({type(one).__name__ for one in texts})}"
+    )
 
 
 class _Field(BaseModel):

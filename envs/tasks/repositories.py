@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.task import Task
 from penstock.envs.config import EnvConfig
+from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_result import ANSWER
@@ -333,22 +334,26 @@ class RepositoryEpisode(AgentProgram):
             "tests_limit": float(tested.hit_a_limit),
             "tests_not_found": float(tested.exit_code in _NOT_FOUND),
         }
-        return Done(self._reward(tested, patch), counts)
-
-    def _reward(self, tested: SandboxResult, patch: str) -> dict[str, float | str]:
-        if not self._setting.is_reward_printed:
-            return {"reward": float(tested.is_ok), ANSWER: patch}
-        printed = None if tested.hit_a_limit else parse_reward(tested.stdout)
+        printed: RewardResult | None = float(tested.is_ok)
+        if self._setting.is_reward_printed:
+            printed = None if tested.hit_a_limit else parse_reward(tested.stdout)
+            counts["reward_not_printed"] = float(printed is None)
         parts = printed if isinstance(printed, Mapping) else {"reward": printed or 0.0}
-        return {**parts, ANSWER: patch}
+        return Done({**parts, ANSWER: patch}, counts)
 
     async def _collect(self, workspace: Workspace) -> Files | None:
-        """The files that are there now; None if the agent has left more than may be read."""
+        """The files that are there now; None if the agent has left more than may be read.
+
+        Raises:
+            RuntimeError: If they cannot be collected, for which the agent is not to blame.
+        """
         most = self._setting.agent_limits.max_disk_mib << 20
         limits = self._setting.agent_limits.model_copy(
             update={**_HELPER_LIMITS, "max_output_kib": most * 3 // 2 >> 10}  # base64 needs 4/3
         )
         result = await workspace.run(Program(argv=("sh", "-c", _COLLECT)), limits)
+        if not result.is_ok and not result.hit_a_limit:
+            raise RuntimeError(f"the files of the repository cannot be collected (tar, base64): {_told(result)}")
         return None if result.hit_a_limit else unpack(base64.b64decode(result.stdout), most)
 
     async def _patch(self, after: Files, changed: Sequence[str]) -> str:

@@ -15,8 +15,9 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Episode, Turn
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import RewardContext
+from penstock.envs.http_client import JsonClient, NoAnswerError
 from penstock.envs.loading import load_reward
-from penstock.envs.retrying import parse_retry_after
+from penstock.envs.retrying import RetryConfig, parse_retry_after
 from penstock.envs.rewards.http_reward import HttpReward, RewardServiceError
 from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import answered, pair
@@ -135,6 +136,22 @@ async def test_no_more_requests_run_at_a_time_than_allowed(service: Service) -> 
     await asyncio.gather(*(reward(answered("2")) for _ in range(20)))
     await reward.close()
     assert service.most == 3
+
+
+async def test_a_request_whose_time_is_over_when_its_turn_comes_is_not_sent(service: Service) -> None:
+    service.plan = [hang]
+    client = JsonClient(RetryConfig(max_attempts=1), max_concurrency=1, headers={})
+    url = f"{service.url}/reward"
+    try:
+        async with asyncio.timeout(5):
+            first = asyncio.create_task(client.post(url, 1, timeout_s=0.3))
+            await asyncio.sleep(0)
+            with pytest.raises(NoAnswerError, match=r"waited for its turn until its 0.1 s were over, with 1 requests"):
+                await client.post(url, 2, timeout_s=0.3, total_timeout_s=0.1)
+            await asyncio.gather(first, return_exceptions=True)
+    finally:
+        await client.close()
+    assert service.num_requests == 1
 
 
 async def test_in_its_process_a_failure_is_a_failed_reward_and_never_0(service: Service) -> None:

@@ -33,6 +33,7 @@ from penstock.envs.loading import load_task_source
 from penstock.envs.sandbox import bubblewrap, workspace
 from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program, SandboxResult
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.sandbox.service import make_service
 from penstock.envs.tasks.repositories import TEST_LIMITS, File, RepositoryEpisode, overlaid, pack, read_files, unpack
@@ -388,6 +389,8 @@ async def test_the_reward_is_the_exit_code_of_the_tests_or_what_they_print(
     reply = await play("fixes", {"tests": tests}, **args)
     assert (reply["reward"], reply["parts"]) == (reward, parts)
     assert reply["counts"]["tests_limit"] == float("sleep" in tests)
+    printed = {"reward_not_printed": float("no number" in tests)} if "prints_reward" in args else {}
+    assert {name: count for name, count in reply["counts"].items() if "printed" in name} == printed
 
 
 @isolated
@@ -688,6 +691,32 @@ async def test_without_isolation_limits_hold_and_nothing_is_left(
     await nothing_sleeps()
     assert (reply["reward"], reply["counts"]["agent_limit"]) == (1.0, float(kind == "fixes and hangs"))
     assert set(Path(tempfile.gettempdir()).glob("penstock-sandbox-*")) == folders
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (SandboxResult("exited", 127, "", "sh: 1: base64: not found", 0.1), r"exit code 127; sh: 1: base64: not found"),
+        (SandboxResult("killed", None, "", "", 0.1, "SIGKILL"), "SIGKILL"),
+        (SandboxResult("memory", None, "", "", 0.1, "more than 1 MiB"), None),
+    ],
+)
+async def test_files_that_cannot_be_collected_are_a_failure_unless_the_agent_is_to_blame(
+    tmp_path: Path, result: SandboxResult, message: str | None
+) -> None:
+    class Broken:
+        async def run(self, program: Program, limits: Limits) -> SandboxResult:
+            return result
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    config = configured(tmp_path, ["true"], 0, allow_unisolated=True, read=[])
+    source: Any = load_task_source(config, 0)
+    collecting = source.environment()._collect(Broken())
+    if message is None:
+        assert await collecting is None
+    else:
+        with pytest.raises(RuntimeError, match=f"(?s)cannot be collected.*{message}"):
+            await collecting
 
 
 def test_hidden_files_replace_what_stands_in_their_way() -> None:

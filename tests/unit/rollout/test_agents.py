@@ -227,8 +227,10 @@ async def test_plain_completions_go_on_from_their_own_text() -> None:
         first = await client.completions.create(model="policy", prompt="1+1=", logprobs=0)
         text = first.choices[0].text
         assert len(first.choices[0].logprobs.token_logprobs) == first.usage.completion_tokens == 3  # type: ignore[union-attr]
-        chunks = await client.completions.create(model="policy", prompt=f"1+1={text}<", stream=True)
+        chunks = await client.completions.create(model="policy", prompt=[f"1+1={text}<"], stream=True)
         assert "".join([chunk.choices[0].text async for chunk in chunks])
+        with pytest.raises(openai.BadRequestError, match=r"only one text is supported, got 2, of \['str'\]"):
+            await client.completions.create(model="policy", prompt=["1", "2"])
         with pytest.raises(openai.BadRequestError, match="does not begin with") as refused:
             await client.completions.create(model="policy", prompt="2+2=")
         assert refused.value.code == "history_changed"
