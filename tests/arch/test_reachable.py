@@ -45,7 +45,6 @@ ALLOWED = {
     "envs/sandbox/runner.py:main": "local.py sends this module to the interpreter in a sandbox, which calls it",
     "envs/sandbox/runner.py:get_source": "the standard library's linecache calls it",
     "envs/endpoint/chat_api.py:include_obfuscation": "clients of the OpenAI API send it; it changes nothing here",
-    "envs/endpoint/chat_api.py:tool_call_id": "clients of the OpenAI API send it; messages are read in their order",
     "envs/endpoint/server.py:content_type": "an attribute of aiohttp's response",
     "envs/tasks/repositories.py:mtime": "an attribute of an entry of tarfile",
     "envs/rewards/judge.py:__signature__": "inspect.signature reads it",
