@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from penstock.envs.endpoint.requests import ApiError, Call, ChatMessage, ChatRequest, Json
-from penstock.envs.endpoint.session import Answer, Piece
+from penstock.envs.endpoint.session import Answer, Piece, SampledToken
 
 
 class AnswerWriter(Protocol):
@@ -72,6 +72,14 @@ class AnswerReader:
             calls=answer.calls,
             finish_reason="tool_calls" if answer.calls else answer.finish_reason,
         )
+
+
+def token_logprobs(tokens: Sequence[SampledToken]) -> list[Json]:
+    """Tokens with their logprobs, as Chat Completions and Responses write them."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in tokens
+    ]
 
 
 def answer_message(answer: Answer) -> ChatMessage:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from penstock.envs.endpoint.answers import AnswerReader, data_event
+from penstock.envs.endpoint.answers import AnswerReader, data_event, token_logprobs
 from penstock.envs.endpoint.requests import (
     MODEL,
     ApiError,
@@ -300,13 +300,7 @@ class ChatWriter:
         if not self.request.wants_logprobs or not tokens:
             return None
         if self._is_chat:
-            return {
-                "content": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                    for text, logprob in tokens
-                ],
-                "refusal": None,
-            }
+            return {"content": token_logprobs(tokens), "refusal": None}
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

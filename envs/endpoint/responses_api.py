@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.envs.endpoint.answers import AnswerReader, answer_message, data_event
+from penstock.envs.endpoint.answers import AnswerReader, answer_message, data_event, token_logprobs
 from penstock.envs.endpoint.requests import (
     MODEL,
     ApiError,
@@ -286,7 +286,7 @@ class ResponseWriter:
         part: Json = self._output[-1]["content"][0]
         logprobs: Json = {}
         if self._open_kind == "message":
-            part["logprobs"] = _logprobs(tokens)
+            part["logprobs"] = token_logprobs(tokens)
             logprobs = {"logprobs": part["logprobs"]}
         self._open_kind = ""
         yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **logprobs)
@@ -358,10 +358,3 @@ def _failure(error: ApiError) -> str:
     if error.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if error.status >= 500 else "invalid_prompt"
-
-
-def _logprobs(tokens: Sequence[SampledToken]) -> list[Json]:
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens
-    ]
