@@ -153,12 +153,14 @@ def judge(text: str, answer: AnswerValue) -> Judged:
 
     answer = checked_answer(answer)
     predicted = math_verify.parse(text, parsing_timeout=None)
-    read = [*predicted, *(one for found in predicted[-1:] for one in _parsed(_as_number(str(found).strip())))]
+    said = str(predicted[-1]).strip() if predicted else ""
+    as_number = _as_number(said)
+    read = predicted if as_number == said else [*predicted, *_parsed(as_number)]
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
     golds = map(_parsed, dict.fromkeys([*written, _as_number(str(answer).strip())]))
     is_right = any(math_verify.verify(gold, read, timeout_seconds=None) for gold in golds)
     # The last one is the text that was parsed.
-    return Judged(is_right, str(answer) if is_right else str(predicted[-1]).strip() if predicted else "")
+    return Judged(is_right, str(answer) if is_right else said)
 
 
 def _parsed(answer: str) -> list[Any]:

@@ -82,6 +82,7 @@ def test_math_verify_judges_the_boxed_answer(response: str, answer: str, reward:
         (r"50\%", [r"\boxed{50 \%}", r"\boxed{50.0\%}", r"\boxed{0.5}", "It is 50%."], [r"\boxed{51\%}"]),
         ("0.5%", [r"\boxed{0.50\%}", r"\boxed{0.005}"], ["**50%**", r"\boxed{50\%}"]),
         ("0.5", [r"\boxed{50\%}"], [r"\boxed{0.5\%}"]),
+        ("50", [r"\boxed{50.0}"], [r"\boxed{50\%}"]),
         ("1e-07", [r"\boxed{0.0000001}", r"\boxed{10^{-7}}", r"\boxed{1e-7}"], [r"\boxed{0.000001}"]),
         (1e-7, [r"\boxed{1e-7}", r"\boxed{1.0e-07}"], [r"\boxed{1e-6}"]),
     ],
