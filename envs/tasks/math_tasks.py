@@ -154,10 +154,12 @@ def judge(text: str, answer: AnswerValue) -> Judged:
     answer = checked_answer(answer)
     predicted = math_verify.parse(text, parsing_timeout=None)
     said = str(predicted[-1]).strip() if predicted else ""
-    as_number = _as_number(said)
-    read = predicted if as_number == said else [*predicted, *_parsed(as_number)]
     written = [str(answer), str(answer).lower() if isinstance(answer, bool) else _positional(answer)]
-    golds = map(_parsed, dict.fromkeys([*written, _as_number(str(answer).strip())]))
+    of_answer, of_said = _numbers(str(answer).strip()), _numbers(said)
+    if len(of_answer) == len(of_said) == 2:  # both are percentages: 50% is not 5000%
+        of_answer, of_said = of_answer[:1], of_said[:1]
+    read = [*predicted, *(one for number in of_said for one in _parsed(number))]
+    golds = map(_parsed, dict.fromkeys([*written, *of_answer]))
     is_right = any(math_verify.verify(gold, read, timeout_seconds=None) for gold in golds)
     # The last one is the text that was parsed.
     return Judged(is_right, str(answer) if is_right else said)
@@ -170,14 +172,16 @@ def _parsed(answer: str) -> list[Any]:
     return parsed
 
 
-def _as_number(text: str) -> str:
-    """A percentage, and a number with an exponent, in a form that math-verify reads; any other text as it is.
+def _numbers(text: str) -> list[str]:
+    """What a percentage, or a number with an exponent, may stand for, in forms that math-verify reads; else nothing.
 
-    It takes 50\\% for a text, and 1e-07 for a sum with Euler's number.
+    It takes 50\\% for a text, and 1e-07 for a sum with Euler's number. A percentage is its hundredth and, from 1 on,
+    also its number, which is the answer to "what percent" in GSM8K.
     """
     if percent := _PERCENT.fullmatch(text):
-        return rf"\frac{{{percent[1]}}}{{100}}"
-    return f"{Decimal(text):f}" if _EXPONENT.fullmatch(text) else text
+        is_number = re.match(r"[+-]?[1-9]", percent[1])
+        return [rf"\frac{{{percent[1]}}}{{100}}", *([percent[1]] if is_number else [])]
+    return [f"{Decimal(text):f}"] if _EXPONENT.fullmatch(text) else []
 
 
 def _positional(answer: AnswerValue) -> str:
