@@ -18,7 +18,8 @@ from penstock.dataflow.trajectory import Trajectory, are_equal, rewards_by_basel
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 MAX_REFILLS = 1024
-"""Maximum number of groups filtered between two batches. Without a limit the engines could sample without training."""
+"""Maximum number of groups filtered between two batches, unless the configuration allows more. Without a limit the
+engines could sample without training."""
 
 
 def zero_variance(reward_part: str | None = None, heads: Collection[str] = ()) -> GroupFilter:

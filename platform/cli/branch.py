@@ -355,5 +355,5 @@ def at_the_first_task(state: Mapping[str, Any], config: RunConfig) -> dict[str, 
     core.roll_back()
     tasks: dict[str, Any] = {"weights": {}, "base": dict(core.ledger.admitted_by_stream), "skipped": [{}, None]}
     tasks |= {"rewards": {}, "requeued": [], "hooks": {}}
-    fresh = {"max_new_tokens": {}, "num_taken": {}, "filtered_since_batch": {}, "consecutive_failures": 0}
+    fresh: dict[str, Any] = {"max_new_tokens": {}, "num_taken": {}}
     return {**state, **fresh, "core": core.state_dict(), "tasks": tasks}

@@ -132,7 +132,7 @@ async def build_run(
         flow = Flow(
             core,
             make_task_queue(config, instruments.note, None if limit is None else limit.fits),
-            make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
+            make_filters(bounds, config.algorithm.reward_weights.keys()),
             FlowPorts(
                 runtime.runner,
                 actors.rewards,

@@ -297,8 +297,6 @@ class Flow:
             "max_new_tokens": max_new_tokens,
             "tasks": self._tasks.state_dict(),
             "num_taken": dict(self._tasks.num_taken),
-            "filtered_since_batch": {str(reason): count for reason, count in self._filters.since_batch.items()},
-            "consecutive_failures": self._consecutive_failures,
             "stats": self.stats.state_dict(),
         }
         return FlowSnapshot(state, tuple(ready), tuple(open_groups))
@@ -306,7 +304,8 @@ class Flow:
     async def restore(self, saved: FlowSnapshot, payloads: Mapping[GroupId, GroupPayload]) -> None:
         """Continue where `snapshot` was taken. Call it before the flow starts.
 
-        Under other bounds than then, live groups end as dropped(rollback) and their tasks start again.
+        Under other bounds than then, live groups end as dropped(rollback) and their tasks start again. Filtered and
+        failed groups in a row count from 0: a run that they stopped may go on once their cause is mended.
 
         Args:
             saved: The snapshot; its ready groups have no handles.
@@ -320,10 +319,6 @@ class Flow:
         keys = {group_id: (group["stream"], TaskId(group["task_id"])) for group_id, group in live.items()}
         tasks = self._tasks.load_state_dict(saved.state["tasks"], saved.state["num_taken"], keys.values())
         self.stats.load_state_dict(saved.state["stats"])
-        self._filters.since_batch.update(
-            {Reason(reason): count for reason, count in saved.state["filtered_since_batch"].items()}
-        )
-        self._consecutive_failures = saved.state["consecutive_failures"]
         max_new_tokens = saved.state["max_new_tokens"]
         for group_id, group in live.items():
             queued = QueuedTask(

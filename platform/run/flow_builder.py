@@ -6,7 +6,16 @@ from collections.abc import Callable, Collection
 from typing import cast
 
 from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySuccess
-from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overlong, pass_rate, user, zero_variance
+from penstock.dataflow.filters import (
+    MAX_REFILLS,
+    FilterChain,
+    GroupFilter,
+    has_parts,
+    overlong,
+    pass_rate,
+    user,
+    zero_variance,
+)
 from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.task import Task
@@ -14,7 +23,10 @@ from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimiting
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.cluster.memory import max_live_trajectories
-from penstock.platform.config.schema import FilterConfig, RunConfig
+from penstock.platform.config.schema import DataflowConfig, RunConfig
+
+MAX_REFILLS_PER_GROUP = 16
+"""Maximum number of groups filtered for each group of a batch: more than 94 % of all groups."""
 
 
 def flow_limits(config: RunConfig) -> FlowLimits:
@@ -63,15 +75,16 @@ def _hook(named: str | None, key: str, by_success: object) -> object | None:
     return by_success if named == BY_SUCCESS else load_object(named, key)
 
 
-def make_filters(config: FilterConfig, pass_reward: float, reward_parts: Collection[str] = ()) -> FilterChain:
+def make_filters(flow: DataflowConfig, reward_parts: Collection[str] = ()) -> FilterChain:
     """Build the enabled filters, cheapest first; `reward_parts` are the ones that `algorithm.reward_weights` needs."""
+    config = flow.filters
     filters: list[GroupFilter] = [has_parts(reward_parts)] if reward_parts else []
     if config.zero_variance:
         filters.append(zero_variance(config.zero_variance_part, reward_parts))
     if config.max_overlong_share is not None:
         filters.append(overlong(config.max_overlong_share))
     if config.pass_rate is not None:
-        filters.append(pass_rate(*config.pass_rate, pass_reward))
+        filters.append(pass_rate(*config.pass_rate, flow.pass_reward))
     if config.user is not None:
         filters.append(user(load_object(config.user, "dataflow.filters.user")))
-    return FilterChain(filters)
+    return FilterChain(filters, max(MAX_REFILLS, MAX_REFILLS_PER_GROUP * flow.batch_groups))

@@ -46,8 +46,6 @@ def memory_of(run: Run, flow: Flow) -> dict[str, Any]:
         "task cursor": {stream.name: cast("TrainingTasks", stream.tasks).num_taken for stream in tasks.streams},
         "task queue": _task_queue(tasks),
         "statistics": {name: value for name, value in plain(flow.stats).items() if name not in BEGIN_AGAIN},
-        "filtered since the last batch": plain(flow._filters.since_batch),
-        "failed groups in a row": flow._consecutive_failures,
         "evaluations": plain(run.evaluations.done),
         "failed evaluations": run.evaluations.num_failed,
         "skipped steps": run.log.skipped_steps,

@@ -93,7 +93,7 @@ def test_the_configured_hooks_hear_of_every_group_and_size_the_next_one() -> Non
     assert queue.lengths is not None
     assert queue.sizing.group_size(queued.task, queued.stream) == 2
     assert queue.lengths.of(queued.task, queued.stream) == 24
-    assert make_filters(config.dataflow.filters, config.dataflow.pass_reward).judge(members) is Reason.PASS_RATE
+    assert make_filters(config.dataflow).judge(members) is Reason.PASS_RATE
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.ledger import Ledger, Reason
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.platform.checks.load import compose_config
-from penstock.platform.run.flow_builder import flow_limits, make_task_queue
+from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,14 @@ def test_a_limit_of_memory_is_one_of_live_trajectories() -> None:
     assert few is not None
     assert more is not None
     assert 0 < few < more
+
+
+def test_a_large_batch_may_filter_more_groups_until_it_closes() -> None:
+    words = ["experiment=arithmetic", "dataflow.filters.zero_variance=true", "dataflow.batch_groups=512"]
+    chain = make_filters(compose_config(words).dataflow)
+    for _ in range(2_000):
+        chain.count(Reason.ZERO_VARIANCE)
+    assert chain.since_batch.total() == 2_000
 
 
 def test_a_curriculum_of_the_users_changes_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

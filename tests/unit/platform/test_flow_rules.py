@@ -16,7 +16,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.task import Task
 from penstock.dataflow.task_queue import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Trajectory
-from penstock.platform.config.schema import FilterConfig
+from penstock.platform.config.schema import DataflowConfig, FilterConfig
 from penstock.platform.metrics.anomalies import Anomalies
 from penstock.platform.run import flow as shipping
 from penstock.platform.run.flow import Flow
@@ -165,6 +165,28 @@ async def test_a_reward_that_never_has_an_opinion_ends_the_run_with_the_reason()
             await next_groups(flow)
 
 
+STOPPED_BY: dict[str, tuple[float | TrajectoryError | None, str]] = {
+    "filtered groups": (None, r"6 groups were filtered"),
+    "failed groups": (TrajectoryError("reward", "the judge is down"), r"8 groups in a row failed"),
+}
+
+
+@pytest.mark.parametrize("cause", STOPPED_BY)
+async def test_a_resume_counts_filtered_and_failed_groups_in_a_row_from_0(cause: str) -> None:
+    planted, message = STOPPED_BY[cause]
+    stopped = make_flow([FakeEngine()], FakeRewards(lambda _: planted), max_refills=5, retries=0)
+    with pytest.raises(PenstockError, match=message):
+        async with stopped:
+            await next_groups(stopped)
+    assert (saved := stopped.last_snapshot) is not None
+
+    is_first = iter([True])
+    mended = FakeRewards(lambda _: planted if next(is_first, False) else 1.0)
+    flow = make_flow(engines := [FakeEngine()], mended, max_refills=5, retries=0)
+    await flow.restore(saved, {})
+    assert len(await train_all(flow, engines)) == 8
+
+
 def unlucky(members: set[int], groups: int = 1_000_000) -> FakeRewards:
     """These members of the first groups are never scored."""
 
@@ -216,6 +238,10 @@ def none_cut(members: Sequence[Trajectory]) -> bool:
     return all(member.finish_reason != "length" for member in members)
 
 
+def filtered_by(filters: FilterConfig) -> DataflowConfig:
+    return DataflowConfig(batch_groups=2, group_size=2, max_staleness=1, filters=filters)
+
+
 @pytest.mark.parametrize(
     ("config", "reason", "is_kept"),
     [
@@ -228,7 +254,7 @@ async def test_each_filter_takes_its_groups_out_and_they_are_replaced(
     config: FilterConfig, reason: Reason, is_kept: Callable[[Sequence[Trajectory]], bool]
 ) -> None:
     engines = [FakeEngine(length=lambda serial: 9 if serial % 5 == 0 else 3)]
-    filters = make_filters(config, pass_reward=1.0).filters
+    filters = make_filters(filtered_by(config)).filters
     lengths = LengthLimits(5000, AtMostEight())
     flow = make_flow(engines, FakeRewards(), steps=8, filters=filters, lengths=lengths)
     trained = await train_all(flow, engines)
@@ -260,7 +286,7 @@ NEEDS_A_PART = {
 async def test_an_answer_whose_reward_lacks_a_part_that_is_needed_costs_its_group_and_not_the_run(key: str) -> None:
     rewards = PartsOf(lacks=lambda call: call == 9)
     config, weighed = NEEDS_A_PART[key]
-    filters = make_filters(config, 1.0, weighed).filters
+    filters = make_filters(filtered_by(config), weighed).filters
     flow = make_flow(engines := [FakeEngine()], rewards, filters=filters)
     trained = await train_all(flow, engines)
     assert len(trained) == 8, "every batch was complete"
@@ -270,7 +296,7 @@ async def test_an_answer_whose_reward_lacks_a_part_that_is_needed_costs_its_grou
 @pytest.mark.parametrize("key", NEEDS_A_PART)
 async def test_a_part_that_no_reward_has_stops_the_run_with_its_name(key: str) -> None:
     config, weighed = NEEDS_A_PART[key]
-    filters = make_filters(config, 1.0, weighed).filters
+    filters = make_filters(filtered_by(config), weighed).filters
     flow = make_flow([FakeEngine()], PartsOf(lacks=lambda _call: True), filters=filters)
     async with flow:
         with pytest.raises(PenstockError, match=rf"8 groups in a row failed.*{key} asks for correct.*It has: form"):
