@@ -406,6 +406,7 @@ class Flow:
         self._consecutive_failures = 0
         self.stats.group_ready(group_id, trajectories)
         self.core.ready(group)
+        run.forget_trajectories()
         self.stats.num_ready += 1
         self._settle()
         # `_settle` has woken the trainer first: if this group completes the batch, no early forward may delay it. The

@@ -33,7 +33,7 @@ class GroupRun:
         queued: The task and how many trajectories it gets.
         group_id: Its admission number in the ledger.
         context: What its trajectories share while they are sampled.
-        outcomes: Result of each trajectory; None while it runs.
+        outcomes: Result of each trajectory; None while it runs. Empty once the group is ready.
         is_judged: Whether the filters and the hooks of the task queue have seen the group.
     """
 
@@ -96,6 +96,12 @@ class GroupRun:
                 self._mark_generated(index)
         if None not in self.outcomes:
             self._jobs.append(asyncio.create_task(self._report_restored(), name=f"group {self.context.name}"))
+
+    def forget_trajectories(self) -> None:
+        """Free the memory of a ready group, whose trajectories the store has: many groups may wait or be trained."""
+        self.outcomes.clear()
+        self._sampled.clear()
+        self.context.prompts.clear()
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Cancel the running tasks, which abort their requests on the engines. Returns the tasks to await."""

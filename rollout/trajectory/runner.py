@@ -121,7 +121,10 @@ class TrajectoryRunner:
         if not (saved and turn.finish_if_complete()):
             await self._sample(context, member, turn)
         conversation.add_turn(turn, self.codec.split(turn.token_ids, conversation.opening))
-        return build_trajectory([conversation], context.task, context.trajectory_id(member))
+        trajectory = build_trajectory([conversation], context.task, context.trajectory_id(member))
+        # Without a wait from here to the caller, so that a checkpoint finds the turn or the trajectory.
+        del context.turns[member]
+        return trajectory
 
     def _prompt_ids(self, task: Task) -> tuple[int, ...]:
         """Encode the prompt of a task and check that the policy can answer it.

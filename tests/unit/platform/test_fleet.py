@@ -230,6 +230,7 @@ async def test_at_the_deadline_requests_move_with_their_tokens_and_nothing_is_ch
     leaving = service.engines[1]
     leaving.stops_after = num_tokens
     async with one_request_on(service, leaving) as running:
+        turn = service.context.turns[0]
         assert await service.scale(1) == "2 -> 1 engines are in service"
         moved = await running
     assert service.told[-1] == "engine-1 has left; 1 of its requests continue on other engines"
@@ -238,7 +239,7 @@ async def test_at_the_deadline_requests_move_with_their_tokens_and_nothing_is_ch
     assert continued.prompt_token_ids == tuple(whole.token_ids[: len(begun.prompt_token_ids) + num_tokens])
     stats = service.runner.stats
     assert (stats.interruptions, stats.tokens) == ({"left": 1}, num_tokens), "max_resumes is 0, so nothing was charged"
-    assert service.context.turns[0].num_interruptions == 0
+    assert turn.num_interruptions == 0
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "drain", "multi_version"])

@@ -152,6 +152,18 @@ async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:
         await runner.run(RolloutContext(next(tasks()), "0"), 0, SamplingParams(4))
 
 
+async def test_the_driver_keeps_no_tokens_of_groups_that_the_store_has() -> None:
+    flow = make_flow([FakeEngine()], FakeRewards())
+    async with flow:
+        while flow.core.num_ready < 4:  # noqa: ASYNC110 - the core has no event for it
+            await asyncio.sleep(0)
+        await next_groups(flow)
+        kept = [*flow._groups.values(), *flow._in_batch.values()]
+        assert len(kept) == 4
+        for run in kept:
+            assert not any((run.outcomes, run._sampled, run.context.turns, run.context.prompts)), run.group_id
+
+
 async def test_a_bug_in_a_group_stops_the_run() -> None:
     def broken(_trajectory: object) -> float:
         raise ZeroDivisionError("planted")

@@ -178,7 +178,8 @@ async def test_a_resume_counts_filtered_and_failed_groups_in_a_row_from_0(cause:
     with pytest.raises(PenstockError, match=message):
         async with stopped:
             await next_groups(stopped)
-    assert (saved := stopped.last_snapshot) is not None
+    saved = stopped.last_snapshot
+    assert saved is not None
 
     is_first = iter([True])
     mended = FakeRewards(lambda _: planted if next(is_first, False) else 1.0)

@@ -48,6 +48,15 @@ def same(left: Trajectory, right: Trajectory) -> bool:
     )
 
 
+async def test_a_turn_is_kept_while_it_is_sampled() -> None:
+    context, runner = RolloutContext(TASK, "0"), make_runner(engine())
+    running = asyncio.create_task(runner.run(context, 0, GREEDY))
+    await asyncio.sleep(0)
+    assert list(context.turns) == [0]
+    await running
+    assert context.turns == {}, "the trajectory has its tokens"
+
+
 @pytest.mark.parametrize("prompt", ["1+1=", "12+34=", "99-1=", "7*8="])
 @pytest.mark.parametrize("lost_after", [0, 1, 2, 5])
 async def test_interrupted_and_resumed_equals_uninterrupted(prompt: str, lost_after: int) -> None:
