@@ -123,7 +123,7 @@ class Lease(SlotRequest):
         now = _now()
         assert self.view is not None, "tokens without a grant"
         self.view.delivered(self, num_tokens, now - self.last_token_at)
-        self.last_token_at = now
+        self.last_token_at = self.view.last_token_at = now
 
     def lost(self, error: EngineLostError, group: Hashable) -> None:
         """Report that the engine lost the request or was silent. A dead engine, or one that loses many, is fenced.

@@ -68,6 +68,8 @@ class EngineView:
     """Requests lost, or interrupted for silence, since the last delivered token."""
     losing_groups: set[Hashable] = field(default_factory=set, repr=False)
     """Groups of those requests."""
+    last_token_at: float = -math.inf
+    """Time of the newest tokens of any of its requests, seconds of the event loop's clock."""
     fenced: str | None = None
     """Reason why the engine is out of service; None if it is in service."""
     is_paused: bool = False

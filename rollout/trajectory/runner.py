@@ -289,7 +289,12 @@ class TrajectoryRunner:
         return Interruption("aborted", f"{view.engine_id} ended {request_id}: {partial.finish_reason}", view)
 
     def _check_silence(self) -> None:
-        """Interrupt the requests that have been silent for too long; schedule the next check while requests run."""
+        """Interrupt the requests that have been silent for too long; schedule the next check while requests run.
+
+        With other engines in service the requests go there, and losses fence this one in time (`EnginePool.lost`). The
+        only engine would get them back, so it is fenced as soon as none of its requests got a token in that time. If a
+        prompt was the cause, that costs two restarts (`RolloutContext.is_suspect`).
+        """
         assert self._watch is not None, "called by its timer"
         loop = asyncio.get_running_loop()
         due, self._watch = self._watch.when(), None
@@ -297,9 +302,15 @@ class TrajectoryRunner:
             # This loop stood still, so the tokens of that time are still unread: every request gets a fresh period.
             self._silent_since = loop.time()
         running = [lease for lease in self.pool.leases() if lease.is_interruptible]
-        for lease in running:
-            if loop.time() - max(lease.last_token_at, self._silent_since) >= self.silence_timeout_s:
-                lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
+        limit_s, since = self.silence_timeout_s, loop.time() - self.silence_timeout_s
+        silent = [lease for lease in running if max(lease.last_token_at, self._silent_since) <= since]
+        for lease in silent:
+            lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {limit_s:.0f} s")
+        views = self.pool.views()
+        if len(views) == 1 and any(
+            lease.view is views[0] and views[0].last_token_at <= lease.last_token_at for lease in silent
+        ):
+            self.pool.fence(views[0].engine_id, f"no token for {limit_s:.0f} s to any of its requests")
         if running:
             self._watch = loop.call_later(self.silence_timeout_s / CHECKS_PER_TIMEOUT, self._check_silence)
 

@@ -21,6 +21,7 @@ from penstock.rollout.trajectory.conversation import PartialTurn
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, ends_by_context
+from tests.virtual_time import run_virtual
 
 CODEC = TokenCodec(character_tokenizer())
 GREEDY = SamplingParams(64, temperature=0.0, stop_token_ids=(1,))
@@ -295,6 +296,48 @@ async def test_an_engine_on_which_requests_of_several_groups_stand_still_is_fenc
     assert list(runner.pool.fenced) == [EngineId("stuck")]
     assert "no token for 0 s" in runner.pool.fenced[EngineId("stuck")]
     assert len(stuck.requests) <= 16, "not one request after another"
+
+
+def test_the_only_engine_is_restarted_when_it_hangs_with_the_requests_of_one_group() -> None:
+    async def one_group() -> None:
+        stuck, started = engine("only", silent=True), engine("only")
+        runner = make_runner(stuck, silence_s=0.05)
+        restarts: list[str] = []
+
+        def restart(engine_id: EngineId) -> bool:
+            restarts.append(engine_id)
+            asyncio.get_running_loop().call_soon(runner.pool.add, started)
+            return True
+
+        runner.pool.set_restart_hook(restart)
+        context = RolloutContext(TASK, "0")
+        await asyncio.gather(*(runner.run(context, index, GREEDY) for index in range(4)))
+        assert restarts == ["only"]
+        assert (len(stuck.requests), len(started.requests)) == (4, 4), "one silence was enough"
+        assert runner.stats.interruptions == {"silent": 4}
+
+    run_virtual(one_group())
+
+
+def test_the_only_engine_is_not_fenced_for_one_silent_request_while_it_answers_others() -> None:
+    async def hanging_on_one() -> None:
+        only, delays = engine(), iter([3600.0])
+
+        async def generate(request):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(next(delays, 0.01))
+            async for delta in FakeEngine.generate(only, request):
+                yield delta
+
+        only.generate = generate  # type: ignore[method-assign]
+        runner = make_runner(only, silence_s=0.05)
+        running = asyncio.create_task(run(runner))
+        await asyncio.sleep(0)
+        while not running.done():
+            await run(runner)
+        assert runner.stats.interruptions == {"silent": 1}
+        assert runner.pool.fenced == {}
+
+    run_virtual(hanging_on_one())
 
 
 async def until(condition: Callable[[], bool]) -> None:
