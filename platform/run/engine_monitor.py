@@ -18,6 +18,8 @@ from penstock.rollout.engine_pool.pool import EnginePool
 logger = logging.getLogger(__name__)
 
 WINDOW_POLLS = 6
+ANSWER_S = 5.0
+"""Longest wait for the load of one engine, seconds: all others wait with it for their next poll."""
 SPEED_WINDOW_S, LEAST_BUSY_S, WARM_UP_S = 60.0, 20.0, 10.0
 """Over what the speed of an engine is measured: seconds, and busy seconds in them; those that do not count at first."""
 
@@ -182,6 +184,7 @@ def _log_failure(polling: asyncio.Task[None]) -> None:
 
 async def _query_load(engine: Engine) -> tuple[EngineId, EngineLoad | None]:
     try:
-        return engine.engine_id, await engine.load()
-    except EngineLostError:
+        async with asyncio.timeout(ANSWER_S):
+            return engine.engine_id, await engine.load()
+    except (EngineLostError, TimeoutError):
         return engine.engine_id, None

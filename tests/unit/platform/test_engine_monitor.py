@@ -8,9 +8,10 @@ import pytest
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
-from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.engine_monitor import ANSWER_S, EngineMonitor
 from penstock.rollout.engine_pool.pool import EnginePool
 from tests.agents import ReplyingEngine
+from tests.virtual_time import run_virtual
 
 
 class BrokenEngine(ReplyingEngine):
@@ -100,3 +101,16 @@ async def test_an_engine_that_misses_a_poll_is_counted_for_all_of_the_time_when_
     engine.busy_s, other.busy_s = 10.0, 20.0
     await monitor.poll()
     assert monitor.idle_share == pytest.approx(1 - (10 + 20) / (20 + 20))
+
+
+def test_an_engine_that_does_not_answer_keeps_the_others_from_their_next_poll_for_a_few_seconds_only() -> None:
+    class Hung(Counting):
+        async def load(self) -> EngineLoad:
+            await asyncio.sleep(60)
+            raise EngineLostError("no answer within 60 s")
+
+    async def poll() -> float:
+        await EngineMonitor(EnginePool([Hung("a"), Counting("b")], 8)).poll()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(poll()) == ANSWER_S
