@@ -299,16 +299,31 @@ class InFlight:
             The acknowledgements so far, as soon as new requests are sampled from the version.
         """
         engines, timeout_s = in_service(self._pool), self._config.timeout_s
-        answers = await asyncio.gather(*(attempt(engine, published, timeout_s) for engine in engines))
+        answers = await asyncio.gather(*(self._first_attempt(engine, published) for engine in engines))
         acks = [answer for answer in answers if isinstance(answer, WeightAck)]
         failed = [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, WeightAck)]
-        if write_again is not None and is_refused(answers):
-            published = await write_again()
-        last = (last_attempt(engine, published, self._pool, timeout_s) for engine in failed)
-        acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
+        try:
+            if write_again is not None and is_refused(answers):
+                published = await write_again()
+            last = (last_attempt(engine, published, self._pool, timeout_s) for engine in failed)
+            acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
+        finally:
+            for engine in failed:
+                self._pool.resume(engine.engine_id)
         if acks:
             self._pool.set_min_version(published.manifest.version)
         return acks
+
+    async def _first_attempt(self, engine: RemoteEngine, published: PublishedVersion) -> WeightAck | PenstockError:
+        """As `attempt`. New requests go to an engine at once if it took the version, and not until `update` has ended
+        if it did not: with weights of no version it would lose each of them.
+        """
+        answer = await attempt(engine, published, self._config.timeout_s)
+        if isinstance(answer, WeightAck):
+            self._pool.refresh()
+        else:
+            self._pool.pause(engine.engine_id)
+        return answer
 
     async def close(self) -> None:
         pass

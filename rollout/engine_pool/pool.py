@@ -354,11 +354,12 @@ class EnginePool:
         return Lease(self, tokens, prefix, min_version, avoid)
 
     def pause(self, engine_id: EngineId) -> None:
-        """Route no new requests to an engine; running ones continue."""
-        self._wake_granted(self._dispatcher.pause(self._dispatcher.views[engine_id]))
+        """Route no new requests to an engine, unless it has left meanwhile; running ones continue."""
+        if (view := self._dispatcher.views.get(engine_id)) is not None:
+            self._wake_granted(self._dispatcher.pause(view))
 
     def resume(self, engine_id: EngineId) -> None:
-        """Undo `pause`; an engine that has left meanwhile is ignored."""
+        """Undo `pause`, unless the engine has left meanwhile."""
         if (view := self._dispatcher.views.get(engine_id)) is not None:
             self._wake_granted(self._dispatcher.resume(view))
 

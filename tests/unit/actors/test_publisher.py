@@ -12,7 +12,7 @@ from penstock.actors.weights.transports import GatherTransport, PublishedVersion
 from penstock.dataflow.errors import EngineLostError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.engine_pool.pool import EnginePool, Lease
 from penstock.weights.config import WeightsConfig
 
 
@@ -195,12 +195,36 @@ class Slow(Receiver):
         return await super().update_weights(manifest, payload)
 
 
-async def overlapped() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
-    """An overlapped publish of version 1: it has left the trainer, and the engine is still at version 0."""
+async def granted(pool: EnginePool, number: int = 1) -> list[Lease]:
+    leases = [pool.lease() for _ in range(number)]
+    await asyncio.wait_for(asyncio.gather(*(lease.acquire() for lease in leases)), 5.0)
+    return leases
+
+
+async def test_an_engine_that_refused_a_version_gets_no_requests_before_its_second_attempt() -> None:
+    refusing, slow = Receiver(EngineId("refusing"), refuse=1, version=0), Slow(EngineId("slow"), version=0)
+    pool = EnginePool([refusing, slow], 4)  # type: ignore[list-item]
+    config = WeightsConfig(timeout_s=5.0)
+    publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool))  # type: ignore[arg-type]
+    publishing = asyncio.create_task(publish.publish(1))
+    await asyncio.sleep(0.01)
+    assert len(refusing.received) == 1
+    assert {lease.engine.engine_id for lease in await granted(pool, 4)} == {"slow"}, "the other would lose them"
+    waiting = asyncio.create_task(granted(pool))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    slow.may_take.set()
+    await publishing
+    (lease,) = await waiting
+    assert (lease.engine.engine_id, lease.engine.version) == ("refusing", 1)
+
+
+async def overlapped(*others: Receiver, timeout_s: float = 0.2) -> tuple[ActorWeightPublisher, EnginePool, Slow]:
+    """An overlapped publish of version 1: it has left the trainer, and the slow engine is still at version 0."""
     engine = Slow(EngineId("a"))
     engine.may_take.set()
-    pool = EnginePool([engine], 4)  # type: ignore[list-item]
-    config = WeightsConfig(timeout_s=0.2, overlap=True)
+    pool = EnginePool([engine, *others], 4)  # type: ignore[list-item]
+    config = WeightsConfig(timeout_s=timeout_s, overlap=True)
     publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool))  # type: ignore[arg-type]
     assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
     engine.may_take.clear()
@@ -230,6 +254,13 @@ async def test_overlapped_no_request_starts_below_the_version_that_has_left() ->
     assert lease.view is not None
     assert lease.view.version == 1
     lease.release()
+    await publish.close()
+
+
+async def test_overlapped_an_engine_with_the_version_serves_while_another_one_takes_it() -> None:
+    publish, pool, slow = await overlapped(Receiver(EngineId("quick")), timeout_s=60.0)
+    assert [(lease.engine.engine_id, lease.engine.version) for lease in await granted(pool)] == [("quick", 1)]
+    assert slow.version == 0
     await publish.close()
 
 
