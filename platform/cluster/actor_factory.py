@@ -168,10 +168,16 @@ class RunActors:
             EngineLostError: If it fails to start.
         """
         index, self.num_engines_started = self.num_engines_started, self.num_engines_started + 1
+        process = ("engine", self.policy_id, index)
         if self.devices is not None:
             need = resources(config, "engine", "train")[0]
-            self.devices.reuse(("engine", self.policy_id, index), int(need.num_gpus), need.accelerator_type)
-        engine = await self.start_engine(config, index)
+            self.devices.reuse(process, int(need.num_gpus), need.accelerator_type)
+        try:
+            engine = await self.start_engine(config, index)
+        except BaseException:
+            if self.devices is not None:
+                self.devices.release(process)
+            raise
         self.engines.append(engine)
         return engine
 

@@ -9,8 +9,10 @@ from ray.util.placement_group import PlacementGroup
 
 from penstock.actors.bundles import Bundle, described
 from penstock.actors.devices import ReservedDevices
+from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import PARTNER, POLICY
-from penstock.platform.cluster.actor_factory import resources
+from penstock.platform.cluster import actor_factory
+from penstock.platform.cluster.actor_factory import RunActors, resources
 from penstock.platform.cluster.placement import device_bundles
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
@@ -101,6 +103,21 @@ def test_a_partner_has_places_of_its_own() -> None:
     }
     assert [len(of_role) for of_role in places.values()] == [4, 4, 4, 4]
     assert sorted(bundle for of_role in places.values() for bundle in of_role) == list(range(16))
+
+
+async def test_an_engine_that_cannot_start_gives_its_bundle_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start_engines(*_arguments: object) -> None:
+        places.append(devices.place(("engine", POLICY, 0)))
+        raise EngineLostError("planted: out of memory")
+
+    places: list[object] = []
+    monkeypatch.setattr(actor_factory, "start_engines", start_engines)
+    devices = ReservedDevices(NO_GROUP, [Bundle(1)], free=[0])
+    actors = RunActors([], *[None] * 5, devices=devices)  # type: ignore[arg-type]
+    with pytest.raises(EngineLostError, match="planted"):
+        await actors.started(configured())
+    assert places[0] is not None, "it was to start there"
+    assert devices.free == [0]
 
 
 def test_an_engine_that_joins_takes_the_bundle_of_one_of_its_size_that_has_left() -> None:
