@@ -24,6 +24,7 @@ from penstock.platform.metrics.evaluation_table import AnswerTable
 from penstock.platform.metrics.summary import EvaluatedOn
 from penstock.platform.run.lifecycle import first_error
 from penstock.platform.run.saved_config import differences
+from penstock.rollout.config import SamplingConfig
 from penstock.rollout.trajectory.prompt_limit import PromptLimit
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
@@ -32,7 +33,8 @@ MEASURING_KEYS = (
     "seed",
     "env",
     "reward",
-    "rollout.sampling.max_new_tokens",
+    *(f"rollout.sampling.{name}" for name in SamplingConfig.model_fields if name != "temperature"),
+    "dataflow.pass_reward",
     "evaluation.num_tasks",
     "evaluation.answers_per_task",
     "evaluation.temperature",

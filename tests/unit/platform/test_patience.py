@@ -15,7 +15,7 @@ from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig
 from penstock.platform.metrics.run_files import BEST_FILE, CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.run import controller, resume
 from penstock.platform.run.checkpoint import choose_checkpoint
-from penstock.platform.run.evaluation import Evaluation
+from penstock.platform.run.evaluation import Evaluation, comparable_evaluations
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.resume import nothing_left
 from penstock.platform.run.run import Run
@@ -129,6 +129,23 @@ async def test_evaluations_of_something_else_neither_end_the_run_that_continues_
     assert note.startswith(
         "evaluation.answers_per_task was 1 and is 4: evaluations before that measured something else"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.sampling.stop=[END]", "rollout.sampling.stop was [] and is ['END']"),
+        ("rollout.sampling.top_k=20", "rollout.sampling.top_k was 0 and is 20"),
+        ("dataflow.pass_reward=0.5", "dataflow.pass_reward was 1.0 and is 0.5"),
+        ("rollout.sampling.temperature=0.5", None),  # evaluations have their own
+    ],
+)
+def test_evaluations_with_other_answers_or_passes_cannot_be_compared(override: str, reason: str | None) -> None:
+    before, after = (compose_config(["experiment=arithmetic", *words]) for words in ([], [override]))
+    saved = {"config": before.model_dump(mode="json"), "evaluations": [{"step": 1}]}
+    done, why_none = comparable_evaluations(saved, after)
+    assert len(done) == (reason is None)
+    assert reason is None or str(why_none).startswith(f"{reason}: evaluations before that measured something else")
 
 
 def test_resume_refuses_a_run_that_has_ended_and_names_the_key_and_auto_has_nothing_left(
