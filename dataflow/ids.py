@@ -17,7 +17,7 @@ RequestId = NewType("RequestId", str)
 """Names one request to one engine. A retried turn is a new request."""
 
 EngineId = NewType("EngineId", str)
-"""E.g. `engine-0`."""
+"""E.g. `engine-0`, or `partner-engine-0` in a run with two policies."""
 
 PolicyId = NewType("PolicyId", str)
 """Names a policy of a run, e.g. the one that sampled a trajectory."""

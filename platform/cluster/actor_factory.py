@@ -466,14 +466,14 @@ def engine_specs(config: RunConfig, policy_id: PolicyId = POLICY, command: Comma
 
 
 def engine_spec(config: RunConfig, index: int, policy_id: PolicyId = POLICY, command: Command = "train") -> EngineSpec:
-    """Settings of the engine `engine-<index>`."""
+    """Settings of the engine `engine-<index>`, of a partner `partner-engine-<index>`: logs and errors name it."""
     view = config.rollout_view_of(index)
     cluster, engine = view.cluster, view.rollout.engine
     if cluster.colocated and isinstance(engine, VllmEngineConfig):  # as planned: vLLM would take the trainer's share
         planned = kv_cache_gib(view, cluster.pools[cluster.rollout_pool])
         engine = engine.model_copy(update={"kv_cache_gib": planned})
     return EngineSpec(
-        engine_id=EngineId(f"engine-{index}"),
+        engine_id=EngineId(f"{'' if policy_id == POLICY else f'{policy_id}-'}engine-{index}"),
         model_path=model_path(config),
         model=config.model,
         engine=engine,
@@ -499,7 +499,7 @@ def profiles_folder(config: RunConfig, policy_id: PolicyId) -> str:
 
 def engine_index(engine_id: EngineId) -> int:
     """The index that `engine_spec` has named an engine by."""
-    return int(engine_id.removeprefix("engine-"))
+    return int(engine_id.rpartition("-")[2])
 
 
 def rollout_pool_of(config: RunConfig, engine: RemoteEngine) -> str:

@@ -167,6 +167,7 @@ def _merge_reports(reports: Sequence[PublishReport]) -> PublishReport:
         total_s=max(mine.total_s, other.total_s),
         acks=(*mine.acks, *other.acks),
         drain_timeouts=mine.drain_timeouts + other.drain_timeouts,
+        rewrites=mine.rewrites + other.rewrites,
         max_logprob_diff=max(
             (report.max_logprob_diff for report in reports if report.max_logprob_diff is not None), default=None
         ),

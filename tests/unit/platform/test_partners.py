@@ -126,6 +126,12 @@ class FakePublisher:
         return replace(self.report, version=version)
 
 
+async def test_a_publish_counts_what_was_written_again_for_either() -> None:
+    mine, other = FakePublisher(3, None), FakePublisher(2, None)
+    other.report = replace(other.report, rewrites=1)
+    assert (await TwoPolicyPublisher(mine, other).publish(4)).rewrites == 1
+
+
 async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> None:
     report = await TwoPolicyPublisher(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
     assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
@@ -157,6 +163,14 @@ def test_both_get_a_trainer_and_engines_and_share_the_rest() -> None:
     names = [name_of(placement) for placement in placements if placement.role not in ("driver", "reward")]
     of_one = ["trainer-0", "engine-0", "engine-1"]
     assert names == [*(f"policy-{name}" for name in of_one), *(f"partner-{name}" for name in of_one)]
+
+
+def test_the_engines_of_both_have_names_and_so_logs_of_their_own() -> None:
+    config = compose_config([EXPERIMENT, "rollout.num_engines=2"])
+    mine, others = actor_factory.engine_specs(config), actor_factory.engine_specs(config.partner_view, PARTNER)
+    names = [spec.engine_id for spec in (*mine, *others)]
+    assert names == ["engine-0", "engine-1", "partner-engine-0", "partner-engine-1"]
+    assert [actor_factory.engine_index(name) for name in names] == [0, 1, 0, 1]
 
 
 def test_on_gpus_the_partner_takes_the_slots_after_the_policys() -> None:
