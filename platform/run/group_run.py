@@ -77,6 +77,7 @@ class GroupRun:
             failures = [TrajectoryError(one.kind, one.detail, is_final=one.is_final) for one in progress.failures]
             self._failures[index] = failures
             trajectory, partial = progress.trajectory, progress.partial
+            self.context.is_answered |= trajectory is not None or partial is not None
             if progress.has_failed:
                 self.outcomes[index] = failures[-1]
             elif trajectory is not None and trajectory.is_scored:

@@ -13,12 +13,15 @@ import pytest
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
-from penstock.dataflow.ids import EngineId, TaskId
+from penstock.dataflow.ids import EngineId, GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.saved_groups import MemberProgress, OpenGroup
 from penstock.dataflow.task import Task
-from penstock.dataflow.task_queue import TaskStream
+from penstock.dataflow.task_queue import QueuedTask, TaskStream
+from penstock.dataflow.versions import Span
 from penstock.platform.run.flow import Flow
+from penstock.platform.run.group_run import GroupRun
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.weights.model_config import ModelConfig
@@ -207,13 +210,32 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
     assert flow.counts().failed in (1, 2), "the other group that had no token on either cannot be told from it"
 
 
-async def test_engines_that_are_lost_twice_before_any_answer_end_their_groups_and_not_the_run() -> None:
-    class Doomed(FakeEngine):
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
-            await asyncio.sleep(0)
-            raise EngineLostError.final(f"{self.engine_id}: its process ended")
-            yield TokenDelta((), (), (), None)
+class Doomed(FakeEngine):
+    """Its process ends over any prompt."""
 
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        await asyncio.sleep(0)
+        raise EngineLostError.final(f"{self.engine_id}: its process ended")
+        yield TokenDelta((), (), (), None)
+
+
+async def test_a_prompt_that_had_tokens_before_a_resume_is_not_the_cause_of_lost_engines() -> None:
+    flow = flow_over([Doomed(EngineId("e0"))], "1+1=")
+    pool, others = flow.ports.runner.pool, iter([Doomed(EngineId("e0")), FakeEngine(EngineId("e0"))])
+
+    def start_again(engine_id: EngineId) -> bool:
+        asyncio.get_running_loop().call_soon(pool.add, next(others))
+        return True
+
+    pool.set_restart_hook(start_again)
+    group = GroupRun(flow, GroupId(0), QueuedTask(Task(TaskId("t"), "1+1="), "", 2))
+    had_tokens = MemberProgress(deltas=(TokenDelta((5,), (-1.0,), (Span(0, 1),)),))
+    group.restore(OpenGroup(GroupId(0), (had_tokens, MemberProgress())).packed())
+    for member in range(2):
+        assert (await flow.ports.runner.run(group.context, member, flow.ports.sampling)).finish_reason == "stop"
+
+
+async def test_engines_that_are_lost_twice_before_any_answer_end_their_groups_and_not_the_run() -> None:
     started: list[FakeEngine] = [Doomed(EngineId("e0"))]
     flow = flow_over(started, "1+1=", slots=12 * GROUP_SIZE, eta=1)
     pool = flow.ports.runner.pool
