@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -230,18 +230,19 @@ async def policy_runtime(
         pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s
     )
     publisher = await actors.publisher(pool, config, parity_check.check)
-    # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
-    # therefore not restarted there.
-    max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
     policies: dict[FrozenRole, FrozenPolicyClient | None] = {"reference": actors.reference, "teacher": actors.teacher}
     frozen = [policy for role, policy in policies.items() if policy is not None and config.takes_turns(role)]
     if config.cluster.colocated:
         actors.trainer.turn = partial(engines_asleep, pool, frozen)
-    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
+    limit = rollout.max_engine_restarts_per_hour
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, limit)
+    # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
+    # therefore not restarted there.
+    restarting = nullcontext() if config.cluster.colocated else restarts.running()
     try:
         are_equal = not config.cluster.extra_rollout_pools
         watching = EngineMonitor(pool, adapts_concurrency=True, has_equal_engines=are_equal)
-        async with restarts.running(), watching.running() as monitor:
+        async with restarting, watching.running() as monitor:
             yield PolicyRuntime(
                 runner,
                 trainer=actors.trainer,

@@ -199,7 +199,7 @@ class EnginePool:
         self._idle.set()
         self._idle_events: dict[EngineView, asyncio.Event] = {}
         self._restart_hook: Callable[[EngineId], bool] | None = None
-        self._max_restarts_per_hour = 0
+        self._max_restarts_per_hour: int | None = None
         self._returning: set[EngineId] = set()
         self._joined = asyncio.Event()
         self.num_returned = 0
@@ -499,11 +499,13 @@ class EnginePool:
     def no_engine_left(self) -> str:
         """The message of a run that has lost its last engine."""
         fenced, limit = self.fenced, self._max_restarts_per_hour
+        restarts = f"each is restarted at most rollout.max_engine_restarts_per_hour={limit} times within an hour"
+        if limit is None:
+            restarts = "lost engines are restarted only in training, and not if they take turns with the trainer"
         causes = "; ".join(f"{engine_id}: {reason.rstrip('.')}" for engine_id, reason in fenced.items())
         return (
-            f"no rollout engine is left in service: {len(fenced)} of {len(fenced)} are out (each is restarted at most "
-            f"rollout.max_engine_restarts_per_hour={limit} times within an hour), so nothing can be sampled. Causes: "
-            f"{causes}. Mend them (Ray's logs tell more), then continue with `penstock resume`."
+            f"no rollout engine is left in service: {len(fenced)} of {len(fenced)} are out ({restarts}), so nothing "
+            f"can be sampled. Causes: {causes}. Mend them (Ray's logs tell more), then continue with `penstock resume`."
         )
 
 

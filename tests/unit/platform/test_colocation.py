@@ -17,8 +17,11 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster import actor_factory
 from penstock.platform.cluster.actor_factory import RunActors, start_actors
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.run.build import policy_runtime
 from penstock.platform.run.colocation import engines_asleep
 from penstock.rollout.engine_pool.pool import EnginePool
+from penstock.rollout.trajectory.runner import TrajectoryRunner
+from tests.flows import CODEC
 
 
 @dataclass
@@ -120,6 +123,31 @@ async def test_after_a_step_that_failed_the_engines_stay_asleep_since_a_rank_may
     with pytest.raises(TrainingError, match="a process died"):
         await step(pool, calls, is_lost=True)
     assert calls == ["a sleep", "step"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster.colocated=true", "dataflow.max_staleness=0"], "and not if they take turns with the trainer"),
+        (["rollout.max_engine_restarts_per_hour=0"], "at most rollout.max_engine_restarts_per_hour=0 times"),
+    ],
+    ids=["colocated", "apart"],
+)
+async def test_the_last_engine_that_is_lost_says_why_it_is_not_restarted(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing() -> None: ...
+
+    async def publisher(*_arguments: object) -> SimpleNamespace:
+        return SimpleNamespace(catch_up=nothing, close=nothing)
+
+    config = compose_config(["experiment=arithmetic", *words])
+    pool, none = EnginePool([Sleepy("a", [])], 4), cast("Any", None)  # type: ignore[list-item]
+    actors = RunActors([], cast("Any", Trainer([])), none, none, None, None)
+    monkeypatch.setattr(RunActors, "publisher", publisher)
+    async with policy_runtime(config, actors, TrajectoryRunner(pool, CODEC, 5.0), [], none):
+        pool.fence(EngineId("a"), "planted")
+        assert told in pool.no_engine_left()
 
 
 async def test_going_back_to_a_checkpoint_loads_the_trainer_while_the_engines_sleep(
