@@ -330,11 +330,10 @@ class Dataflow:
             self.surplus_search.observe(step_s, waited_s)
             self._present = replace(self.limits, surplus=self.surplus_search.surplus)
 
-    def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
+    def skip(self) -> None:
         """Record that the optimizer step was skipped: the groups of the batch end untrained, the version is kept."""
-        state = GroupState.FILTERED if reason is Reason.ZERO_VARIANCE else GroupState.DROPPED
         for group in self._in_training:
-            self.ledger.end(group.group_id, state, reason)
+            self.ledger.end(group.group_id, GroupState.DROPPED, Reason.BAD_STEP)
         self._in_training = []
 
     def return_batch(self) -> None:

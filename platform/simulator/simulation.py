@@ -177,9 +177,7 @@ class Simulation:
         """Connect the shipping code to simulated ports, as `build.build_run` connects it to real ones."""
         config, world, grain, parts = self.config, self.world, self.config.grain, self.parts
         self.actors = self.start_engines()
-        self.pool = pool = parts.pool(
-            self.actors.engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed)
-        )
+        self.pool = pool = parts.pool(self.actors.engines, config.slots, policy=make_policy(config.routing, self.seed))
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
         self.environments = parts.environments(world, config)
         turns = 2 * config.turns  # the longest episode, so that none is truncated

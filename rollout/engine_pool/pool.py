@@ -184,14 +184,13 @@ class EnginePool:
         self,
         engines: Sequence[Engine],
         max_per_engine: int,
-        seed: int = 0,
         *,
         policy: LeastLoaded | None = None,
         version_timeout_s: float = 600.0,
     ) -> None:
         self.max_per_engine = max_per_engine
         self.version_timeout_s = version_timeout_s
-        self._dispatcher = Dispatcher(policy or PrefixAware(seed))
+        self._dispatcher = Dispatcher(policy or PrefixAware())
         for engine in engines:
             self._dispatcher.add(EngineView(engine, max_per_engine, max_per_engine))
         self._num_leases = 0

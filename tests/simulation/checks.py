@@ -205,8 +205,8 @@ class CheckedDataflow(Dataflow):
         super().advance(version)
         self.check()
 
-    def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
-        super().skip(reason)
+    def skip(self) -> None:
+        super().skip()
         self.check()
 
     def check(self) -> None:

@@ -177,8 +177,6 @@ class Traffic:
     """By group rank of the receiver."""
     received_bytes: Counter[int] = field(default_factory=Counter)
     """By group rank of the sender."""
-    seconds: float = 0.0
-    """Since all members were ready."""
     sums: list[PartialSum] | None = None
     """Contributions of the sent data to the checksums; None if not wanted."""
     num_elements: int = 0
@@ -296,7 +294,6 @@ class Transfer:
             with boundary(WeightSyncError, f"{what}: {name}"):
                 links = self._group.links
                 self._group.barrier(what, self._fingerprint)
-                started = time.monotonic()
                 traffic = Traffic(sums=[] if wants_sums else None)
                 for number, step in enumerate(self._steps):
                     begun = time.monotonic()
@@ -308,7 +305,6 @@ class Transfer:
                     except LostPeerError as lost:
                         where = f"{what}: {name}, bucket {number + 1} of {len(self._steps)}"
                         raise WeightSyncError(self._what_is_lost(where, lost, begun, traffic)) from lost
-                traffic.seconds = time.monotonic() - started
                 return traffic
         except WeightSyncError as error:
             self._group.report_failure(str(error))
