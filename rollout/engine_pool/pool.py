@@ -270,20 +270,31 @@ class EnginePool:
             self._joined.clear()
             await self._joined.wait()
 
-    def fence(self, engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+    def fence(
+        self,
+        engine_id: EngineId,
+        reason: str,
+        kind: Literal["fenced", "lost"] = "fenced",
+        *,
+        only_if_restarted: bool = False,
+    ) -> None:
         """Take an engine out of service: no new requests are routed to it, and its trajectories resume elsewhere.
 
         Args:
             engine_id: The engine.
             reason: Shown in logs and errors.
             kind: `lost` if the engine process is gone, and its requests with it.
+            only_if_restarted: Leave the engine in service if it would not be restarted.
         """
         view = self._dispatcher.views.get(engine_id)
         # A publish that began before an engine left may report its loss after it.
         if view is None or view.fenced is not None:
             return
+        is_restarted = self._restart_hook is not None and self._restart_hook(engine_id)
+        if only_if_restarted and not is_restarted:
+            return
         logger.warning("%s is fenced and gets no more requests: %s", engine_id, reason)
-        if self._restart_hook is not None and self._restart_hook(engine_id):
+        if is_restarted:
             self._returning.add(engine_id)
         self._take_out(view, reason)
         for lease in _leases(view.requests):

@@ -292,8 +292,9 @@ class TrajectoryRunner:
         """Interrupt the requests that have been silent for too long; schedule the next check while requests run.
 
         With other engines in service the requests go there, and losses fence this one in time (`EnginePool.lost`). The
-        only engine would get them back, so it is fenced as soon as none of its requests got a token in that time. If a
-        prompt was the cause, that costs two restarts (`RolloutContext.is_suspect`).
+        only engine would get them back, so it is restarted as soon as none of its requests got a token in that time. If
+        a prompt was the cause, that costs two restarts (`RolloutContext.is_suspect`). Without a restart it stays in
+        service: only a message may have been lost.
         """
         assert self._watch is not None, "called by its timer"
         loop = asyncio.get_running_loop()
@@ -310,7 +311,8 @@ class TrajectoryRunner:
         if len(views) == 1 and any(
             lease.view is views[0] and views[0].last_token_at <= lease.last_token_at for lease in silent
         ):
-            self.pool.fence(views[0].engine_id, f"no token for {limit_s:.0f} s to any of its requests")
+            reason = f"no token for {limit_s:.0f} s to any of its requests"
+            self.pool.fence(views[0].engine_id, reason, only_if_restarted=True)
         if running:
             self._watch = loop.call_later(self.silence_timeout_s / CHECKS_PER_TIMEOUT, self._check_silence)
 

@@ -316,10 +316,12 @@ def watch_exits(pool: EnginePool, *, may_fence: bool) -> None:
     """Check why engines are fenced: never for a prompt that they refuse, and not at all without faults of engines."""
     fence = pool.fence
 
-    def fenced(engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+    def fenced(
+        engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced", *, only_if_restarted: bool = False
+    ) -> None:
         if POISON in reason or not may_fence:
             stop_run(InvariantError("fence", f"{engine_id} has no fault and is fenced: {reason}"))
-        fence(engine_id, reason, kind)
+        fence(engine_id, reason, kind, only_if_restarted=only_if_restarted)
 
     pool.fence = fenced  # type: ignore[method-assign]
 

@@ -319,7 +319,25 @@ def test_the_only_engine_is_restarted_when_it_hangs_with_the_requests_of_one_gro
     run_virtual(one_group())
 
 
-def test_the_only_engine_is_not_fenced_for_one_silent_request_while_it_answers_others() -> None:
+def test_the_only_engine_stays_in_service_if_it_would_not_be_restarted() -> None:
+    async def one_lost_message() -> None:
+        only, delays = engine(), iter([3600.0])
+
+        async def generate(request):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(next(delays, 0.0))
+            async for delta in FakeEngine.generate(only, request):
+                yield delta
+
+        only.generate = generate  # type: ignore[method-assign]
+        runner = make_runner(only, silence_s=0.05)
+        runner.pool.set_restart_hook(lambda _engine_id: False)
+        await run(runner)
+        assert runner.stats.interruptions == {"silent": 1}
+
+    run_virtual(one_lost_message())
+
+
+def test_the_only_engine_is_not_restarted_for_one_silent_request_while_it_answers_others() -> None:
     async def hanging_on_one() -> None:
         only, delays = engine(), iter([3600.0])
 
@@ -328,14 +346,19 @@ def test_the_only_engine_is_not_fenced_for_one_silent_request_while_it_answers_o
             async for delta in FakeEngine.generate(only, request):
                 yield delta
 
+        def restart(engine_id: EngineId) -> bool:
+            restarts.append(engine_id)
+            return False
+
         only.generate = generate  # type: ignore[method-assign]
-        runner = make_runner(only, silence_s=0.05)
+        runner, restarts = make_runner(only, silence_s=0.05), list[str]()
+        runner.pool.set_restart_hook(restart)
         running = asyncio.create_task(run(runner))
         await asyncio.sleep(0)
         while not running.done():
             await run(runner)
         assert runner.stats.interruptions == {"silent": 1}
-        assert runner.pool.fenced == {}
+        assert restarts == []
 
     run_virtual(hanging_on_one())
 
