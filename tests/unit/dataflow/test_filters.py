@@ -13,7 +13,7 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import FinishReason, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.platform.config.schema import FilterConfig
+from penstock.platform.config.schema import DataflowConfig, FilterConfig
 from penstock.platform.run.flow_builder import make_filters
 
 
@@ -63,7 +63,9 @@ def test_a_difference_in_one_head_keeps_a_group_whose_sums_are_equal() -> None:
 
     group = [rewarded(right=1.0, short=0.0), rewarded(right=0.0, short=1.0)]
     assert zero_variance()(group) is Reason.ZERO_VARIANCE
-    assert make_filters(FilterConfig(zero_variance=True), 1.0, ("right", "short")).judge(group) is None
+    filters = FilterConfig(zero_variance=True)
+    flow = DataflowConfig(batch_groups=1, group_size=2, max_staleness=1, filters=filters)
+    assert make_filters(flow, ("right", "short")).judge(group) is None
     assert zero_variance(heads=("right", "short"))([group[0], group[0]]) is Reason.ZERO_VARIANCE
 
 

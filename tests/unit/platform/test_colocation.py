@@ -143,7 +143,7 @@ async def test_the_last_engine_that_is_lost_says_why_it_is_not_restarted(
 
     config = compose_config(["experiment=arithmetic", *words])
     pool, none = EnginePool([Sleepy("a", [])], 4), cast("Any", None)  # type: ignore[list-item]
-    actors = RunActors([], cast("Any", Trainer([])), none, none, None, None)
+    actors = RunActors([], cast("Any", SimpleNamespace()), none, none, None, None)
     monkeypatch.setattr(RunActors, "publisher", publisher)
     async with policy_runtime(config, actors, TrajectoryRunner(pool, CODEC, 5.0), [], none):
         pool.fence(EngineId("a"), "planted")
