@@ -200,8 +200,8 @@ class RemovedBeforeItsRequestsEnd(Fleet):
     """A leaving engine is ended at once."""
 
     async def _leave(self, engine: RemoteEngine, tell: Progress) -> None:
-        self._pool.remove(engine.engine_id)
-        await self._actors.ended(engine)
+        self.pool.remove(engine.engine_id)
+        await self.actors.ended(engine)
         tell(f"{engine.engine_id} has left")
 
 
