@@ -201,9 +201,21 @@ class TurnTemplate:
                 roles = [message["role"] for message in messages]
                 what = f"renders an answer {text.count(self._marker)} times before messages with roles {roles}"
                 raise TrajectoryError("env", f"the chat template {what}; exactly once is needed to place them")
+            if messages[0]["role"] == "tool" and not self._writes_results:
+                raise TrajectoryError(
+                    "env",
+                    "the chat template leaves out a tool's result after an answer in which it sees no calls, so the "
+                    "policy would not see it. Give results as messages of the user, or use another chat template",
+                )
         if end_of_turn and after.lstrip().startswith(end_of_turn):
             return after.lstrip().removeprefix(end_of_turn)
         return after
+
+    @cached_property
+    def _writes_results(self) -> bool:
+        """Whether the template writes a result that follows an answer without calls; some leave it out (Gemma 4)."""
+        result = {"role": "tool", "content": self._marker}
+        return self._marker in self._render([*_OPENING, {"role": "assistant", "content": "?"}, result], _bad_messages)
 
     def _after_calls(self, messages: Sequence[dict[str, str]], calls: Sequence[str], ends: Sequence[str]) -> str | None:
         """Text from the end of an answer with calls, of which templates write their results (Mistral, gpt-oss).

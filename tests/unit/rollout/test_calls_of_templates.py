@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.endpoint.answer_parser import ParsedAnswer, SampledTurn
 from penstock.envs.endpoint.requests import Call
 from penstock.rollout.tokenization.tokenizers import TokenCodec
@@ -135,6 +136,17 @@ def test_a_result_that_an_end_token_follows_is_not_lost() -> None:
     messages = [{"role": "tool", "content": "rain"}, QUESTION]
     ids = codec.encode_observation(messages, codec.stop_token_ids[0], ["get_forecast"])
     assert codec.decode_prompt(ids) == "<|observation|>\nrain<|user|>\n?<|assistant|>\n"
+
+
+def test_a_result_that_the_template_leaves_out_is_an_error() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    template = tokenizer.chat_template
+    assert isinstance(template, str)
+    tokenizer.chat_template = template.replace("in messages -%}", "in messages if message.role != 'tool' -%}")
+    turns = TurnTemplate(tokenizer)
+    assert turns.between([QUESTION], "<|im_end|>")
+    with pytest.raises(TrajectoryError, match="leaves out a tool's result after an answer in which it sees no calls"):
+        turns.between([{"role": "tool", "content": "rain"}], "<|im_end|>")
 
 
 def test_the_name_of_a_call_that_spells_a_special_token_stays_text() -> None:
