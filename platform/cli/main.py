@@ -675,7 +675,7 @@ def algorithms(
     ] = None,
     *,
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="List only one kind, e.g. loss or correction.")
+        str | None, typer.Option("--kind", metavar="KIND", help="List only one kind, e.g. loss or correction.")
     ] = None,
 ) -> int:
     """List all advantages, losses, corrections and other choices, or show one in full.
