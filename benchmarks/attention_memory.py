@@ -2,15 +2,16 @@
 
     python benchmarks/attention_memory.py            (5 minutes; writes benchmarks/results/attention_memory.md)
     python benchmarks/attention_memory.py tree       (a minute; prints the table of the tree of threads)
-    python benchmarks/attention_memory.py context    (a minute; prints that of ranks that split a sequence)
+    python benchmarks/attention_memory.py context    (4 minutes; prints that of ranks that split a sequence)
 
 Memory: 16 sequences, the longest four times the shortest, lengths in geometric progression, through a random Qwen3
 policy in float32. Each figure is of a fresh process: its largest resident memory during one step less that before it,
 after a step on short sequences. Weights are in neither. And that of a tree of threads, planned as the trainer does: a
 thread, four forks of it, and two forks of each of these, with and without sharing what they begin with.
 
-Context: one sequence over 1, 2 and 4 ranks, as many tokens a rank: what the rank with the most needs for a step, and
-what of it are the keys and values of the whole row, which are there for one layer at a time.
+Context: one sequence over 1, 2 and 4 ranks, as many tokens a rank: what is kept from the forward pass for the backward
+one, and the most that a step holds at once, both of torch's allocations, of the rank with the most; beside them the
+keys and values of the whole row, which are there for one layer at a time.
 
 Time: 256 sequences as long as the demo's worked sums, in one micro-batch, through a policy of the demo's shape, in
 seconds of one core, so that other processes do not count. The ways take turns in one process.
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from provenance import provenance
+from torch.profiler import ProfilerActivity, profile
 
 from penstock.trainer.batches.collate import collate, sequence_share
 from penstock.trainer.batches.packing import (
@@ -63,7 +66,16 @@ VARIANTS = {
 RESULT = Path(__file__).parent / "results" / "attention_memory.md"
 
 
-def policy(attention: str, *, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> PolicyModel:
+def policy(
+    attention: str,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    gradient_checkpointing: bool = False,
+) -> PolicyModel:
     """A random Qwen3."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -79,7 +91,10 @@ def policy(attention: str, *, hidden: int, layers: int, heads: int, kv_heads: in
         attn_implementation=attention,
     )
     torch.manual_seed(0)
-    return PolicyModel(Qwen3ForCausalLM(config)).train()
+    causal_lm = Qwen3ForCausalLM(config)
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PolicyModel(causal_lm).train()
 
 
 def sequences_of(lengths: Sequence[int], vocabulary: int) -> list[TrainingSequence]:
@@ -168,39 +183,80 @@ def measure_tree(attention: str, form: str) -> tuple[int, int]:
     return sum(one.num_padded_tokens for one in plan.ranks[0]), resident_bytes("VmHWM") - before
 
 
-def measure_context(rank: int, world: int, port: int) -> int:
-    """Bytes, in this process, which is one of several ranks."""
+def measure_context(rank: int, world: int, port: int, *, gradient_checkpointing: bool) -> tuple[int, int]:
+    """Bytes that one of several ranks keeps for the backward pass, and the most that it holds at once."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     group = torch.distributed.group.WORLD
-    model = policy("varlen", hidden=256, layers=4, heads=8, kv_heads=2, vocabulary=2048)
+    model = policy(
+        "varlen",
+        hidden=256,
+        layers=4,
+        heads=8,
+        kv_heads=2,
+        vocabulary=2048,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
     for unit in (8, CONTEXT_UNIT):
+        kept.clear()
         sequences = sequences_of([unit * world], 2048)
         plan = MicroBatchPlan(((0,),), unit * world)
         whole = collate(plan, sequences, device=torch.device("cpu"), needs_mask=False)
         share = whole if world == 1 else sequence_share(whole, rank, world, group)
-        before = resident_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        torch.autograd.backward(share.inputs.call(model, 1.0)[0].sum())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = share.inputs.call(model, 1.0)[0].sum()
+            torch.autograd.backward(loss)
     torch.distributed.barrier()
-    return resident_bytes("VmHWM") - before
+    allocations = [one for one in recorded.profiler.kineto_results.events() if one.name() == "[memory]"]
+    allocations.sort(key=lambda one: one.start_ns())
+    return sum(kept.values()), max(accumulate(one.nbytes() for one in allocations))
 
 
 def context_lines() -> list[str]:
     lines = [
-        "| ranks | tokens | MiB of a rank's step | keys and values of the row, one layer |",
-        "| --- | --- | --- | --- |",
+        "| ranks that split one sequence | tokens | kept for the backward pass, MiB | most at once, MiB | "
+        "keys and values of the row, one layer, MiB |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for world in (1, 2, 4):
-        found = []
-        for _ in range(NUM_PROCESSES):
-            port = free_port()
-            words = [[sys.executable, __file__, "context", *map(str, (rank, world, port))] for rank in range(world)]
-            ranks = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in words]
-            found.append(max(json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks))
-        gathered = world * CONTEXT_UNIT * 2 * 2 * 64 * 4
-        lines.append(f"| {world} | {world * CONTEXT_UNIT:,} | {median(found) / 2**20:.0f} | {gathered / 2**20:.1f} |")
+    for gradient_checkpointing in (False, True):
+        for world in (1, 2, 4):
+            kept, most = _of_ranks(world, gradient_checkpointing=gradient_checkpointing)
+            name = f"{world}, gradient checkpointing" if gradient_checkpointing else str(world)
+            gathered = world * CONTEXT_UNIT * 2 * 2 * 64 * 4
+            mib = " | ".join(f"{one / 2**20:.1f}" for one in (kept, most, gathered))
+            lines.append(f"| {name} | {world * CONTEXT_UNIT:,} | {mib} |")
     return lines
+
+
+def _of_ranks(world: int, *, gradient_checkpointing: bool) -> tuple[float, float]:
+    """What `measure_context` finds on the rank with the most, the median of several starts."""
+    found = []
+    for _ in range(NUM_PROCESSES):
+        port = free_port()
+        words = [sys.executable, __file__, "context"]
+        ranks = [
+            subprocess.Popen(
+                [*words, *map(str, (rank, world, port, int(gradient_checkpointing)))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        told = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
+        found.append([max(values) for values in zip(*told, strict=True)])
+    kept, most = (median(values) for values in zip(*found, strict=True))
+    return kept, most
 
 
 def demo_plans(lengths: Sequence[int]) -> dict[str, BatchPlan]:
@@ -252,8 +308,9 @@ def main() -> None:
             print(json.dumps(measure_time()))
         case ["context"]:
             print("\n".join([*context_lines(), *(f"- {note}" for note in provenance())]))
-        case ["context", rank, world, port]:
-            print(json.dumps(measure_context(int(rank), int(world), int(port))))
+        case ["context", rank, world, port, checkpointing]:
+            is_on = checkpointing == "1"
+            print(json.dumps(measure_context(int(rank), int(world), int(port), gradient_checkpointing=is_on)))
         case ["tree"]:
             print("\n".join([*tree_lines(), *(f"- {note}" for note in provenance())]))
         case ["tree", attention, form]:
