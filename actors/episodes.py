@@ -285,7 +285,8 @@ def spread_episodes(env: EnvConfig, seed: int) -> SpreadEpisodes:
     At most as many nodes are used as environments of any task source may be open.
     """
     here = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    for_work = [one for one in ray.nodes() if one["NodeID"] == here or (one["Alive"] and one["Resources"].get("CPU"))]
+    alive = sorted(for_work, key=lambda node: node["NodeID"] != here)
     limits = [one.episode.max_open for one in stream_factories(env).values()]
     used = alive[: min([env.episode.num_workers, *(limit for limit in limits if limit is not None)])]
     nodes: list[DriverEpisodes | RemoteEpisodes] = []

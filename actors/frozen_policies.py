@@ -272,8 +272,8 @@ async def start_frozen_policies(
     """Start the processes with a frozen policy."""
 
     def starting(need: Resources) -> Callable[[], ActorHandle]:
-        options = ray.remote(FrozenPolicyActor).options(**need.options(environment))
-        return lambda: options.remote(spec)
+        actor = ray.remote(FrozenPolicyActor)
+        return lambda: actor.options(**need.options(environment)).remote(spec)  # its node may be lost meanwhile
 
     client = FrozenPolicyClient(role, [starting(need) for need in resources], start_timeout_s)
     await client.start()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import psutil
+import ray
 
 GRACE_S = 2.0
 
@@ -16,10 +18,11 @@ def descendants() -> list[psutil.Process]:
 
 def ray_processes() -> list[psutil.Process]:
     """Ray's daemons that this process started, and every worker below them."""
+    of_ray = f"{Path(ray.__file__).parent}/"
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if any("/ray/" in argument for argument in child.cmdline()):
+            if any(of_ray in argument for argument in child.cmdline()):
                 found += [child, *child.children(recursive=True)]
     return found
 

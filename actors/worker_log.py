@@ -42,7 +42,7 @@ def keep_output(role: str) -> None:
     # Line by line, so that the log is complete when the process dies.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-    print(f"--- {role}: process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    print(f"{_header(role)} {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 
 def log_path(role: str) -> Path | None:
@@ -51,14 +51,18 @@ def log_path(role: str) -> Path | None:
     return Path(folder) / f"{role}.log" if folder else None
 
 
+def _header(role: str) -> str:
+    return f"--- {role}: process"
+
+
 def last_error(role: str) -> str:
-    """The last line of the log of `role` that names an error, and where the rest is; empty if there is none."""
+    """The last line that names an error in the log of the last process of `role`, and where the rest is; or empty."""
     path = log_path(role)
     if path is None or not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = file.read().decode("utf-8", "replace").rpartition(_header(role))[2].splitlines()
     errors = [text for line in lines if _ERROR.match(text := _PREFIX.sub("", line).strip())]
     causes = [line for line in errors if not _POINTS_ELSEWHERE.search(line)] or errors
     return f"its last error is: {causes[-1]:.500} ({path})" if causes else f"see {path}"

@@ -119,7 +119,10 @@ def _native_sum() -> Callable[..., int]:
     """
     import numba
 
-    return numba.njit(_weighted_sum, cache=True, nogil=True)
+    try:
+        return numba.njit(_weighted_sum, cache=True, nogil=True)
+    except RuntimeError:  # there is no folder for it that can be written
+        return numba.njit(_weighted_sum, nogil=True)
 
 
 def _positions(sums: torch.Tensor) -> int:

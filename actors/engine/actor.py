@@ -10,6 +10,7 @@ import asyncio
 import re
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class EngineActor:
         self._aborted: set[RequestId] = set()
         self._outbox: Outbox[EngineOutput] = Outbox()
         self._inbound: Path | None = None
+        self._attempts = count()
         self._profiling: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -109,7 +111,8 @@ class EngineActor:
             return await self._running().update_weights(manifest)
         if self._inbound is None:
             self._inbound = private_directory(self._spec.publish_in)
-        path = self._inbound / f"v{manifest.version}.safetensors"
+        # The second attempt at a version may begin while the engine still reads the file of the first.
+        path = self._inbound / f"v{manifest.version}-{next(self._attempts)}.safetensors"
         try:
             await asyncio.to_thread(payload.tofile, path)
             return await self._running().update_weights(replace(manifest, location=str(path)))

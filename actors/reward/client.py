@@ -117,9 +117,9 @@ class _Worker:
         try:
             while self.given_up is None:
                 await self._watch_process()
+                self._kill(self.actor)
                 if self._pause_s is not None:
                     await asyncio.sleep(self._pause_s)
-                    self._kill(self.actor)
                     self.actor = self._start()
         except Exception as error:  # noqa: BLE001  Ray has ended; no call may wait for this worker
             self.given_up = f"{self.name} cannot be restarted: {type(error).__name__}: {first_line(error)}"

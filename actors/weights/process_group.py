@@ -16,7 +16,9 @@ import shutil
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -176,6 +178,8 @@ class EngineReceivers:
         self.pending_version: int | None = None
         self._pool = pool
         self._first_node = first_node
+        self._numbers = count()
+        self._processes: WeakKeyDictionary[RemoteEngine, int] = WeakKeyDictionary()
 
     def addresses(self) -> tuple[ReceiverAddress, ...]:
         behind = [
@@ -184,7 +188,7 @@ class EngineReceivers:
             if self.pending_version is None or engine.version != self.pending_version
         ]
         engines = sorted(behind, key=lambda engine: (engine.node_id != self._first_node, engine.node_id))
-        return tuple(ReceiverAddress(engine.engine_id, engine.node_id) for engine in engines)
+        return tuple(ReceiverAddress(one.engine_id, one.node_id, self._process(one)) for one in engines)
 
     async def prepare(self) -> None:
         """Does nothing: the engines are running."""
@@ -207,6 +211,12 @@ class EngineReceivers:
 
     async def close(self) -> None:
         """Does nothing: the engines are ended elsewhere."""
+
+    def _process(self, engine: RemoteEngine) -> int:
+        """A number that no engine had before: one that was restarted has joined no group yet."""
+        if engine not in self._processes:
+            self._processes[engine] = next(self._numbers)
+        return self._processes[engine]
 
     def _engines(self) -> dict[str, RemoteEngine]:
         return {engine.engine_id: engine for engine in in_service(self._pool)}

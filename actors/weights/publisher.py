@@ -377,7 +377,7 @@ class Rolling:
         either: set[asyncio.Future[Any]] = {first, self._roll}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
-            await self._roll  # it ended without an acknowledgement, or failed
+            await self.settle()  # it ended without an acknowledgement, or failed
             return []
         ack = first.result()
         return [] if ack is None else [ack]

@@ -38,5 +38,9 @@ def derived_value(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tenso
 
 def with_derived(training: Layout, names: Iterable[str]) -> Layout:
     """The layout of training ranks, with those of `names` that are derived from its tensors."""
-    derived = {name: training.shards[source_name(name)] for name in names if source_name(name) != name}
+    derived = {
+        name: tuple(shard._replace(view=shard.view._replace(buffer=name)) for shard in training.shards[source])
+        for name in names
+        if (source := source_name(name)) != name
+    }
     return replace(training, shards={**training.shards, **derived}) if derived else training

@@ -90,10 +90,10 @@ def _start_ticks(pid: int) -> int:
 
 
 def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> None:
-    """Remove the folders that killed processes have left in shared memory, or in `parent`."""
+    """Remove the folders that killed processes of this machine have left in shared memory, or in `parent`."""
     for pid in pids:
         for directory in {default_directory(), Path(parent or default_directory())}:
-            for folder in directory.glob(f"{_PREFIX}{pid}-*"):
+            for folder in directory.glob(f"{_PREFIX}{pid}-*-{_machine()}-*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

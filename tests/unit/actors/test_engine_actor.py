@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.actors.engine.actor import EngineActor
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightManifest
 from penstock.dataflow.sampling import SamplingParams
 from penstock.dataflow.versions import Span
 from penstock.rollout.config import TorchEngineConfig
@@ -112,3 +113,28 @@ async def test_only_errors_of_the_whole_engine_lose_it(
     assert (request_id, type(told)) == ("r", expected)
     assert str(raised).strip("'") in str(told)
     assert not actor._requests
+
+
+async def test_two_attempts_at_a_version_have_a_file_each(tmp_path: Path) -> None:
+    """The engine may still read that of the first, which was given up for being late."""
+
+    class Reading:
+        def __init__(self) -> None:
+            self.begun: asyncio.Queue[None] = asyncio.Queue()
+            self.may_end = asyncio.Event()
+
+        async def update_weights(self, manifest: WeightManifest) -> str:
+            self.begun.put_nowait(None)
+            await self.may_end.wait()
+            return Path(manifest.location).read_text()
+
+    engine = Reading()
+    actor = actor_over(engine, tmp_path)
+    manifest = WeightManifest(3, "", (), 4, 0)
+    first = asyncio.create_task(actor.update_weights(manifest, np.frombuffer(b"once", np.uint8)))
+    async with asyncio.timeout(10.0):
+        await engine.begun.get()
+        second = asyncio.create_task(actor.update_weights(manifest, np.frombuffer(b"again", np.uint8)))
+        await engine.begun.get()
+        engine.may_end.set()
+        assert [await first, await second] == ["once", "again"]

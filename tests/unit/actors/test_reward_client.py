@@ -247,7 +247,9 @@ async def test_a_trajectory_that_two_workers_died_of_fails_with_the_cause() -> N
         assert (await client.score(*pair("!"))).reward == 1.0, "the next one is served"
 
 
-async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_with_the_cause() -> None:
+async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_with_the_cause(
+    killed: list[Any],
+) -> None:
     place = Place(Mortal)
     with client_of(place) as client:
         while client._workers[0].given_up is None:
@@ -256,6 +258,7 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_
         with pytest.raises(TrajectoryError, match=r"no reward worker is left\. .*not restarted; .*actor died"):
             await client.score(*pair("!"))
     assert len(place.processes) == 1 + restart_budget.RESTARTS_PER_HOUR
+    assert len(killed) == len(place.processes), "the last one may hang, and would keep its device"
 
 
 class Garbled(Process):

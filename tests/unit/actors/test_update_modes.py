@@ -249,3 +249,17 @@ async def test_closing_in_the_middle_of_a_roll_ends_it() -> None:
         assert update.done()
         assert not any(view.is_paused for view in pool.views())
     await asyncio.gather(update, return_exceptions=True)
+
+
+async def test_an_update_that_failed_is_not_raised_again_by_the_next_one() -> None:
+    rack, pool, update = setting("multi_version", 1)
+    rack.engines[0].refuses = True
+
+    async def fails() -> PublishedVersion:
+        raise WeightSyncError("a receiver did not join")
+
+    with pytest.raises(WeightSyncError, match="did not join"):
+        await update.update(published(1), fails)
+    rack.engines[0].refuses = False
+    assert [ack.version for ack in await update.update(published(2))] == [2]
+    assert not pool.fenced

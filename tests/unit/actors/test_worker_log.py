@@ -121,3 +121,12 @@ async def test_an_engine_that_cannot_start_is_reported_with_the_last_error_of_it
         "engine-3 cannot start: RuntimeError: Engine core initialization failed. See root cause above.; its last error "
         f"is: ValueError: head_dim 12 is not supported ({tmp_path}/engine-3.log)"
     )
+
+
+def test_an_error_of_an_earlier_process_explains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path))
+    (tmp_path / "engine-1.log").write_text(
+        "--- engine-1: process 100, 2026-01-01 00:00:00\nRuntimeError: CUDA error: out of memory\n"
+        "--- engine-1: process 200, 2026-01-01 03:00:00\nINFO loading\n"
+    )
+    assert last_error("engine-1") == f"see {tmp_path}/engine-1.log"

@@ -108,3 +108,11 @@ def test_the_folders_of_a_pid_are_found(tmp_path: Path) -> None:
     assert mine.exists()
     remove_directories_of([os.getpid()], str(tmp_path))
     assert not mine.exists()
+
+
+def test_the_same_pid_of_another_container_keeps_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_machine", lambda: "01234567")
+    elsewhere = private_directory(str(tmp_path))
+    monkeypatch.undo()
+    remove_directories_of([os.getpid()], str(tmp_path))
+    assert elsewhere.exists()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.weights import checksum
 from penstock.weights.checksum import combine_checksums, strided_sum, tensor_checksum
 from penstock.weights.transport.shared_memory import read_version, write_version
 
@@ -71,3 +73,22 @@ def test_a_missing_version_is_named(tmp_path: Path) -> None:
     Path(manifest.location).unlink()
     with pytest.raises(WeightSyncError, match=r"publish v3: .* does not exist"):
         list(read_version(manifest))
+
+
+def test_without_a_folder_for_the_compiled_sum_it_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = numba.njit
+
+    def njit(function: object, *, nogil: bool, cache: bool = False) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function '_weighted_sum': no locator available for file")
+        return compiled(function, nogil=nogil)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    checksum._native_sum.cache_clear()
+    words = torch.arange(32.0)
+    try:
+        found = tensor_checksum(words)
+    finally:
+        checksum._native_sum.cache_clear()
+    monkeypatch.undo()
+    assert found == tensor_checksum(words)

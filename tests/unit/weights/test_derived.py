@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from penstock.weights.checksum import tensor_checksum
-from penstock.weights.layout.algebra import Layout, TensorSpec
+from penstock.weights.layout.algebra import Layout, Shard, TensorSpec, View
 from penstock.weights.layout.derived import derived_value, source_name
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.layout.tracing import Trace
-from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
+from penstock.weights.transport.process_group.members import Members
+from penstock.weights.transport.process_group.transfer import pack, steps_of
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, sent_part
 
 TENSORS = (TensorSpec("mixer.A_log", (6,)), TensorSpec("mixer.D", (6,)))
 RANKS = 2
@@ -69,3 +71,17 @@ def test_a_function_of_a_tensor_is_computed_by_the_ranks_that_hold_the_tensor(
 def test_a_function_is_computed_in_float32() -> None:
     given = {"w": torch.tensor([0.3], dtype=torch.bfloat16)}
     torch.testing.assert_close(derived_value(given, "neg(exp(w))"), -given["w"].float().exp(), rtol=0, atol=0)
+
+
+def test_a_message_between_processes_holds_what_was_computed_and_not_the_source() -> None:
+    """Also where the engine holds both."""
+    name, derived = "mixer.A_log", "neg(exp(mixer.A_log))"
+    shards = {one: (Shard(0, ((0, 8),), View(one, 0, (1,))),) for one in (name, derived)}
+    engine = EngineLayout("vllm", Layout(shards, ({name: 8, derived: 8},)))
+    transfer = ShardTransfer.between(TrainingSharding((TensorSpec(name, (8,)),)), engine, "float32", None)
+    tensors = {name: torch.arange(8.0) / 10}
+    held = {one: sent_part(tensors, one) for one in shards}
+    (step,) = steps_of(transfer.plan, Members(1, ("engine-0",), 1).to_engines(()), 0)
+    message = torch.empty(16)
+    pack(step.sends[0], held, message)
+    torch.testing.assert_close(message, torch.cat([tensors[name], -tensors[name].exp()]), rtol=0, atol=0)

@@ -9,10 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.weights_plan import bytes_per_link, egress, expected_splits, lower_bound_bytes, relay_depth, wire_bytes
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
+from penstock.weights.layout.algebra import (
+    Layout,
+    Shard,
+    TensorSpec,
+    View,
+    flat_boxes,
+    intersect,
+    subtract,
+    volume,
+    whole_tensors,
+)
 from penstock.weights.layout.sides import EngineLayout, TrainingSharding
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import relay_tree
@@ -227,3 +238,15 @@ def test_relays_reach_every_replica_once_and_the_root_sends_to_few(per_node: int
     nodes_sent_to = [hop for hop in hops if hop.parent // per_node != hop.child // per_node]
     assert max(sum(hop.parent == parent for hop in nodes_sent_to) for parent in range(64)) <= 2
     assert relay_depth(hops) <= 7
+
+
+def test_copies_of_a_part_do_not_fill_the_gap_of_another() -> None:
+    """Two ranks have the halves, two others the same halves."""
+    shards = tuple(
+        Shard(rank, ((half * 2, half * 2 + 2),), View("w", 0, (1,))) for rank, half in enumerate((0, 1, 0, 1))
+    )
+    layout = Layout({"w": shards}, ({"w": 2},) * 4)
+    first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}
+    assert whole_tensors(layout, [first, second, {}, {}])["w"].tolist() == [1, 2, 3, 4]
+    with pytest.raises(AssertionError, match="w: a part is missing"):
+        whole_tensors(layout, [first, {}, first, {}])

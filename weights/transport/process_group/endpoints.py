@@ -43,10 +43,13 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 class ReceiverAddress(NamedTuple):
-    """A weight receiver or an engine: its name in error messages, and its node."""
+    """A weight receiver or an engine."""
 
     name: str
+    """In error messages."""
     node: str
+    process: int = 0
+    """Of the processes that have had this name one after the other."""
 
 
 @dataclass(frozen=True)
