@@ -312,20 +312,20 @@ def _thinned(series: Series) -> Series:
 
 
 def _figure(x_title: str, height: int = 290) -> go.Figure:
+    title = {"font": {"color": MUTED, "size": 12}, "standoff": 8}
     axis = {
         "gridcolor": GRID, "zeroline": False, "linecolor": "#cbd5e1", "ticks": "", "automargin": True,
-        "tickfont": {"color": MUTED, "size": 12}, "title": {"font": {"color": MUTED, "size": 12}, "standoff": 8},
+        "tickfont": {"color": MUTED, "size": 12}, "title": title,
     }  # fmt: skip
-    figure = go.Figure()
-    figure.update_layout(
-        template="none", height=height, margin={"l": 44, "r": 14, "t": 14, "b": 40}, paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)", font={"family": FONT, "size": 13, "color": INK}, showlegend=False,
-        hovermode="x unified", bargap=0.3,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12, "color": MUTED}},
-    )  # fmt: skip
-    figure.update_xaxes(axis, title_text=x_title, showgrid=False)
-    figure.update_yaxes(axis)
-    return figure
+    layout = {
+        "template": "none", "height": height, "margin": {"l": 44, "r": 14, "t": 14, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": FONT, "size": 13, "color": INK}, "showlegend": False,
+        "hovermode": "x unified", "bargap": 0.3,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12, "color": MUTED}},
+        "xaxis": {**axis, "title": {**title, "text": x_title}, "showgrid": False}, "yaxis": axis,
+    }  # fmt: skip
+    return go.Figure(layout=layout)  # in one piece: updates validate all of it again
 
 
 def _html(figure: go.Figure) -> Markup:

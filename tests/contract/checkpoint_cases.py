@@ -1,6 +1,6 @@
 """Pairs of trainers, one that is saved and one that continues from it, and the program of one rank of either.
 
-    python -m tests.contract.checkpoint_cases PHASE FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCES CONTEXT
+    sys.argv[1:]: PHASE FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCES CONTEXT
 
 `PHASE` is `save` or `restore`, `FORM` is `short`, or `long` for `LONG_PAIRS` too. Checkpoints are compared as files:
 
@@ -224,7 +224,3 @@ def main() -> None:
     if torch.distributed.is_initialized():  # a thread of gloo that still runs at the exit aborts the process
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

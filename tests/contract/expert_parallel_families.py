@@ -1,6 +1,6 @@
 """One rank that trains mixtures of every planned family for one step, with the experts where they are.
 
-    python -m tests.contract.expert_parallel_families RANK PORT FOLDER WORLD
+    sys.argv[1:]: RANK PORT FOLDER WORLD
 
 Rank 0 writes by family what `train` returns, and the bytes of tokens that all ranks sent to experts.
 """
@@ -78,7 +78,3 @@ def main() -> None:
         (folder / f"experts{world}").write_bytes(pickle.dumps(results))
     torch.distributed.barrier()  # a thread of gloo that still runs at the exit aborts the process
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

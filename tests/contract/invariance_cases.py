@@ -1,6 +1,6 @@
 """One batch, computed in as many ways as the product has, and the program of one rank that does it.
 
-python -m tests.contract.invariance_cases RANK PORT FOLDER WORLD
+sys.argv[1:]: RANK PORT FOLDER WORLD
 """
 
 from __future__ import annotations
@@ -96,7 +96,3 @@ def main() -> None:
         results[way] = compute(case, folder, rank, port, is_permuted=way.is_permuted)
     if rank == 0:
         (folder / f"ways-{world}").write_bytes(pickle.dumps({tuple(way): tuple(it) for way, it in results.items()}))
-
-
-if __name__ == "__main__":
-    main()

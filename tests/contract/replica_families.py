@@ -1,6 +1,6 @@
 """One of two data-parallel ranks that train a model of every family for one step, packed and without a mask.
 
-    python -m tests.contract.replica_families RANK PORT FOLDER
+    sys.argv[1:]: RANK PORT FOLDER
 
 Rank 0 writes what `train` returns, by ZeRO stage and family.
 """
@@ -67,7 +67,3 @@ def main() -> None:
         (folder / "replicas").write_bytes(pickle.dumps(results))
     torch.distributed.barrier()  # a thread of gloo that still runs at the exit aborts the process
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

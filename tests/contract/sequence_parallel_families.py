@@ -1,6 +1,6 @@
 """One rank of sequence parallelism that scores a packed row with a model of every family.
 
-    python -m tests.contract.sequence_parallel_families RANK PORT FOLDER WORLD ulysses|context
+    sys.argv[1:]: RANK PORT FOLDER WORLD ulysses|context
 
 Rank 0 writes logprobs and gradients by family: those of its stretches and of all others.
 """
@@ -100,7 +100,3 @@ def main() -> None:
         (folder / f"{way}{world}").write_bytes(pickle.dumps(results))
     torch.distributed.barrier()  # a thread of gloo that still runs at the exit aborts the process
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,8 @@ def run(phase: str, form: str, folder: Path, cases: list[Case]) -> dict:
     results: dict = {}
     for world in dict.fromkeys(case.ranks for case in cases if case.backend != "torch"):
         port = free_port()
-        run_ranks(PROGRAM, [(phase, form, rank, port, folder, *world) for rank in range(world[0])], timeout_s=900)
+        arguments = [(phase, form, rank, port, folder, *world) for rank in range(world[0])]
+        run_ranks(PROGRAM, arguments, timeout_s=900, imports=["deepspeed"])
         results |= pickle.loads((folder / "-".join(map(str, [phase, *world]))).read_bytes())
     return results
 

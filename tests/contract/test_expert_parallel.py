@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_family_gives_what_it_gives_on_one_rank(folder: Path, world: int) -> None:
     port = free_port()
     arguments = [(rank, port, folder, world) for rank in range(world)]
-    run_ranks("tests.contract.expert_parallel_families", arguments, timeout_s=900)
+    run_ranks("tests.contract.expert_parallel_families", arguments, timeout_s=900, imports=["deepspeed"])
     results = pickle.loads((folder / f"experts{world}").read_bytes())
     assert list(results) == list(FAMILIES)
     for family, (logprobs, weights, num_sent) in results.items():

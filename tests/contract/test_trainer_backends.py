@@ -95,7 +95,7 @@ def results_of_ranks(form: str, folder: Path) -> dict[tuple, dict]:
     for world in dict.fromkeys(case.ranks for case in cases_of(form)):
         port = free_port()
         arguments = [(form, rank, port, folder, *world) for rank in range(world[0])]
-        run_ranks(PROGRAM, arguments, timeout_s=1800)
+        run_ranks(PROGRAM, arguments, timeout_s=1800, imports=["deepspeed"])
         results |= pickle.loads((folder / "-".join(map(str, ["ranks", *world]))).read_bytes())
     return results
 

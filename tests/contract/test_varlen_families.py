@@ -50,7 +50,7 @@ def test_logprobs_and_gradients_are_those_of_sdpa_with_a_mask(family: str, folde
 def test_ranks_that_split_a_row_give_the_same(folder: Path, way: str, world: int) -> None:
     port = free_port()
     arguments = [(rank, port, folder, world, way) for rank in range(world)]
-    run_ranks("tests.contract.sequence_parallel_families", arguments, timeout_s=900)
+    run_ranks("tests.contract.sequence_parallel_families", arguments, timeout_s=900, imports=["deepspeed"])
     results = pickle.loads((folder / f"{way}{world}").read_bytes())
     assert tuple(results) == FAMILIES
     for family, (logprobs, gradients) in results.items():
@@ -69,7 +69,8 @@ def test_ranks_that_split_a_row_give_the_same(folder: Path, way: str, world: int
 @pytest.mark.timeout(1800)  # its ranks have 900 s
 def test_two_data_parallel_ranks_take_the_step_that_one_takes_with_a_mask(folder: Path) -> None:
     port = free_port()
-    run_ranks("tests.contract.replica_families", [(rank, port, folder) for rank in range(2)], timeout_s=900)
+    arguments = [(rank, port, folder) for rank in range(2)]
+    run_ranks("tests.contract.replica_families", arguments, timeout_s=900, imports=["deepspeed"])
     results = pickle.loads((folder / "replicas").read_bytes())
     alone = TrainerConfig(
         backend="torch", num_ranks=1, zero_stage=0, max_tokens_per_micro_batch=CONTEXT, optimizer=OPTIMIZER

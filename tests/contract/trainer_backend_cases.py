@@ -1,6 +1,6 @@
 """Trainer configurations that must give the same numbers, and the program of one rank that computes them.
 
-    python -m tests.contract.trainer_backend_cases FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL CONTEXT
+    sys.argv[1:]: FORM RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL CONTEXT
 
 `FORM` is `short`, or `long` for `LONG_CASES` too.
 
@@ -534,7 +534,3 @@ def main() -> None:
     if torch.distributed.is_initialized():  # a thread of gloo that still runs at the exit aborts the process
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,10 @@ import pytest
 from tests.chat_tokenizers import chat_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import TWO_ROUTES, Train, small_run, small_run_overrides, train_by_command
+from tests.tiers import by_tier
 
 AGENT = Path(__file__).parents[2] / "examples" / "own_agent.py"
+STEPS = by_tier(1, 3)
 
 
 def test_the_example_is_short() -> None:
@@ -31,16 +33,16 @@ def test_a_users_agent_program_trains(train: Train, tmp_path: Path) -> None:
         "env.args.tasks=own_agent:Codes",
         agent,
         "dataflow.max_staleness=0",
-        "total_steps=3",
+        f"total_steps={STEPS}",
     ]
     run_dir = small_run(train, tmp_path, "agent", chat_tokenizer("chatml"), *overrides)
-    assert read_summary(run_dir)["ledger"]["trained"] == 3
-    assert read_metric(run_dir, "env/turns") == [2.0] * 3
-    assert read_metric(run_dir, "env/done_share") == [1.0] * 3
-    assert read_metric(run_dir, "env/count/requests") == [2.0] * 3
+    assert read_summary(run_dir)["ledger"]["trained"] == STEPS
+    assert read_metric(run_dir, "env/turns") == [2.0] * STEPS
+    assert read_metric(run_dir, "env/done_share") == [1.0] * STEPS
+    assert read_metric(run_dir, "env/count/requests") == [2.0] * STEPS
     assert all(tokens > 0 for tokens in read_metric(run_dir, "env/observation_tokens"))
     # Behavior logprobs of every turn are those of the trainer at the same version: nothing was re-tokenised.
-    assert len(mismatches := fresh_mismatches(run_dir)) == 3
+    assert len(mismatches := fresh_mismatches(run_dir)) == STEPS
     assert max(mismatches) < 1e-4
     assert any(pq.read_table(table).num_rows for table in sorted(run_dir.rglob("*.parquet")))
 

@@ -32,8 +32,9 @@ from penstock.trainer.spec import TrainerSpec
 from tests.command_line import read_metric, read_summary
 from tests.in_process import train_in_process
 from tests.small_run import Train, train_by_command
+from tests.tiers import by_tier
 
-STEPS, STALE_STEPS = 20, 4
+STEPS, STALE_STEPS = by_tier(6, 20), 4
 COMPARED = ["reward/mean", "reward/std", "length/mean_tokens", "loss/policy", "loss/grad_norm"]
 REWARD = """
 def variety(trajectory, **_):

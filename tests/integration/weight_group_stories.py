@@ -288,7 +288,3 @@ def main() -> None:
     torch.set_num_threads(1)
     done: Story = {}
     STORIES[story][0](rank, (HOST, port), done, lambda: (folder / f"{story}{rank}").write_text(json.dumps(done)))
-
-
-if __name__ == "__main__":
-    main()
