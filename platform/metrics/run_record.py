@@ -25,7 +25,7 @@ from penstock.platform.metrics.run_files import (
 )
 from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_outcomes, read_trajectories
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_outcomes, read_trajectories, spread_steps
 
 _MAX_STEPS_SHOWN = 8
 _MAX_EVALUATIONS_SHOWN = 3
@@ -114,13 +114,15 @@ def read_run(run_dir: Path) -> RunRecord:
     record = RunRecord(run_dir)
     record.config_text = _read(record, CONFIG_FILE, lambda path: path.read_text(encoding="utf-8")) or ""
     record.config = (_read(record, CONFIG_FILE, _read_mapping) or {}) if record.config_text else {}
-    record.series = _read(record, METRICS_FILE, lambda path: _read_series(path.parent)) or {}
+    record.series = _read(record, METRICS_FILE, _read_series) or {}
     record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
-    record.trajectories = _read(record, TRAJECTORIES_DIR, _read_sample) or []
+    record.trajectories = _read(record, TRAJECTORIES_DIR, lambda path: _rows(path, _MAX_STEPS_SHOWN)) or []
     record.outcomes = _read(record, TRAJECTORIES_DIR, _read_outcomes, is_optional=True) or []
     # Not every run has these.
-    record.answers = _read(record, EVALUATIONS_DIR, _read_answers, is_optional=True) or []
+    record.answers = (
+        _read(record, EVALUATIONS_DIR, lambda path: _rows(path, _MAX_EVALUATIONS_SHOWN), is_optional=True) or []
+    )
     record.timeline = _read(record, TIMELINE_FILE, read_timeline, is_optional=True) or []
     record.environment = _read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}
     record.changes = _read(record, CONFIG_HISTORY_FILE, _read_lines, is_optional=True) or []
@@ -159,32 +161,20 @@ def _read_staleness(path: Path) -> dict[int, int]:
     return {int(staleness): int(tokens) for staleness, tokens in _read_mapping(path).items()}
 
 
-def _read_series(run_dir: Path) -> dict[str, Series]:
+def _read_series(path: Path) -> dict[str, Series]:
     by_name: dict[str, dict[int, float]] = {}
-    for record in read_metrics(run_dir):
+    for record in read_metrics(path.parent):
         for name, value in record.metrics.items():
             by_name.setdefault(name, {})[record.step] = value
     return {name: Series(sorted(points), [points[step] for step in sorted(points)]) for name, points in by_name.items()}
 
 
-def _read_sample(directory: Path) -> list[dict[str, Any]]:
-    return [row for file in _spread(directory, _MAX_STEPS_SHOWN) for row in read_trajectories(file)]
-
-
-def _read_answers(directory: Path) -> list[dict[str, Any]]:
-    return [row for file in _spread(directory, _MAX_EVALUATIONS_SHOWN) for row in read_trajectories(file)]
+def _rows(directory: Path, most: int) -> list[dict[str, Any]]:
+    return [row for file in spread_steps(directory, most) for row in read_trajectories(file)]
 
 
 def _read_outcomes(directory: Path) -> list[tuple[int, float | None, int]]:
-    return [outcome for file in _spread(directory, _MAX_STEPS_COUNTED) for outcome in read_outcomes(file)]
-
-
-def _spread(directory: Path, most: int) -> list[Path]:
-    """At most so many files, evenly spread over the steps, with the first and the last."""
-    files = sorted(directory.glob("step_*.parquet"))
-    if len(files) <= most:
-        return files
-    return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
+    return [outcome for file in spread_steps(directory, _MAX_STEPS_COUNTED) for outcome in read_outcomes(file)]
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -163,6 +163,14 @@ class BadBatches:
         return path
 
 
+def spread_steps(directory: Path, most: int) -> list[Path]:
+    """At most so many of its files of steps, evenly spread over the steps, with the first and the last."""
+    files = sorted(directory.glob("step_*.parquet"))
+    if len(files) <= most:
+        return files
+    return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
+
+
 def read_trajectories(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file with decoded JSON columns."""
     rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()

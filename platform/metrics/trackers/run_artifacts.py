@@ -6,14 +6,14 @@ All of it is bounded, because it is uploaded while the run ends (`BackgroundTrac
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from penstock.platform.metrics.run_files import CONFIG_FILE, EVALUATIONS_DIR, REPORT_FILE
-from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, spread_steps
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def transcripts(run_dir: Path) -> list[tuple[Any, ...]]:
     return [
         (folder.relative_to(run_dir).as_posix(), *(_shortened(row[name]) for name in _OF_A_ROW))
         for folder in sorted({path.parent for path in _tables(run_dir)})
-        for path in _spread(sorted(folder.glob("step_*.parquet")))
+        for path in spread_steps(folder, NUM_STEPS)
         for row in pq.read_table(path, columns=list(_OF_A_ROW)).slice(0, ROWS_PER_STEP).to_pylist()
     ]
 
@@ -80,12 +80,6 @@ def transcripts(run_dir: Path) -> list[tuple[Any, ...]]:
 def _tables(run_dir: Path) -> Iterator[Path]:
     for name in (TRAJECTORIES_DIR, EVALUATIONS_DIR):
         yield from (run_dir / name).rglob("step_*.parquet")
-
-
-def _spread(paths: Sequence[Path]) -> list[Path]:
-    if len(paths) <= NUM_STEPS:
-        return list(paths)
-    return [paths[round(index * (len(paths) - 1) / (NUM_STEPS - 1))] for index in range(NUM_STEPS)]
 
 
 def _shortened(value: Any) -> Any:
