@@ -55,31 +55,31 @@ class RunSummary:
     """How the run ended."""
     version: str
     """Version of Penstock."""
-    eval_before: float | None
+    eval_before: float | None = None
     """Accuracy on these tasks before the first step, 0..1."""
-    eval_after: float | None
+    eval_after: float | None = None
     """The same after the last step."""
-    reward_first: float | None
+    reward_first: float | None = None
     """Mean of `reward/mean` over the first min(10, n/2) steps."""
-    reward_last: float | None
+    reward_last: float | None = None
     """The same over the last ones."""
     steps: int
     """Training steps done."""
     wall_s: float
     """Seconds from the start of the run to its end."""
-    trained_groups: int
+    trained_groups: int = 0
     """Groups trained."""
     max_staleness_configured: int
     """`dataflow.max_staleness`, versions."""
-    max_staleness_seen: int
+    max_staleness_seen: int = 0
     """Largest staleness of any trained token, versions."""
-    share_tokens_stale: float
+    share_tokens_stale: float = 0.0
     """Share of trained tokens with a staleness of 1 or more, 0..1."""
-    multi_version_trajectories: int
+    multi_version_trajectories: int = 0
     """Trained trajectories with tokens of two or more versions."""
-    tokens_generated: int
+    tokens_generated: int = 0
     """Tokens sampled for training, trained or not."""
-    tokens_trained: int
+    tokens_trained: int = 0
     """Sampled tokens trained on."""
     peak_memory_gib: float
     """Largest sum of PSS over the processes of the run, GiB."""

@@ -121,8 +121,8 @@ async def _train(config: RunConfig, run_dir: Path, resumed: Checkpoint | None = 
         if run is not None:
             summary = summarise(run, hub, end, memory.peak_gib)
         else:
-            summary = unstarted_summary(config, end, time.monotonic() - began_at, memory.peak_gib)
-            summary = replace(summary, steps=0 if resumed is None else resumed.version)
+            steps = 0 if resumed is None else resumed.version
+            summary = unstarted_summary(config, end, steps, time.monotonic() - began_at, memory.peak_gib)
         ended_by = stop.reason or None if end == "interrupted" else None
         summary = replace(summary, ended_by=ended_by, branched_from=lineage)
         try:
@@ -460,26 +460,16 @@ def computed_by(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def unstarted_summary(config: RunConfig, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
-    """The summary of a run that ended before its first step."""
+def unstarted_summary(config: RunConfig, status: RunStatus, steps: int, wall_s: float, peak_gib: float) -> RunSummary:
+    """The summary of a run that ended before its first step; `steps` is what was done before it was resumed."""
     return RunSummary(
         name=config.name,
         seed=config.seed,
         status=status,
         version=__version__,
-        eval_before=None,
-        eval_after=None,
-        reward_first=None,
-        reward_last=None,
-        steps=0,
+        steps=steps,
         wall_s=round(wall_s, 2),
-        trained_groups=0,
         max_staleness_configured=config.dataflow.max_staleness,
-        max_staleness_seen=0,
-        share_tokens_stale=0.0,
-        multi_version_trajectories=0,
-        tokens_generated=0,
-        tokens_trained=0,
         peak_memory_gib=round(peak_gib, 3),
         ledger=LedgerCounts(admitted=0, trained=0, dropped=0, filtered=0, failed=0, live=0),
         computed_by=computed_by(config),
