@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.envs.import_path import load_object
 from penstock.envs.workers import process_tree
 from penstock.envs.workers.supervisor import how_it_ended
-from penstock.platform.config.import_paths import import_paths, module_of, tracker_paths
+from penstock.platform.config.import_paths import import_paths, module_of
 
 if TYPE_CHECKING:  # the child imports this module, and should import little
     from penstock.platform.config.findings import Finding
@@ -31,7 +31,8 @@ def check_imports(config: RunConfig) -> Iterator[Finding]:
     """Check that importing the user's modules neither ends nor blocks a process."""
     from penstock.platform.config.findings import error
 
-    named = import_paths(config) | tracker_paths(config)
+    trackers = {f"tracker.{name}.factory": own.factory for name, own in config.tracker.own.items()}
+    named = import_paths(config) | trackers
     left = {key: path for key, path in named.items() if not _is_harmless(module_of(path))}
     while left:
         key, outcome = _try_imports(left)

@@ -49,8 +49,7 @@ def run_doctor(console: Console | None = None) -> int:
     """Print one line per diagnosis; returns 1 if something is broken, else 0."""
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
-    looks = (check_python, check_packages, check_devices, check_engines, check_free_space)
-    for look in (*looks, check_sandbox_support):
+    for look in (check_python, check_packages, check_devices, check_engines, check_free_space, check_sandbox_support):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
             line = Text(f"{diagnosis.status:<5}", style=_STYLES[diagnosis.status])

@@ -104,7 +104,9 @@ def load_measurement(
         )
     words = [*overrides, *([] if policy is None else [f"model.path={policy}"])]
     loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
-    name = loaded.config.name if policy is None else _short_name(policy)
+    name = loaded.config.name
+    if policy is not None:
+        name = "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
     return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder or _free_folder(name))
 
 
@@ -145,11 +147,6 @@ def _new_folder(to: Path | None) -> Path | None:
     if to is not None and (problems := existing(to)):
         raise ConfigError(problems)
     return None if to is None else to.absolute()
-
-
-def _short_name(policy: str) -> str:
-    """As part of the name of a folder."""
-    return "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
 
 
 def _free_folder(name: str) -> Path:

@@ -69,8 +69,7 @@ class Runs:
             return
         if run_dir.exists():
             shutil.rmtree(run_dir)
-        more = [f"{key}={_written(value)}" for key, value in keys.items()]
-        begin(str(self._folder / parent), str(run_dir), [*more, f"total_steps={step + 1}"], step, None)
+        begin(str(self._folder / parent), str(run_dir), [*_typed(keys), f"total_steps={step + 1}"], step, None)
 
     def train(self, name: str, step: int, keys: Keys) -> float:
         """Train a member until it has done so many steps in all; returns its score at that step.
@@ -84,8 +83,7 @@ class Runs:
                 words = ["resume", str(run_dir), f"total_steps={step}"]
             else:
                 own = [f"name={name}", f"run_dir={run_dir}", f"total_steps={step}", "resume=auto"]
-                own += [f"{key}={_written(value)}" for key, value in keys.items()]
-                words = ["train", *self._own_yaml, *self._overrides, *own]
+                words = ["train", *self._own_yaml, *self._overrides, *own, *_typed(keys)]
             run_penstock(
                 *(words, log, self._timeout_s, name, self._grace_s),
                 lambda: "the population was told to end" if self.ending.is_set() else None,
@@ -115,6 +113,10 @@ class Runs:
 
 def _written(value: float) -> str:
     return f"{value:.6g}"
+
+
+def _typed(keys: Keys) -> list[str]:
+    return [f"{key}={_written(value)}" for key, value in keys.items()]
 
 
 def run_population(
@@ -166,7 +168,7 @@ def run_population(
         grace_s, is_made_first = check_members(population, fixed, folder, config_dir, score, dry_run=dry_run, note=note)
     if dry_run:
         for member in population.members:
-            note(f"{member.name}: {', '.join(f'{key}={_written(value)}' for key, value in member.keys.items())}")
+            note(f"{member.name}: {', '.join(_typed(member.keys))}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"overrides": list(overrides), "members": num_members, "seed": seed, "score": score}
@@ -236,8 +238,7 @@ def check_members(
     told: dict[str, None] = {}
     for member in (population.members[0], population.members[-1]):
         own = [f"name={member.name}", f"run_dir={folder}/{member.name}", "resume=auto"]
-        own += [f"total_steps={population.steps_per_generation}"]
-        own += [f"{key}={_written(value)}" for key, value in member.keys.items()]
+        own += [f"total_steps={population.steps_per_generation}", *_typed(member.keys)]
         loaded = load_config("train", [*fixed, *own], config_dir=config_dir, dry_run=dry_run)
         told |= dict.fromkeys(loaded.warnings)
     if problems := list(obstacles(loaded.config, score)):

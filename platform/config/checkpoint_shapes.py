@@ -113,9 +113,9 @@ def _fill(section: dict[str, Any], name: str, typed: Mapping[str, str]) -> dict[
         given = stated.get(key, found) if isinstance(stated, dict) else found
         if full in typed and given != found:
             wrong[full] = (
-                f"{full}={_yaml(given)} differs from the checkpoint's {_yaml(found)} ({name}.path, {file}). The shape "
-                f"of a checkpoint is read from there. Leave {full} out, or use model.from_scratch=true to make a new "
-                "model."
+                f"{full}={json.dumps(given)} differs from the checkpoint's {json.dumps(found)} ({name}.path, {file}). "
+                f"The shape of a checkpoint is read from there. Leave {full} out, or use model.from_scratch=true to "
+                "make a new model."
             )
     unknown = {key: value for key, value in stated.items() if key not in shape} if isinstance(stated, dict) else {}
     section["shape"] = shape | unknown
@@ -141,7 +141,3 @@ def not_here(key: str, path: str) -> str:
         f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache ({hub_cache()}), "
         f"and a run downloads nothing. Download it first: `hf download {path}`, or give a directory that has it."
     )
-
-
-def _yaml(value: object) -> str:
-    return json.dumps(value)

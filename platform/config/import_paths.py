@@ -26,11 +26,6 @@ def import_paths(config: RunConfig) -> dict[str, str]:
     return {key: path for key, path in named.items() if path is not None and ("." in path or ":" in path)}
 
 
-def tracker_paths(config: RunConfig) -> dict[str, str]:
-    """Return key -> import path of the user's trackers, which only the driver imports."""
-    return {f"tracker.{name}.factory": own.factory for name, own in config.tracker.own.items()}
-
-
 def _of_environment(env: EnvConfig) -> dict[str, str | None]:
     named: dict[str, str | None] = {"env.factory": env.factory}
     named |= {f"env.streams.{name}.factory": stream.factory for name, stream in env.streams.items()}

@@ -59,7 +59,8 @@ async def served_control(
         listener = await asyncio.start_unix_server(server.serve, address, limit=LONGEST_LINE_BYTES)
         (run_dir / CONTROL_SOCKET).chmod(0o600)
     except OSError as error:  # some network file systems have no sockets
-        note(f"{_names(commands)} cannot reach this run, because {run_dir} can hold no socket: {error}")
+        names = " and ".join(f"`penstock {name}`" for name in commands)
+        note(f"{names} cannot reach this run, because {run_dir} can hold no socket: {error}")
         _remove_socket(run_dir)
         yield
         return
@@ -191,10 +192,6 @@ def request(run_dir: Path, name: str, argument: object, progress: Callable[[str]
         except (OSError, ValueError) as error:
             raise PenstockError(f"{run_dir}: the connection to its driver broke: {error}") from error
     raise PenstockError(f"{run_dir}: the run ended before it had answered.")
-
-
-def _names(commands: Mapping[str, Command]) -> str:
-    return " and ".join(f"`penstock {name}`" for name in commands)
 
 
 async def _send(writer: asyncio.StreamWriter, line: dict[str, str]) -> None:

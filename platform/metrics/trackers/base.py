@@ -203,6 +203,13 @@ def flat_summary(summary: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
     return figures, {name: value for name, value in found.items() if name not in figures and value}
 
 
+def kept_id(path: Path, new_id: str) -> str:
+    """The id of the run in a tracker: kept in a file of the run's directory, so that a resumed run continues it."""
+    if not path.exists():
+        path.write_text(new_id, encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
 def with_parent(lineage: Mapping[str, Any] | None, id_file: str) -> dict[str, Any]:
     """What a run was branched from, with the id of that run in the tracker whose ids are in `id_file`, if it has one.
 

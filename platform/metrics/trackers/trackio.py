@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from penstock.platform.metrics.trackers.base import flat_summary, with_parent
+from penstock.platform.metrics.trackers.base import flat_summary, kept_id, with_parent
 
 if TYPE_CHECKING:
     from penstock.platform.metrics.trackers.config import TrackioTrackerConfig
@@ -51,13 +51,10 @@ class TrackioTracker:
 
         for name in ("trackio", "trackio.run", "trackio.utils"):  # what they print would be between the run's own lines
             vars(importlib.import_module(name))["print"] = _quiet
-        path = run_dir / RUN_NAME_FILE
-        if not path.exists():
-            path.write_text(f"{run_name}-{uuid4().hex[:6]}", encoding="utf-8")
         branched_from = with_parent(lineage, RUN_NAME_FILE)
         self._run: Any = trackio.init(
             config.project,
-            path.read_text(encoding="utf-8"),
+            kept_id(run_dir / RUN_NAME_FILE, f"{run_name}-{uuid4().hex[:6]}"),
             config=resolved_config | ({"branched_from": branched_from} if branched_from else {}),
             resume="allow",
             embed=False,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.metrics.trackers.base import with_parent
+from penstock.platform.metrics.trackers.base import kept_id, with_parent
 from penstock.platform.metrics.trackers.run_artifacts import COLUMNS, run_artifacts, transcripts
 
 if TYPE_CHECKING:
@@ -58,14 +58,6 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
-def _run_id(run_dir: Path) -> str:
-    """The id of the W&B run: kept in the run's directory, so that a resumed run continues it."""
-    path = run_dir / RUN_ID_FILE
-    if not path.exists():
-        path.write_text(uuid4().hex[:12], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
-
-
 class WandbTracker:
     """One W&B run, written only by this object.
 
@@ -102,7 +94,7 @@ class WandbTracker:
             project=config.project,
             entity=config.entity,
             name=run_name,
-            id=_run_id(run_dir),
+            id=kept_id(run_dir / RUN_ID_FILE, uuid4().hex[:12]),
             resume="allow",
             dir=str(run_dir),
             mode=mode,
