@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from penstock.dataflow.errors import ConfigError
@@ -124,9 +124,8 @@ def _declared_settings(entry: Entry) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_settings(title: str, rows: Sequence[tuple[str, str, str]], console: Console) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("key", "value", "meaning and source"):
-        table.add_column(column, overflow="fold")
+    columns = (Column(one, overflow="fold") for one in ("key", "value", "meaning and source"))
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*map(Text, row))
     if rows:
@@ -135,9 +134,9 @@ def _print_settings(title: str, rows: Sequence[tuple[str, str, str]], console: C
 
 def _catalog_table(entries: Sequence[Entry], title: str, first: str = "") -> Table:
     """Rows of the catalog; with a first column of their kind if they are of several."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in (*([first] if first else []), "name", "formula", "source", "where"):
-        table.add_column(column, overflow="fold")
+    headings = (*([first] if first else []), "name", "formula", "source", "where")
+    columns = (Column(one, overflow="fold") for one in headings)
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for one in entries:
         source = f"arXiv {one.source}" if is_arxiv(one.source) else one.source
         cells = (one.name, one.formula, source, PurePosixPath(one.file).name)

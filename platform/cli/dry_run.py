@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.actors.bundles import described
 from penstock.dataflow.ids import POLICY
@@ -74,9 +74,8 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
 
 def placement_table(by_role: Mapping[tuple[str, str | None], Sequence[RolePlacement]]) -> Table:
     """Table of roles, processes, devices and memory per process. Equal processes share a row."""
-    table = Table(title="placement", title_justify="left")
-    for heading in ("role", "processes", "pool", "devices of it", "device GiB", "main GiB"):
-        table.add_column(heading, no_wrap=True)
+    headings = ("role", "processes", "pool", "devices of it", "device GiB", "main GiB")
+    table = Table(*(Column(one, no_wrap=True) for one in headings), title="placement", title_justify="left")
     for (role, pool), same in by_role.items():
         memory, on_gpu = same[0].memory, same[0].device == "gpu"
         slots = sorted({slot for one in same for slot in range(one.slot, one.slot + one.num_slots)})

@@ -627,7 +627,7 @@ def compare(
     Of two folders of `penstock eval`: the difference of accuracy on the same tasks, and the tasks that changed.
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from penstock.platform.metrics.comparison import compare as compare_runs
@@ -641,10 +641,8 @@ def compare(
     console = plain_console()
     tables = zip(("result", "configuration"), compare_runs([read_run(run) for run in runs]), strict=True)
     for title, rows in tables:
-        table = Table()
-        table.add_column(title, no_wrap=True)
-        for run in runs:
-            table.add_column(run.resolve().name, overflow="fold")
+        names = (Column(run.resolve().name, overflow="fold") for run in runs)
+        table = Table(Column(title, no_wrap=True), *names)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)

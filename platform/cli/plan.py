@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.cluster import check_pools
@@ -215,12 +215,10 @@ def _print(
             f"{scales.publish:.3g}; a step of the run is predicted to take {calibration.predicted_step_s:.3g} s, and "
             f"took {calibration.measured_step_s:.3g} s in the half that was not fitted ({off:.2f})"
         )
-    table = Table(title="fastest plans", title_justify="left")
-    for heading in ("", "step s", "trainer", "engines"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("train s", "generate s", "publish s", "trainer idle", "engines idle"):
-        table.add_column(heading, justify="right")
-    table.add_column("bound by", no_wrap=True)
+    columns = [Column(one, no_wrap=True) for one in ("", "step s", "trainer", "engines")]
+    figures = ("train s", "generate s", "publish s", "trainer idle", "engines idle")
+    columns += [*(Column(one, justify="right") for one in figures), Column("bound by", no_wrap=True)]
+    table = Table(*columns, title="fastest plans", title_justify="left")
     for number, one in enumerate(best, start=1):
         table.add_row(str(number), *_row(one.plan, one.predicted))
     given, excess = _row(Plan.of(config), predict(config, workload, scales)), excess_gib(config)

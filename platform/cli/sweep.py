@@ -467,9 +467,7 @@ def run_sweep(
             grid, configs, folder, cell_timeout_s, note, config_dir, side_by_side=side_by_side, stops_early=stops_early
         )
     header, *rows = result_rows(grid, results)
-    shown = Table(title="greedy held-out accuracy after training", title_justify="left")
-    for column in header:
-        shown.add_column(column)
+    shown = Table(*header, title="greedy held-out accuracy after training", title_justify="left")
     for row in rows:
         shown.add_row(*row)
     console.print(shown)

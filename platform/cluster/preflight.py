@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
@@ -282,10 +282,9 @@ def _connections(here: NodeReport, answered: Sequence[NodeReport]) -> Iterator[F
 
 def node_table(reports: Sequence[NodeReport]) -> Table:
     """One row for each node; the first one is the driver's machine."""
-    table = Table(title="nodes", title_justify="left")
-    columns = ("node", "python", "ray", "torch", "vllm", "penstock", "GPUs", "driver", "shm GiB", "clock s")
-    for heading in (*columns, "run_dir", "nice"):
-        table.add_column(heading, overflow="fold")
+    headings = ("node", "python", "ray", "torch", "vllm", "penstock", "GPUs", "driver", "shm GiB", "clock s")
+    columns = (Column(one, overflow="fold") for one in (*headings, "run_dir", "nice"))
+    table = Table(*columns, title="nodes", title_justify="left")
     for number, node in enumerate(reports):
         if node.silence:
             table.add_row(node.name, "silent")

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from penstock.dataflow.errors import PenstockError
@@ -244,10 +244,9 @@ def print_comparison(found: Comparison, console: Console, path: Path) -> None:
     names = ("A", "B")
     for name, one in zip(names, (found.first, found.second), strict=True):
         console.print(Text(f"{name}  {one.policy}  ({one.folder})"), soft_wrap=True)
-    table = Table()
-    table.add_column("set", overflow="fold")
-    for heading in ("tasks", *names, f"B - A ({LEVEL:.0%})", "only A", "only B"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("tasks", *names, f"B - A ({LEVEL:.0%})", "only A", "only B")
+    figures = (Column(one, justify="right", no_wrap=True) for one in headings)
+    table = Table(Column("set", overflow="fold"), *figures)
     for label, compared in found.sets.items():
         mean, low, high = compared.difference
         shares = (f"{share:.3f}" for share in compared.accuracy)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from penstock import __version__
@@ -167,10 +167,9 @@ def _measured(config: RunConfig, name: str) -> dict[str, Any]:
 
 def results_table(policy: str, config: RunConfig, done: Mapping[str, Evaluation]) -> Table:
     """A row per set. Of pass@k, that of all answers to a task."""
-    table = Table(title=Text(policy), title_justify="left")
-    table.add_column("set", overflow="fold")
-    for heading in ("tasks", "k", "avg@k", "pass@k", "maj@k", "mean reward"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("tasks", "k", "avg@k", "pass@k", "maj@k", "mean reward")
+    figures = (Column(one, justify="right", no_wrap=True) for one in headings)
+    table = Table(Column("set", overflow="fold"), *figures, title=Text(policy), title_justify="left")
     for name, label, score in scores(done):
         k = str(config.evaluation.of_set(name).answers_per_task)
         shares = (score.accuracy, score.pass_at.get(k), score.maj_at.get(k))
