@@ -13,7 +13,6 @@ was typed (`--restore weights`).
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -44,7 +43,7 @@ from penstock.platform.run.evaluation import comparable_evaluations
 from penstock.platform.run.flow import FlowSnapshot
 from penstock.platform.run.flow_builder import flow_limits
 from penstock.platform.run.resume import changed_tasks, nothing_left
-from penstock.platform.run.run_dir import locked, prepare_run_dir
+from penstock.platform.run.run_dir import locked, prepare_run_dir, read_json
 from penstock.platform.run.saved_config import (
     changed_config,
     differences,
@@ -303,7 +302,7 @@ def copied(run_dir: Path, checkpoint: Checkpoint, new_dir: Path, kept: Part, con
     """
     try:
         start = _copied(run_dir, checkpoint, new_dir, kept, config)
-        best = json.loads((run_dir / BEST_FILE).read_text())["step"] if (run_dir / BEST_FILE).exists() else None
+        best = read_json(run_dir / BEST_FILE).get("step")
         source = CheckpointFolder(run_dir)
         is_compared = any(one["step"] == best for one in start.manifest["run"]["evaluations"])
         if config.evaluation.keep_best and best in source.versions() and best < checkpoint.version and is_compared:

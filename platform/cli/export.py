@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 
 from penstock import __version__
-from penstock.dataflow.errors import CheckpointError, ConfigError, PenstockError, boundary
+from penstock.dataflow.errors import ConfigError, PenstockError, boundary
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import BEST_FILE, ENVIRONMENT_FILE, POLICY_FOLDER, SUMMARY_FILE
 from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choose_checkpoint
+from penstock.platform.run.run_dir import read_json
 from penstock.platform.run.saved_config import changed_config, enter_folder_of, read_saved_config
 from penstock.rollout.tokenization.tokenizers import load_codec
 
@@ -301,18 +302,3 @@ def _hub_name(config: RunConfig) -> str | None:
     """Name of the base model on the Hub; None for a folder, whose path says nothing to others."""
     path = config.model.path
     return None if path is None or path.startswith((".", "/", "~")) or Path(path).exists() else path
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file.
-
-    Raises:
-        CheckpointError: If it is damaged.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise CheckpointError(f"{path}: it is damaged: {error}") from error
-    return found if isinstance(found, dict) else {}

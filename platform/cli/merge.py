@@ -20,11 +20,11 @@ from rich.console import Console
 
 from penstock import __version__
 from penstock.dataflow.errors import CheckpointError, ConfigError, boundary
-from penstock.platform.cli.export import CARD, USAGE, existing, policy_of, read_json
+from penstock.platform.cli.export import CARD, USAGE, existing, policy_of
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import CONFIG_FILE as RUN_CONFIG_FILE
 from penstock.platform.metrics.run_files import POLICY_FOLDER, SUMMARY_FILE
-from penstock.platform.run.run_dir import read_environment
+from penstock.platform.run.run_dir import read_environment, read_json
 from penstock.platform.run.saved_config import read_saved_config
 from penstock.trainer.build import copy_tokenizer
 from penstock.weights.hf_folder import CONFIG_FILE, is_hub_name, local_path, model_folder

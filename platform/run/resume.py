@@ -6,7 +6,6 @@ the tasks, and the files of the checkpoint. Then the run continues as `penstock 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +30,7 @@ from penstock.platform.run.checkpoint import Checkpoint, CheckpointFolder, choos
 from penstock.platform.run.evaluation import comparable_evaluations, evaluation_from, num_since_best
 from penstock.platform.run.lifecycle import EXIT_OK
 from penstock.platform.run.live_settings import with_what_was_set
-from penstock.platform.run.run_dir import locked
+from penstock.platform.run.run_dir import locked, read_json
 from penstock.platform.run.saved_config import (
     changed_config,
     differences,
@@ -99,8 +98,7 @@ def train(config: RunConfig) -> int:
     if config.resume == "never" or not (run_dir / CONFIG_FILE).exists():
         return training.train(config)
     if not CheckpointFolder(run_dir).versions():
-        summary = run_dir / SUMMARY_FILE
-        is_untrained = not summary.exists() or json.loads(summary.read_text())["steps"] == 0  # so nothing is lost
+        is_untrained = read_json(run_dir / SUMMARY_FILE).get("steps", 0) == 0  # so nothing is lost
         return training.train(config.model_copy(update={"overwrite": is_untrained or config.overwrite}))
     with locked(run_dir):
         checkpoint = choose_checkpoint(run_dir)
@@ -126,8 +124,10 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             "sampled with that. A batch cannot mix truncated and whole distributions. Resume with "
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
-    has_all = checkpoint.version == config.total_steps and was_interrupted(run_dir)  # but perhaps not its evaluation
-    if not has_all and (finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}")):
+    is_at_end = checkpoint.version == config.total_steps
+    # After the last step of a run that a signal has ended, only its last evaluation may be left.
+    lacks_evaluation = is_at_end and read_json(run_dir / SUMMARY_FILE).get("status") == "interrupted"
+    if not lacks_evaluation and (finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}")):
         problems.append(finished)
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
     if problems:
@@ -144,12 +144,6 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
         print(f"warning {sentence}")
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return training.train_in(config, run_dir, checkpoint)
-
-
-def was_interrupted(run_dir: Path) -> bool:
-    """Whether a signal has ended the run. After its last step only the last evaluation is left."""
-    path = run_dir / SUMMARY_FILE
-    return path.exists() and json.loads(path.read_text())["status"] == "interrupted"
 
 
 def nothing_left(config: RunConfig, checkpoint: Checkpoint, longer: str) -> str | None:

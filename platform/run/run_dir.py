@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.envs.fingerprint import fingerprints
 from penstock.platform.checks.run_dir import essence, occupied
 from penstock.platform.cluster.hardware import installed_version
@@ -81,6 +81,21 @@ def read_environment(run_dir: Path) -> dict[str, Any]:
         found = json.loads((run_dir / ENVIRONMENT_FILE).read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise CheckpointError(f"{path}: it is damaged: {error}") from error
     return found if isinstance(found, dict) else {}
 
 
