@@ -17,7 +17,7 @@ from penstock.platform.checks.model_files import awaits_warm_start, check_contex
 from penstock.platform.checks.run_dir import is_unfinished_warm_start
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.checks.trackers import check_trackers
-from penstock.platform.config.compose import compose_all
+from penstock.platform.config.compose import Composition, compose_all
 from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import POLICY_FOLDER
@@ -84,6 +84,20 @@ def load_config(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return loaded
+
+
+def settled(
+    config: RunConfig, command: Command, *, is_resumed: bool = False
+) -> tuple[RunConfig, list[str], list[Finding]]:
+    """Run all checks of a saved configuration.
+
+    Returns:
+        The configuration with the defaults that fit it, a sentence for each of those, and the findings.
+    """
+    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
+    findings = composition.settle(partial(check_all, command=command, is_resumed=is_resumed))
+    assert composition.config is not None, "settling replaces it by another one"
+    return composition.config, list(composition.derived.values()), findings
 
 
 def check_all(config: RunConfig, command: Command, *, is_resumed: bool = False) -> Iterator[Finding]:

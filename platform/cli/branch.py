@@ -18,7 +18,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,10 +26,9 @@ from rich.console import Console
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.dataflow.ids import PARTNER
-from penstock.platform.checks.load import check_all
+from penstock.platform.checks.load import settled
 from penstock.platform.cli.export import export_policy
 from penstock.platform.cluster.session import as_trained
-from penstock.platform.config.compose import Composition
 from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE, START_PARTNER, START_POLICY
@@ -143,8 +141,9 @@ def _begin(
         lost.append(
             "checkpoint.upload=null: the place of the other run is its own; give one to copy checkpoints of this"
         )
-    composition = settled(config)
-    config = composition.config or config
+    config, derived, findings = settled(config, "train")
+    if problems := [finding.message for finding in findings if finding.refuses(dry_run=False)]:
+        raise ConfigError(list(dict.fromkeys(problems)))
     by_now = as_trained(changed_config(newest, (), run_dir))
     later = differences(before.model_dump(mode="json"), by_now.model_dump(mode="json"))
     typed = {word.partition("=")[0] for word in overrides}
@@ -180,7 +179,7 @@ def _begin(
         if isinstance(error, OSError):
             raise CheckpointError(f"{new_dir}: the branch could not be written ({error}), and was removed") from error
         raise
-    told = [f"warning {sentence}" for sentence in (*composition.derived.values(), *lost)]
+    told = [f"warning {sentence}" for sentence in (*derived, *lost)]
     told.append(f"{new_dir} begins at step {checkpoint.version} of {origin} with its {', '.join(upto(kept))}")
     return Begun(config, new_dir, start, told)
 
@@ -195,19 +194,6 @@ def branch_dir(source: str, target: str) -> Path:
 def upto(part: Part) -> tuple[Part, ...]:
     """The parts that are kept, up to this one."""
     return PARTS[: PARTS.index(part) + 1]
-
-
-def settled(config: RunConfig) -> Composition:
-    """The configuration with the defaults that fit it, if it can be run.
-
-    Raises:
-        ConfigError: If not.
-    """
-    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
-    findings = composition.settle(partial(check_all, command="train"))
-    if problems := [finding.message for finding in findings if finding.refuses(dry_run=False)]:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return composition
 
 
 def limits(before: RunConfig, now: RunConfig, run_dir: Path) -> Iterator[Limit]:

@@ -11,18 +11,16 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.checks.load import LoadedConfig, check_all, load_config
+from penstock.platform.checks.load import LoadedConfig, load_config, settled
 from penstock.platform.checks.run_dir import is_run_dir
 from penstock.platform.cli.child import process_of
 from penstock.platform.cli.export import best_step, existing, export_policy, policy_of
-from penstock.platform.config.compose import Composition
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
 from penstock.platform.metrics.progress import Progress, ProgressLine
 from penstock.platform.metrics.run_files import POLICY_FOLDER
@@ -126,14 +124,12 @@ def _of_run(
     config = changed_config(saved_config, overrides, run_dir)
     model = config.model.model_copy(update={**own, "from_scratch": False})
     config = config.model_copy(update={"model": model, "run_dir": str(folder)})
-    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
-    findings = composition.settle(partial(check_all, command="eval"))
+    config, derived, findings = settled(config, "eval")
     if problems := [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]:
         raise ConfigError(list(dict.fromkeys(problems)))
-    assert composition.config is not None, "settling replaces it by another one"
     told = [finding.message for finding in findings if finding.severity != "note"]
     notes = [finding.message for finding in findings if finding.severity == "note"]
-    loaded = LoadedConfig(composition.config, [*composition.derived.values(), *told], notes)
+    loaded = LoadedConfig(config, [*derived, *told], notes)
     name = str(run) if version is None else f"{run}, step {version}"
     return Measurement(loaded, name, version, checkpoint, folder)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
-from penstock.platform.checks.load import check_all
+from penstock.platform.checks.load import settled
 from penstock.platform.checks.run_dir import read_data
-from penstock.platform.config.compose import Composition
 from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.progress import Progress, ProgressLine
@@ -112,10 +110,7 @@ def train(config: RunConfig) -> int:
 def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoint, *, allows_changed: bool) -> int:
     """Continue a run whose lock is held."""
     run_dir = Path(config.run_dir)
-    composition = Composition(config, typed=list(config.typed), raw=config.model_dump(mode="json"))
-    findings = composition.settle(partial(check_all, command="train", is_resumed=True))
-    assert composition.config is not None, "settling replaces it by another one"
-    config = composition.config
+    config, derived, findings = settled(config, "train", is_resumed=True)
     problems = [] if allows_changed else list(changes_of_learning(run_dir, saved, config, checkpoint))
     before, now = (saved["rollout"]["sampling"]["top_k"], config.rollout.sampling.top_k)
     if bool(before) != bool(now):
@@ -140,7 +135,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
     if (run_dir / METRICS_FILE).exists():
         reached = max((record.step for record in read_metrics(run_dir)), default=0)
     again = f"; the run had reached step {reached}" if reached > checkpoint.version else ""
-    for sentence in composition.derived.values():
+    for sentence in derived:
         print(f"warning {sentence}")
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return training.train_in(config, run_dir, checkpoint)
