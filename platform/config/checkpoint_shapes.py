@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.metrics.leaves import value_at
 from penstock.platform.metrics.run_files import CONFIG_FILE as RUN_CONFIG_FILE
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.weights.hf_folder import (
@@ -73,9 +74,7 @@ def fill_shapes(raw: dict[str, Any], typed: Mapping[str, str], remarks: list[str
     """
     wrong: dict[str, str] = {}
     for name in (*SECTIONS, *_OTHERS):
-        section: Any = raw
-        for key in name.split("."):
-            section = section.get(key) if isinstance(section, dict) else None
+        section = value_at(raw, name.split("."))
         if not isinstance(section, dict):
             continue
         path = section.get("path")

@@ -43,7 +43,7 @@ from penstock.platform.config.overrides import (
     unreadable_files,
 )
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.leaves import leaves, scalars
+from penstock.platform.metrics.leaves import leaves, scalars, value_at
 
 Raw = dict[str, Any]
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, AssertionError)
@@ -106,7 +106,7 @@ class Composition:
         for key, value, why in finding.fits if self.relevant([finding]) else ():
             if self.config.is_typed(key) or self._num_fits[key] == _MAX_FITS:
                 continue
-            old = _value_at(self.config.model_dump(mode="json"), key)
+            old = value_at(self.config.model_dump(mode="json"), key.split("."))
             default = self._defaults.setdefault(key, old)
             self._num_fits[key] += 1
             _set_at(self.raw, key, value)
@@ -251,13 +251,6 @@ def _search_path(config_dir: Path) -> str:
     return f"hydra.searchpath=[file://{config_dir.resolve()}]"
 
 
-def _value_at(raw: Any, path: str) -> Any:
-    """The value of a dotted key; None if there is none."""
-    for key in path.split("."):
-        raw = raw.get(key) if isinstance(raw, dict) else None
-    return raw
-
-
 def _set_at(raw: Raw, path: str, value: Any) -> None:
     *sections, last = path.split(".")
     for key in sections:
@@ -339,14 +332,10 @@ def _literal_escapes(raw: Raw) -> Iterator[tuple[str, str]]:
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
     """Restore the values of `base` at `keys`. Delete keys that `base` lacks or has with the same value."""
-    owner: Any = raw
-    origin: Any = base
-    for key in keys[:-1]:
-        owner = owner.get(key) if isinstance(owner, dict) else None
-        origin = origin.get(key) if isinstance(origin, dict) else None
+    *sections, last = keys
+    owner, origin = value_at(raw, sections), value_at(base, sections)
     if not isinstance(owner, dict):
         return
-    last = keys[-1]
     known = isinstance(origin, dict) and last in origin and origin[last] != owner.get(last)
     if known:
         owner[last] = origin[last]

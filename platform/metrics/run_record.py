@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from penstock.dataflow.errors import PenstockError
+from penstock.platform.metrics.leaves import value_at
 from penstock.platform.metrics.run_files import (
     CONFIG_FILE,
     CONFIG_HISTORY_FILE,
@@ -88,10 +89,7 @@ class RunRecord:
 
     def lookup(self, path: str) -> Any:
         """The configuration value at a dotted path, or None."""
-        node: Any = self.config
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, dict) else None
-        return node
+        return value_at(self.config, path.split("."))
 
     def values(self, name: str) -> list[float]:
         """All values of one metric in step order; empty if it was never logged."""
