@@ -35,6 +35,8 @@ START_TIMEOUT_S = 60.0
 """Longest start of a probe, seconds. With a runtime environment, the node unpacks it first."""
 ANSWER_TIMEOUT_S = 60.0
 IMPORT_TIMEOUT_S = 120.0
+_PORT_TIMEOUT_S = 5.0
+"""Longest connection to a port, and longest wait for a new file of a shared folder, seconds."""
 _NUM_CLOCK_READINGS = 5
 _NUM_CONNECTIONS = 64
 """Connections that a probe tries at a time."""
@@ -112,12 +114,12 @@ class NodeProbe:
         """Seconds since the epoch."""
         return time.time()
 
-    def reach(self, addresses: list[tuple[str, int]], limit_s: float) -> list[bool]:
-        """Whether each of these ports can be connected to within the limit."""
+    def reach(self, addresses: list[tuple[str, int]]) -> list[bool]:
+        """Whether each of these ports can be connected to."""
 
         def is_reached(address: tuple[str, int]) -> bool:
             try:
-                socket.create_connection(address, limit_s).close()
+                socket.create_connection(address, _PORT_TIMEOUT_S).close()
             except OSError:
                 return False
             return True
@@ -125,7 +127,7 @@ class NodeProbe:
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
             return list(threads.map(is_reached, addresses))
 
-    def report(self, folder: str | None, nonce: str, paths: list[str], limit_s: float) -> dict[str, Any]:
+    def report(self, folder: str | None, nonce: str, paths: list[str]) -> dict[str, Any]:
         """Fields of `NodeReport` about software, devices and files."""
         gpus, nvidia_driver = _nvidia()
         shared_memory = Path("/dev/shm")  # noqa: S108 - a mount point, not a temporary file
@@ -143,7 +145,7 @@ class NodeProbe:
             "nvidia_driver": nvidia_driver,
             "shm_free_gib": shutil.disk_usage(shared_memory).free / 2**30 if shared_memory.is_dir() else None,
             "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-            "folder_problem": "" if folder is None else _problem_of(Path(folder), nonce, limit_s),
+            "folder_problem": "" if folder is None else _problem_of(Path(folder), nonce),
             "missing_paths": tuple(path for path in paths if not Path(path).exists()),
         }
 
@@ -194,9 +196,9 @@ def _nvidia() -> tuple[tuple[tuple[str, float], ...], str | None]:
     return gpus, rows[0][2] if rows else None
 
 
-def _problem_of(folder: Path, nonce: str, limit_s: float) -> str:
+def _problem_of(folder: Path, nonce: str) -> str:
     """Why a folder of the driver cannot be used here; empty if it can."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _PORT_TIMEOUT_S
     while True:  # a network file system may show a new file late
         try:
             is_seen = (folder / nonce).read_text() == nonce
@@ -217,12 +219,11 @@ def _problem_of(folder: Path, nonce: str, limit_s: float) -> str:
     return ""
 
 
-async def probe_nodes(request: ProbeRequest, port_timeout_s: float = 5.0) -> tuple[NodeReport, list[NodeReport]]:
+async def probe_nodes(request: ProbeRequest) -> tuple[NodeReport, list[NodeReport]]:
     """Ask the driver's machine and every node that is alive.
 
     Args:
         request: What they are asked.
-        port_timeout_s: Longest connection to a port, seconds.
 
     Returns:
         The report of the driver's own process, and one for each node; those of silent nodes say so.
@@ -241,8 +242,8 @@ async def probe_nodes(request: ProbeRequest, port_timeout_s: float = 5.0) -> tup
     if request.folder is not None:
         (request.folder / nonce).write_text(nonce)
     try:
-        here = await asyncio.to_thread(_driver_report, request, nonce, listening, port_timeout_s)
-        await asyncio.gather(*(node.examine(request, nonce, listening, port_timeout_s) for node in listening))
+        here = await asyncio.to_thread(_driver_report, request, nonce, listening)
+        await asyncio.gather(*(node.examine(request, nonce, listening) for node in listening))
     finally:
         if request.folder is not None:
             with suppress(OSError):
@@ -252,12 +253,10 @@ async def probe_nodes(request: ProbeRequest, port_timeout_s: float = 5.0) -> tup
     return here, [node.report() for node in nodes]
 
 
-def _driver_report(
-    request: ProbeRequest, nonce: str, listening: Mapping[_Node, tuple[str, int]], limit_s: float
-) -> NodeReport:
+def _driver_report(request: ProbeRequest, nonce: str, listening: Mapping[_Node, tuple[str, int]]) -> NodeReport:
     probe = NodeProbe()
-    fields = probe.report(_text(request.folder), nonce, list(request.paths), limit_s)
-    reached = probe.reach(list(listening.values()), limit_s)
+    fields = probe.report(_text(request.folder), nonce, list(request.paths))
+    reached = probe.reach(list(listening.values()))
     unreachable = tuple(node.name for node, is_reached in zip(listening, reached, strict=True) if not is_reached)
     return NodeReport(name="the driver's machine", unreachable=unreachable, **fields)
 
@@ -297,9 +296,7 @@ class _Node:
             self._silence = f"`{method}` failed: {first_line(error)}"
         return None
 
-    async def examine(
-        self, request: ProbeRequest, nonce: str, listening: Mapping[_Node, tuple[str, int]], port_timeout_s: float
-    ) -> None:
+    async def examine(self, request: ProbeRequest, nonce: str, listening: Mapping[_Node, tuple[str, int]]) -> None:
         """Collect all fields of the report."""
         readings = []
         for _ in range(_NUM_CLOCK_READINGS):
@@ -310,10 +307,10 @@ class _Node:
             after = time.time()
             readings.append(((after - before) / 2, its_time - (before + after) / 2))
         self._fields["clock_error_s"], self._fields["clock_offset_s"] = min(readings)
-        limit_s = ANSWER_TIMEOUT_S + port_timeout_s * (1 + len(listening) / _NUM_CONNECTIONS)
-        reached = await self.ask("reach", limit_s, list(listening.values()), port_timeout_s)
-        arguments = (_text(request.folder), nonce, list(request.paths), port_timeout_s)
-        answered = await self.ask("report", ANSWER_TIMEOUT_S + port_timeout_s, *arguments)
+        limit_s = ANSWER_TIMEOUT_S + _PORT_TIMEOUT_S * (1 + len(listening) / _NUM_CONNECTIONS)
+        reached = await self.ask("reach", limit_s, list(listening.values()))
+        arguments = (_text(request.folder), nonce, list(request.paths))
+        answered = await self.ask("report", ANSWER_TIMEOUT_S + _PORT_TIMEOUT_S, *arguments)
         imports = await self.ask("import_errors", IMPORT_TIMEOUT_S, dict(request.imports))
         if reached is not None:
             self._fields["unreachable"] = tuple(

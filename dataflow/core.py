@@ -69,11 +69,11 @@ class Dataflow:
         surplus_search: Chooses the number of redundant groups of the next batch; None if it is fixed.
     """
 
-    def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0, ledger: Ledger | None = None) -> None:
+    def __init__(self, limits: FlowLimits, rules: GroupRules) -> None:
         self.limits = limits
         self.rules = rules
-        self.version = version
-        self.ledger = ledger or Ledger()
+        self.version = 0
+        self.ledger = Ledger()
         self.retries: Counter[FailureKind] = Counter()
         self.ignored: Counter[Ignored] = Counter()
         self.newest_ignored: GroupId | None = None

@@ -32,18 +32,17 @@ NO_ANSWER = "no answer"
 _GAPS = ("", "nan", "NaN")
 
 
-def equals_answer(text: str, answer: AnswerValue, field: str = "answer") -> bool:
+def equals_answer(text: str, answer: AnswerValue) -> bool:
     """Whether the text of a response is the answer of a row, by the table above.
 
     Args:
         text: What the response gives as its answer.
         answer: Value of the row.
-        field: Name of its column, for messages.
 
     Raises:
-        ValueError: If the answer cannot be compared, with the field and the type.
+        ValueError: If the answer cannot be compared, with the type.
     """
-    plain, text = checked_answer(answer, field), _with_line_feeds(text.strip())
+    plain, text = checked_answer(answer), _with_line_feeds(text.strip())
     if isinstance(plain, list):
         found = _list(text, plain)
         return found is not None and _are_equal(found, plain)
@@ -69,21 +68,21 @@ def last_field(response: str, answer: AnswerValue) -> str:
     return ";".join(response.rsplit(";", num_fields)[-num_fields:])
 
 
-def checked_answer(answer: object, field: str = "answer") -> AnswerValue:
+def checked_answer(answer: object) -> AnswerValue:
     """The answer as plain types; scalars and arrays of numpy become numbers and lists.
 
     Raises:
-        ValueError: If no response could equal it, with the field and the type.
+        ValueError: If no response could equal it, with the type.
     """
     value = _without_numpy(answer)
     if isinstance(value, list | tuple):
-        return [one if one is None or one == "" else checked_answer(one, field) for one in value]
+        return [one if one is None or one == "" else checked_answer(one) for one in value]
     plain = _scalar(value)
     if plain is None:
         # One line, also of a long text or table.
         shown = " ".join(f"{value!r:.200}".split())[:80]
         raise ValueError(
-            f"the field {field!r} of the task is {shown} (type {type(value).__name__}), which no response equals, so "
+            f"the field 'answer' of the task is {shown} (type {type(value).__name__}), which no response equals, so "
             "each would score 0. Give text that is not empty, a number or a list, or leave such rows out"
         )
     return plain

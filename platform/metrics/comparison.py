@@ -42,9 +42,9 @@ def _change(before: str, after: str, form: str) -> Callable[[RunRecord], str]:
     return lambda record: f"{record.summary[before]:{form}} → {record.summary[after]:{form}}"
 
 
-def _last_mean(name: str, form: str, last: int = 10) -> Callable[[RunRecord], str]:
+def _last_mean(name: str, form: str) -> Callable[[RunRecord], str]:
     def figure(record: RunRecord) -> str:
-        values = record.values(name)[-last:]
+        values = record.values(name)[-10:]
         return f"{sum(values) / len(values):{form}}"
 
     return figure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 
 class BusyClock:
@@ -13,9 +12,8 @@ class BusyClock:
         active: Requests that run now.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._counted_until = now()
+    def __init__(self) -> None:
+        self._counted_until = time.monotonic()
         self._busy_s = self._request_s = 0.0
         self.active = 0
 
@@ -41,7 +39,7 @@ class BusyClock:
         return self._request_s
 
     def _count(self) -> None:
-        now = self._now()
+        now = time.monotonic()
         elapsed_s, self._counted_until = now - self._counted_until, now
         self._busy_s += elapsed_s if self.active else 0.0
         self._request_s += elapsed_s * self.active

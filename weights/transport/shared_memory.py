@@ -139,7 +139,7 @@ def write_version(
     )
 
 
-def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+def read_version(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Map a version and yield its tensors in manifest order; nothing is copied until a tensor is used.
 
     Raises:
@@ -151,7 +151,7 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
             f"publish v{manifest.version}: {path} does not exist. The engine is on another node than trainer rank 0, "
             "or the version was already replaced. Set weights.transport=auto."
         )
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt", device="cpu") as file:
         missing = [entry.name for entry in manifest.entries if entry.name not in set(file.keys())]
         if missing:
             raise WeightSyncError(

@@ -51,7 +51,7 @@ def test_nodes_whose_processes_have_the_same_number_write_to_the_run_directory_a
     """As in containers, where the numbers begin at 1 on every node."""
     (tmp_path / "sign").write_text("sign")
     with ThreadPoolExecutor(8) as nodes:
-        reports = nodes.map(lambda _: NodeProbe().report(str(tmp_path), "sign", [], 1.0), range(80))
+        reports = nodes.map(lambda _: NodeProbe().report(str(tmp_path), "sign", []), range(80))
         assert {report["folder_problem"] for report in reports} == {""}
 
 

@@ -163,10 +163,9 @@ class NcclLinks:
 Links = GlooLinks | NcclLinks
 
 
-def serve_store(host: str, port: int = 0, timeout_s: float = 60.0) -> TCPStore:
-    """The store's server, where processes rendezvous; it lives as long as the object. Port 0 takes a free one."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+def serve_store(host: str) -> TCPStore:
+    """The store's server, on a free port, where processes rendezvous; it lives as long as the object."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
