@@ -24,11 +24,9 @@ from penstock.envs.endpoint.requests import (
     Json,
     Part,
     check_asks,
-    check_model,
-    supported,
+    parsed,
     text_of,
     tool_text,
-    validated,
 )
 from penstock.envs.endpoint.session import Answer, Piece, SampledToken
 
@@ -162,9 +160,7 @@ def parse_chat(body: Json, caller: Caller) -> ChatWriter:
     Raises:
         ApiError: 400 with the parameter, or 404 for an unknown model.
     """
-    rest, ignored = supported(body, caller.ignore, off=_OFF, without_effect={}, without_meaning=_WITHOUT_MEANING)
-    chat = validated(_Chat, rest)
-    check_model(chat.model)
+    chat, ignored = parsed(_Chat, body, caller, off=_OFF, without_effect={}, without_meaning=_WITHOUT_MEANING)
     messages = tuple(message.to_chat_message() for message in chat.messages)
     check_asks(messages, "messages")
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
@@ -189,9 +185,9 @@ def parse_completion(body: Json, caller: Caller) -> ChatWriter:
     Raises:
         ApiError: 400 with the parameter, or 404 for an unknown model.
     """
-    rest, ignored = supported(body, caller.ignore, off=_OFF, without_effect={}, without_meaning=_WITHOUT_MEANING)
-    completion = validated(_Completion, rest)
-    check_model(completion.model)
+    completion, ignored = parsed(
+        _Completion, body, caller, off=_OFF, without_effect={}, without_meaning=_WITHOUT_MEANING
+    )
     request = ChatRequest(
         prompt=completion.prompt,
         max_tokens=completion.max_tokens,

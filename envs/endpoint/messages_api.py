@@ -29,10 +29,9 @@ from penstock.envs.endpoint.requests import (
     Part,
     bad_request,
     check_asks,
-    check_model,
     is_ignored,
     joined,
-    supported,
+    parsed,
     text_of,
     tool_text,
     validated,
@@ -182,11 +181,9 @@ def parse_messages(body: Json, caller: Caller) -> MessageWriter:
     Raises:
         ApiError: 400 with the parameter, or 404 for an unknown model.
     """
-    rest, ignored = supported(
-        body, caller.ignore, off=_OFF, without_effect=_WITHOUT_EFFECT, without_meaning=_WITHOUT_MEANING
+    asked, ignored = parsed(
+        _Body, body, caller, off=_OFF, without_effect=_WITHOUT_EFFECT, without_meaning=_WITHOUT_MEANING
     )
-    asked = validated(_Body, rest)
-    check_model(asked.model)
     choice, output = asked.tool_choice or {}, asked.output_config or {}
     is_parallel = choice.get("disable_parallel_tool_use")
     if is_ignored("tool_choice.type", choice.get("type"), ("auto",), caller.ignore, "tool_choice"):

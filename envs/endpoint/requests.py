@@ -209,6 +209,7 @@ class Part(BaseModel):
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
+_Body = TypeVar("_Body", bound=Body)
 
 
 def validated(kind: type[_Kind], value: object, at: str = "") -> _Kind:
@@ -260,30 +261,34 @@ def is_ignored(
     raise bad_request(message, param, "unsupported_value")
 
 
-def supported(
+def parsed(
+    kind: type[_Body],
     body: Json,
-    ignore: Collection[str],
+    caller: Caller,
     *,
     off: Mapping[str, Sequence[object]],
     without_effect: Mapping[str, Sequence[object]],
     without_meaning: Collection[str],
-) -> tuple[Json, list[str]]:
-    """The parameters that are left to validate, and the names of those that have no effect.
+) -> tuple[_Body, list[str]]:
+    """The parameters that have an effect, and the names of those that have none.
 
     Args:
+        kind: The former.
         body: The body.
-        ignore: `env.endpoint.ignore`.
+        caller: Whose request it is.
         off: Refused parameters, with their neutral values other than null.
         without_effect: Parameters that would change how the policy answers, with their neutral values.
         without_meaning: Parameters that change nothing about an answer.
 
     Raises:
-        ApiError: 400 `unsupported_value`.
+        ApiError: 400 with the parameter, or 404 for an unknown model.
     """
-    ignored = [name for name, neutral in off.items() if is_ignored(name, body.get(name), neutral, ignore)]
+    ignored = [name for name, neutral in off.items() if is_ignored(name, body.get(name), neutral, caller.ignore)]
     ignored += [name for name, neutral in without_effect.items() if body.get(name) not in (None, *neutral)]
     taken = {*off, *without_effect, *without_meaning}
-    return {name: value for name, value in body.items() if name not in taken}, ignored
+    asked = validated(kind, {name: value for name, value in body.items() if name not in taken})
+    check_model(asked.model)
+    return asked, ignored
 
 
 def text_of(content: object, *, kinds: Sequence[str] = ("text",), separator: str = "") -> str:

@@ -31,10 +31,9 @@ from penstock.envs.endpoint.requests import (
     StoredHistories,
     bad_request,
     check_asks,
-    check_model,
     is_ignored,
     joined,
-    supported,
+    parsed,
     text_of,
     tool_text,
     validated,
@@ -140,11 +139,9 @@ def parse_response(body: Json, caller: Caller) -> ResponseWriter:
     Raises:
         ApiError: 400 with the parameter, or 404 for an unknown model.
     """
-    rest, ignored = supported(
-        body, caller.ignore, off=_OFF, without_effect=_WITHOUT_EFFECT, without_meaning=_WITHOUT_MEANING
+    asked, ignored = parsed(
+        _Body, body, caller, off=_OFF, without_effect=_WITHOUT_EFFECT, without_meaning=_WITHOUT_MEANING
     )
-    asked = validated(_Body, rest)
-    check_model(asked.model)
     text = asked.text or {}
     if is_ignored("text.format", text.get("format"), ({"type": "text"},), caller.ignore, "response_format"):
         ignored.append("text.format")

@@ -30,7 +30,7 @@ from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint.answers import AnswerWriter
 from penstock.envs.endpoint.chat_api import openai_error, parse_chat, parse_completion
 from penstock.envs.endpoint.messages_api import anthropic_error, parse_messages
-from penstock.envs.endpoint.requests import MODEL, ApiError, Caller, Json, StoredHistories, bad_request, check_model
+from penstock.envs.endpoint.requests import MODEL, ApiError, Caller, Json, bad_request, check_model
 from penstock.envs.endpoint.responses_api import parse_response
 from penstock.envs.endpoint.session import Exchange, Questions, Session
 
@@ -87,7 +87,7 @@ class Endpoint:
         await self._serve()
         serial = next(self._serial)
         session = Session(name, serial, self._base_url, self._timeout_s)
-        self._sessions[str(serial)] = (session, self._caller())
+        self._sessions[str(serial)] = (session, Caller(self._config.ignore))
         try:
             yield session
         finally:
@@ -101,7 +101,7 @@ class Endpoint:
             ConfigError: If it cannot listen on the address.
         """
         await self._serve()
-        self._questions = (questions, self._caller())
+        self._questions = (questions, Caller(self._config.ignore))
 
     async def close(self) -> None:
         """Stop serving."""
@@ -112,9 +112,6 @@ class Endpoint:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
-
-    def _caller(self) -> Caller:
-        return Caller(self._config.ignore, StoredHistories())
 
     async def _serve(self) -> None:
         async with self._starting:
