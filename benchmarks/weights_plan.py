@@ -154,7 +154,7 @@ def bytes_per_link(plan: Plan) -> Mapping[tuple[int, int], int]:
     """`(source rank, destination rank)` -> bytes over the wire."""
     links: Counter[tuple[int, int]] = Counter()
     for copy in plan.copies:
-        if not plan.is_local(copy):
+        if plan.resident.get(copy.dst_rank) != copy.src_rank:  # it does not stay on one device
             links[copy.src_rank, copy.dst_rank] += copy.num_elements * plan.item_bytes
     return links
 

@@ -22,13 +22,12 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import TaskId
 from penstock.dataflow.task import Task
 from penstock.envs.adapters.verifiers_taskset import BUDGET_CODES, TasksetEnvironment, import_tasksets
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.import_path import import_extra
 from penstock.envs.tasks.agents import AgentProgram, open_client
-from penstock.envs.tasks.generated_tasks import endless, is_held_out, row_key
+from penstock.envs.tasks.generated_tasks import endless, is_held_out, row_key, row_task
 
 _RAISED: ContextVar[list[str]] = ContextVar("names of the reward functions that raised")
 
@@ -103,7 +102,7 @@ class VerifiersTasks:
 
     @cached_property
     def _rows(self) -> list[Task]:
-        return [self._task(row, "train", index) for index, row in enumerate(self._played.rows())]
+        return [row_task(row, f"{self._id}/train/{index}") for index, row in enumerate(self._played.rows())]
 
     @cached_property
     def _held_out(self) -> list[Task]:
@@ -111,12 +110,8 @@ class VerifiersTasks:
         if rows is None:
             tasks = [task for task in self._rows if is_held_out({"prompt": task.prompt})]
         else:
-            tasks = [self._task(row, "held_out", index) for index, row in enumerate(rows)]
+            tasks = [row_task(row, f"{self._id}/held_out/{index}") for index, row in enumerate(rows)]
         return list({row_key({"prompt": task.prompt}): task for task in tasks}.values())
-
-    def _task(self, row: Row, split: str, index: int) -> Task:
-        fields = {name: value for name, value in row.items() if name != "prompt"}
-        return Task(TaskId(f"{self._id}/{split}/{index}"), row["prompt"], fields)
 
 
 class VerifiersEpisode(AgentProgram):

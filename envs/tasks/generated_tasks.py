@@ -61,7 +61,7 @@ class GeneratedTasks(ABC):
             row = self._drawn(rng)
             fruitless += 1
             if not is_held_out(self.split_by(row)):
-                yield self._task(row, "train", index)
+                yield row_task(row, f"{self.name}/train/{index}")
                 index, fruitless = index + 1, 0
             elif fruitless >= _FRUITLESS_DRAWS:
                 raise ValueError(f"{self.name}.draw gave {fruitless} tasks in a row that are held out: draw more kinds")
@@ -78,7 +78,7 @@ class GeneratedTasks(ABC):
             fruitless += 1
             if is_held_out(split_by) and key not in rows:
                 rows[key], fruitless = row, 0
-        return [self._task(row, "held_out", index) for index, row in enumerate(rows.values())]
+        return [row_task(row, f"{self.name}/held_out/{index}") for index, row in enumerate(rows.values())]
 
     def _drawn(self, rng: random.Random) -> Mapping[str, Any]:
         row = self.draw(rng)
@@ -87,9 +87,10 @@ class GeneratedTasks(ABC):
             raise ValueError(f"{self.name}.draw(rng) gave {got}; expected a dict with 'prompt' and the task's fields")
         return row
 
-    def _task(self, row: Mapping[str, Any], split: str, index: int) -> Task:
-        fields = {name: value for name, value in row.items() if name != "prompt"}
-        return Task(TaskId(f"{self.name}/{split}/{index}"), row["prompt"], fields)
+
+def row_task(row: Mapping[str, Any], task_id: str) -> Task:
+    """The task of a row: all but its prompt are fields."""
+    return Task(TaskId(task_id), row["prompt"], {name: value for name, value in row.items() if name != "prompt"})
 
 
 def row_key(row: Mapping[str, Any]) -> bytes:

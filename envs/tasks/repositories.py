@@ -225,16 +225,13 @@ class RepositoryTasks:
         if fields.get("files") is None:
             raise ValueError(f"it has no files, only {sorted(fields)}")
         if (image := fields.get("image")) is not None:
-            self._check_image(image)
+            if not Path(image).expanduser().is_dir():
+                raise ValueError(f"image={image!r} is no folder with a root filesystem")
+            if self._setting.sandbox.remote is not None or not self._setting.isolate:
+                raise ValueError(f"image={image!r} needs a sandbox on this machine, without env.args.remote")
         hidden, shown = fields.get("hidden"), [at for at in (*self._read, fields["files"]) if isinstance(at, str)]
         if isinstance(hidden, str) and (seen := next((at for at in shown if _overlap(at, hidden)), None)):
             raise ValueError(f"hidden={hidden!r} is in what the agent may read, {seen!r}")
-
-    def _check_image(self, image: str) -> None:
-        if not Path(image).expanduser().is_dir():
-            raise ValueError(f"image={image!r} is no folder with a root filesystem")
-        if self._setting.sandbox.remote is not None or not self._setting.isolate:
-            raise ValueError(f"image={image!r} needs a sandbox on this machine, without env.args.remote")
 
 
 class RepositoryEpisode(AgentProgram):

@@ -92,15 +92,12 @@ class SpelledTokens:
 
     def _shielded(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda found: self._mark_of(found.group()), value)
+            return self._pattern.sub(lambda found: self._mark + self._numbers[found.group()], value)
         if isinstance(value, Mapping):
             return {self._shielded(key): self._shielded(one) for key, one in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self._shielded(one) for one in value]
         return value
-
-    def _mark_of(self, text: str) -> str:
-        return self._mark + self._numbers[text]
 
     def _alias_of(self, text: str) -> str:
         return self._alias + self._numbers[text]

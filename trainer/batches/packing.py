@@ -366,7 +366,8 @@ def fill_rows(lengths: Sequence[int], indices: Sequence[int], capacity: int) -> 
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []
-    for index in _longest_first(lengths, indices):
+    longest_first = sorted((one for one in indices if lengths[one] > 0), key=lambda one: (-lengths[one], one))
+    for index in longest_first:
         length = lengths[index]
         position = bisect_left(free, (length, -1))
         if position == len(free):
@@ -413,10 +414,6 @@ def _plan_rank(
 
 def _micro_batch(lengths: Sequence[int], rows: Sequence[tuple[int, ...]]) -> MicroBatchPlan:
     return MicroBatchPlan(tuple(rows), max(sum(lengths[index] for index in row) for row in rows))
-
-
-def _longest_first(lengths: Sequence[int], indices: Sequence[int]) -> list[int]:
-    return sorted((index for index in indices if lengths[index] > 0), key=lambda index: (-lengths[index], index))
 
 
 def _bundles(lengths: Sequence[int], units: Sequence[int | None]) -> list[list[int]]:

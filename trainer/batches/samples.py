@@ -341,7 +341,7 @@ def sampled_tokens(payloads: Sequence[GroupPayload], policy_id: PolicyId = POLIC
     return [
         TrainingSequence(
             token_ids=one.token_ids,
-            targets=(targets := loss_tokens(one)),
+            targets=(targets := np.flatnonzero(one.loss_mask)),
             behavior_logprobs=np.zeros(len(targets), np.float32),
             alternatives=alternatives_of(one),
             routes=one.routes if one.policy_id == policy_id else None,
@@ -377,11 +377,6 @@ def is_new_enough(trajectory: Trajectory, min_version: int) -> NDArray[np.bool_]
     if trajectory.oldest_version >= min_version:
         return np.ones(trajectory.num_sampled_tokens, dtype=bool)
     return versions_per_token(trajectory.spans) >= min_version
-
-
-def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:
-    """Positions of the sampled tokens that are not older than `min_version`, `[n] int64`."""
-    return np.flatnonzero(trajectory.loss_mask)[is_new_enough(trajectory, min_version)]
 
 
 def alternatives_of(trajectory: Trajectory, keep: NDArray[np.bool_] | None = None) -> NDArray[np.int32] | None:

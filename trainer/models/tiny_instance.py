@@ -121,7 +121,8 @@ def tiny_model(config: Any, attention: str, device: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, **settings).eval()
-        embeddings = {id(one) for one in (model.get_input_embeddings().weight, _head_weight(model)) if one is not None}
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        embeddings = {id(one) for one in (model.get_input_embeddings().weight, head) if one is not None}
         with torch.no_grad():
             for one in model.parameters():
                 if one.dim() > 1:
@@ -129,7 +130,3 @@ def tiny_model(config: Any, attention: str, device: str) -> nn.Module:
                 else:
                     one.add_(torch.randn_like(one), alpha=0.1)
     return model.requires_grad_(requires_grad=False).to(device)
-
-
-def _head_weight(model: Any) -> Any:
-    return getattr(model.get_output_embeddings(), "weight", None)

@@ -53,10 +53,6 @@ class Plan:
         """The copies of all buckets."""
         return (copy for bucket in self.buckets for copy in bucket)
 
-    def is_local(self, copy: PlannedCopy) -> bool:
-        """Whether a copy stays on one device."""
-        return self.resident.get(copy.dst_rank) == copy.src_rank
-
 
 def make_plan(
     source: Layout,

@@ -10,7 +10,7 @@ import torch
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
-from penstock.trainer.batches.samples import loss_tokens, policy_sequences
+from penstock.trainer.batches.samples import is_new_enough, policy_sequences
 from tests.algorithms import resolved
 
 from .torch_trainer import scored, trainer_of
@@ -30,9 +30,9 @@ def aged(batch: list[GroupPayload]) -> list[GroupPayload]:
 def test_only_tokens_of_the_minimum_version_or_newer_are_loss_tokens(aged: list[GroupPayload]) -> None:
     for one in (member for payload in aged for member in payload.trajectories):
         sampled = np.flatnonzero(one.loss_mask)
-        assert loss_tokens(one, 3).tolist() == sampled.tolist()
-        assert loss_tokens(one, 4).tolist() == sampled[len(sampled) // 2 :].tolist()
-        assert loss_tokens(one, 6).tolist() == []
+        assert sampled[is_new_enough(one, 3)].tolist() == sampled.tolist()
+        assert sampled[is_new_enough(one, 4)].tolist() == sampled[len(sampled) // 2 :].tolist()
+        assert sampled[is_new_enough(one, 6)].tolist() == []
 
 
 def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None:
@@ -57,10 +57,9 @@ def test_what_was_trimmed_changes_no_weight(policy: str, aged: list[GroupPayload
 
     def disturbed(below: int) -> list[GroupPayload]:
         def shift(one):
-            keep = loss_tokens(one, 4)
-            others = np.setdiff1d(np.flatnonzero(one.loss_mask), keep)
+            sampled, is_kept = np.flatnonzero(one.loss_mask), is_new_enough(one, 4)
             logprobs = one.behavior_logprobs.copy()
-            logprobs[others if below else keep] -= 0.2
+            logprobs[sampled[~is_kept if below else is_kept]] -= 0.2
             return replace(one, behavior_logprobs=logprobs)
 
         return [GroupPayload(payload.group_id, tuple(map(shift, payload.trajectories))) for payload in aged]
