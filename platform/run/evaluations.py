@@ -90,10 +90,6 @@ class Evaluations:
             return
         await asyncio.gather(*(self._evaluate(version, name, tasks) for name, tasks in self._tasks.items()))
 
-    def is_due(self, version: int) -> bool:
-        """Whether a set is evaluated at a version during training."""
-        return bool(self._due(version))
-
     def _due(self, version: int) -> dict[str, list[Task]]:
         """Name -> tasks of the sets that are evaluated at a version during training: every `every_steps` steps."""
         due = {}

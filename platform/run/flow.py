@@ -103,7 +103,11 @@ class StopRequestedError(PenstockError):
 
 
 class Flow:
-    """The running dataflow. `async with` starts admission on entry and cancels all running groups on exit."""
+    """The running dataflow. `async with` starts admission on entry and cancels all running groups on exit.
+
+    Attributes:
+        last_snapshot: The flow when a stop or an error ended it between two batches; None if it ended otherwise.
+    """
 
     def __init__(
         self,
@@ -143,7 +147,7 @@ class Flow:
         self._is_step_ended: asyncio.Future[bool] | None = None
         self._is_sending_parts = False
         self._consecutive_failures = 0
-        self._last_snapshot: FlowSnapshot | None = None
+        self.last_snapshot: FlowSnapshot | None = None
         self.is_running = False
         self._version_began: tuple[float, float] | None = None  # when, and what the trainer had waited by then
         self._num_logged_ignored = 0
@@ -178,8 +182,8 @@ class Flow:
                 self.core.ledger.listeners = ()  # what a resume continues has not ended
                 self._return_batch()
             if is_resumable and not self.core.in_training:
-                self._last_snapshot = self.snapshot()
-            if isinstance(error, StopRequestedError) and self._last_snapshot is not None:
+                self.last_snapshot = self.snapshot()
+            if isinstance(error, StopRequestedError) and self.last_snapshot is not None:
                 self.core.ledger.listeners = ()
         finally:
             if self._admission is not None:
@@ -273,11 +277,6 @@ class Flow:
 
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
-
-    @property
-    def last_snapshot(self) -> FlowSnapshot | None:
-        """The flow when a stop or an error ended it between two batches; None if it ended otherwise."""
-        return self._last_snapshot
 
     def snapshot(self) -> FlowSnapshot:
         """What a checkpoint keeps of the flow, taken at the cut: between `advance` and the next batch.

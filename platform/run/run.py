@@ -170,7 +170,7 @@ class Run:
         await self.evaluations.last(self.version, self.publisher.delivered)
 
     def _evaluate_if_due(self) -> None:
-        if self.version != self.total_steps and self.evaluations.is_due(self.version):
+        if self.version != self.total_steps:
             self.evaluations.start(self.version)
 
     def _end_without_progress(self) -> None:

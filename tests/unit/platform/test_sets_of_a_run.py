@@ -70,9 +70,8 @@ class Parts:
 
         await self.evaluations.first(0)
         for version in range(1, last):
-            if self.evaluations.is_due(version):
-                self.evaluations.start(version)
-                await asyncio.gather(*self.evaluations._started.values())
+            self.evaluations.start(version)
+            await asyncio.gather(*self.evaluations._started.values())
         await self.evaluations.last(last, delivered)
 
 
