@@ -131,20 +131,15 @@ def first_and_last_mean(values: Sequence[float]) -> tuple[float | None, float | 
     return sum(values[:count]) / count, sum(values[-count:]) / count
 
 
-def write_summary(run_dir: Path, summary: RunSummary) -> Path:
-    """Write `summary.json` atomically and return its path."""
-    path = run_dir / SUMMARY_FILE
-    write_text_atomically(path, json.dumps(summary.to_dict(), indent=2) + "\n")
-    return path
+def write_summary(run_dir: Path, summary: RunSummary) -> None:
+    """Write `summary.json` atomically."""
+    write_text_atomically(run_dir / SUMMARY_FILE, json.dumps(summary.to_dict(), indent=2) + "\n")
 
 
-def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> Path:
-    """Write `staleness.json`, `{"<staleness in versions>": trained tokens}`, atomically and return its path."""
-    path = run_dir / STALENESS_FILE
-    write_text_atomically(
-        path, json.dumps({str(staleness): histogram[staleness] for staleness in sorted(histogram)}) + "\n"
-    )
-    return path
+def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> None:
+    """Write `staleness.json`, `{"<staleness in versions>": trained tokens}`, atomically."""
+    by_staleness = {str(staleness): histogram[staleness] for staleness in sorted(histogram)}
+    write_text_atomically(run_dir / STALENESS_FILE, json.dumps(by_staleness) + "\n")
 
 
 def write_failures(run_dir: Path, failures: Sequence[TrajectoryError]) -> None:

@@ -204,14 +204,13 @@ def first_error(error: BaseException) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, PenstockError)), leaves[0])
 
 
-def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
+def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> None:
     """Write the traceback and the newest ledger events to `error.txt`, if the disk takes it; the console shows only one
     sentence.
     """
-    path = run_dir / "error.txt"
     lines = traceback.format_exception(error)
     if events:
         lines += ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]
     with suppress(OSError):  # of a full disk, which hides nothing
-        write_text_atomically(path, "".join(lines))  # makes the directory: that it is gone may be the failure
-    return path
+        # This makes the directory: that it is gone may be the failure.
+        write_text_atomically(run_dir / "error.txt", "".join(lines))

@@ -101,7 +101,8 @@ async def test_a_run_whose_directory_is_deleted_ends_with_that_reason_in_the_dir
     assert "config.yaml is gone at v" in str(error)
     assert run.version < STEPS
     shutil.rmtree(run_dir, ignore_errors=True)
-    assert "config.yaml is gone" in write_failure(run_dir, error).read_text()
+    write_failure(run_dir, error)
+    assert "config.yaml is gone" in (run_dir / "error.txt").read_text()
 
 
 @pytest.mark.parametrize(

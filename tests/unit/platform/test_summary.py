@@ -40,7 +40,8 @@ def test_the_summary_has_exactly_the_promised_keys(tmp_path: Path) -> None:
         share_tokens_stale=0.25, multi_version_trajectories=4, tokens_generated=100, tokens_trained=90,
         peak_memory_gib=1.5, ledger=LedgerCounts(admitted=8, trained=6, dropped=1, filtered=1, failed=0, live=0),
     )  # fmt: skip
-    content = json.loads(write_summary(tmp_path, summary).read_text())
+    write_summary(tmp_path, summary)
+    content = json.loads((tmp_path / "summary.json").read_text())
     assert set(content) == KEYS
     assert content["eval_after"] is None
     assert content["ledger"] == {"admitted": 8, "trained": 6, "dropped": 1, "filtered": 1, "failed": 0, "live": 0}
@@ -63,8 +64,8 @@ def test_first_and_last_reward_are_means_over_at_most_ten_steps_and_half_the_run
 
 
 def test_the_staleness_histogram_is_sorted_by_staleness(tmp_path: Path) -> None:
-    path = write_staleness(tmp_path, {2: 5, 0: 10, 1: 7})
-    assert path.read_text() == '{"0": 10, "1": 7, "2": 5}\n'
+    write_staleness(tmp_path, {2: 5, 0: 10, 1: 7})
+    assert (tmp_path / "staleness.json").read_text() == '{"0": 10, "1": 7, "2": 5}\n'
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
