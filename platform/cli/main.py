@@ -52,6 +52,7 @@ Isolation = Annotated[
     ),
 ]
 Python = Annotated[str | None, typer.Option(help="Interpreter of the environment, as env.python.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]
 Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name from `penstock env list`, or module:name.")]
 EnvArgs = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.", show_default=False)
@@ -507,7 +508,7 @@ def resume(
 @app.command(no_args_is_help=True)
 @exits
 def scale(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    run: RunDir,
     *,
     engines: Annotated[int, typer.Option(metavar="N", help="Number of engines that the run is to have.")],
 ) -> int:
@@ -522,7 +523,7 @@ def scale(
 @app.command("set", no_args_is_help=True)
 @exits
 def set_keys(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    run: RunDir,
     overrides: Annotated[
         list[str],
         typer.Argument(
@@ -540,9 +541,7 @@ def set_keys(
 
 @app.command(no_args_is_help=True)
 @exits
-def checkpoints(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
-) -> int:
+def checkpoints(run: RunDir) -> int:
     """List the checkpoints of a run with size, step and whether they are complete."""
     from penstock.platform.cli.checkpoints import run_checkpoints
 
@@ -552,7 +551,7 @@ def checkpoints(
 @app.command(no_args_is_help=True)
 @exits
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    run: RunDir,
     *,
     to: Annotated[str, typer.Option(metavar="DIR|hub:NAME", help="New folder, or a model on the Hugging Face Hub.")],
     step: Annotated[int | None, typer.Option(help="Step of the policy. Default: the newest that was saved.")] = None,
@@ -595,7 +594,7 @@ def merge(
 @app.command()
 @exits
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    run: RunDir,
     *,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on this machine while the run goes on.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --watch; 0 takes a free one.")] = 0,
