@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
-
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.errors import CheckpointError, ConfigError
 from penstock.dataflow.ids import PARTNER
@@ -30,7 +28,7 @@ from penstock.platform.checks.load import settled
 from penstock.platform.cli.export import export_policy
 from penstock.platform.cluster.session import as_trained
 from penstock.platform.config.schema import RunConfig, is_within
-from penstock.platform.metrics.progress import Progress, ProgressLine
+from penstock.platform.metrics.progress import waiting
 from penstock.platform.metrics.run_files import BEST_FILE, METRICS_FILE, START_PARTNER, START_POLICY
 from penstock.platform.metrics.trackers.jsonl import drop_later_records
 from penstock.platform.run import training
@@ -110,8 +108,7 @@ def begin(source: str, target: str, overrides: Sequence[str], step: int | None, 
         return _begin(Path(source).resolve(), source, new_dir, overrides, step, restore)
     new_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=new_dir.parent, prefix=".fetched-") as folder:
-        doing = Progress(f"fetching the checkpoint from {source}")
-        with ProgressLine(Console(stderr=True)).showing(lambda: doing):
+        with waiting(f"fetching the checkpoint from {source}"):
             download(source, Path(folder), step)
         return _begin(Path(folder), source, new_dir, overrides, step, restore)
 
@@ -125,8 +122,7 @@ def _begin(
     if restore is not None and restore not in PARTS:
         raise ConfigError([f"--restore {restore}: there is no such part of a checkpoint. One of {', '.join(PARTS)}."])
     wanted: Part | None = restore
-    console = Console(stderr=True)
-    with ProgressLine(console).showing(lambda: Progress("reading the checkpoint")):
+    with waiting("reading the checkpoint"):
         checkpoint = choose_checkpoint(run_dir, step)
     enter_folder_of(run_dir)
     saved = checkpoint.manifest["run"]["config"]  # which `penstock set` and resumes may have changed since
@@ -161,7 +157,7 @@ def _begin(
     start = None
     try:
         if kept == "weights":
-            with ProgressLine(console).showing(lambda: Progress("writing the policy of the checkpoint")):
+            with waiting("writing the policy of the checkpoint"):
                 export_policy(before, checkpoint.path, new_dir / START_POLICY)
                 if before.partner is not None and config.partner is not None:
                     export_policy(before.partner_view, checkpoint.path / PARTNER, new_dir / START_PARTNER)

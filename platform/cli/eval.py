@@ -22,7 +22,7 @@ from penstock.platform.checks.run_dir import is_run_dir
 from penstock.platform.cli.child import process_of
 from penstock.platform.cli.export import best_step, existing, export_policy, policy_of
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
-from penstock.platform.metrics.progress import Progress, ProgressLine
+from penstock.platform.metrics.progress import waiting
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.run.checkpoint import Checkpoint
 from penstock.platform.run.eval import facts, run_eval
@@ -161,8 +161,7 @@ def measure(measurement: Measurement) -> int:
                 # Engines on other nodes read it, and see the folder of the results rather than this machine's /tmp.
                 temporary = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix="policy-"))
                 policy = Path(temporary) / POLICY_FOLDER
-                doing = Progress(f"writing the policy of step {measurement.step}")
-                with ProgressLine(Console(stderr=True)).showing(lambda: doing):
+                with waiting(f"writing the policy of step {measurement.step}"):
                     export_policy(config, measurement.checkpoint.path, policy)
                 config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(policy)})})
             return run_eval(config, measurement.policy, measurement.step, folder)

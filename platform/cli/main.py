@@ -185,10 +185,9 @@ def startable_again() -> Iterator[None]:
 @contextmanager
 def checking() -> Iterator[None]:
     """Within it, the console says what is waited for."""
-    from penstock.platform.metrics.progress import Progress, ProgressLine
+    from penstock.platform.metrics.progress import waiting
 
-    doing = Progress("checking the configuration, the tasks and the machine")
-    with ProgressLine(plain_console(stderr=True)).showing(lambda: doing):
+    with waiting("checking the configuration, the tasks and the machine"):
         yield
 
 

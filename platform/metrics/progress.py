@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -116,6 +116,11 @@ class ProgressLine:
         if self._is_shown:
             self._is_shown = False
             self._console.file.write(_ERASE)
+
+
+def waiting(what: str) -> AbstractContextManager[None]:
+    """Within it, the command says on its error stream what it waits for."""
+    return ProgressLine(Console(stderr=True)).showing(lambda: Progress(what))
 
 
 def format_duration(seconds: float) -> str:

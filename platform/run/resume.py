@@ -11,15 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.platform.checks.load import settled
 from penstock.platform.checks.run_dir import read_data
 from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.evaluation_table import EvaluationTable
-from penstock.platform.metrics.progress import Progress, ProgressLine
+from penstock.platform.metrics.progress import waiting
 from penstock.platform.metrics.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
@@ -79,7 +77,7 @@ def resume(run_dir: Path, overrides: Sequence[str], step: int | None = None, *, 
     run_dir = run_dir.resolve()
     saved = read_saved_config(run_dir)
     with locked(run_dir):
-        with ProgressLine(Console(stderr=True)).showing(lambda: Progress("reading the checkpoint")):
+        with waiting("reading the checkpoint"):
             checkpoint = choose_checkpoint(run_dir, step)
         enter_folder_of(run_dir)
         config = changed_config(saved, overrides, run_dir)
