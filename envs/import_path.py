@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
@@ -67,6 +68,19 @@ def import_extra(library: str) -> Any:
             f"env: {name} cannot be imported by {sys.executable} ({error}). Install it: pip install 'penstock[envs]'."
         )
         raise ConfigError(message) from error
+
+
+def call_problem(function: Callable[..., Any], call: str, /, *arguments: Any, **named: Any) -> str:
+    """Why a function cannot be called with these arguments, `call` in words; empty if it can, or has no signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin, or one of an extension module
+        return ""
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as problem:
+        return f"takes {signature}, but would be called with {call}: {problem}"
+    return ""
 
 
 def _import_failed(where: str, name: str, error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.envs.import_path import nearest_hint
+from penstock.envs.import_path import call_problem, nearest_hint
 from penstock.platform.config.field_errors import describe_errors
 from penstock.platform.config.findings import Finding, Fit, error, warning
 from penstock.platform.config.schema import RunConfig
@@ -181,15 +180,8 @@ def misfit(function: Callable[..., Any], parameters: Sequence[str]) -> str:
     if isinstance(function, type | BuiltinFunctionType):
         kind = "class" if isinstance(function, type) else "builtin function"
         return f"is a {kind}, but would be called with {call}. Name a function of yours."
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of an extension module, without a signature
-        return ""
-    try:
-        signature.bind(*parameters)
-    except TypeError as problem:
-        return f"takes {signature}, but would be called with {call}: {problem}. Change its parameters."
-    return ""
+    problem = call_problem(function, call, *parameters)
+    return f"{problem}. Change its parameters." if problem else ""
 
 
 def check_reward_parts(config: RunConfig) -> Iterator[Finding]:

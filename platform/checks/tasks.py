@@ -6,7 +6,6 @@ Only the first few thousand tasks are read, which detects a wrong split and is f
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from penstock.dataflow.task_queue import MAX_SKIPPED_SHARE
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.fingerprint import changes, fingerprints
+from penstock.envs.import_path import call_problem
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.rewards.composition import calls_of
 from penstock.envs.row_files import NotDownloadedError
@@ -377,16 +377,8 @@ def check_reward(
 
 def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
     """Return why `function` cannot be called with these arguments; empty if it can."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return ""
-    try:
-        signature.bind(None, **arguments)
-    except TypeError as problem:
-        call = ", ".join(["trajectory", *(f"{name}=…" for name in arguments)])
-        return f"takes {signature}, but would be called with ({call}): {problem}"
-    return ""
+    call = ", ".join(["trajectory", *(f"{name}=…" for name in arguments)])
+    return call_problem(function, f"({call})", None, **arguments)
 
 
 def _prompt_key(task: Task) -> str:

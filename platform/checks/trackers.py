@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.import_path import load_object
+from penstock.envs.import_path import call_problem, load_object
 from penstock.platform.config.findings import Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.trackers.config import FactoryTrackerConfig
@@ -50,16 +49,7 @@ def _check_factory(key: str, own: FactoryTrackerConfig) -> Iterator[Finding]:
             key,
         )
         return
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # of an extension module, without a signature
-        return
-    try:
-        signature.bind("run_dir", "run_name", "config", **own.args)
-    except TypeError as problem:
-        call = ", ".join(["run_dir", "run_name", "config", *(f"{name}=…" for name in own.args)])
-        yield error(
-            f"{where} takes {signature}, but would be called with ({call}): {problem}. Change its parameters, or "
-            f"{key}.args.",
-            key,
-        )
+    given = ("run_dir", "run_name", "config")
+    call = ", ".join([*given, *(f"{name}=…" for name in own.args)])
+    if wrong := call_problem(factory, f"({call})", *given, **own.args):
+        yield error(f"{where} {wrong}. Change its parameters, or {key}.args.", key)
