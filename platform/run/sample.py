@@ -31,7 +31,7 @@ from penstock.platform.metrics.progress import Progress, format_duration
 from penstock.platform.run.evaluation import sample_and_score
 from penstock.platform.run.lifecycle import EXIT_OK, Stop, run_to_end
 from penstock.platform.run.run_dir import in_new_run_dir, mark_finished
-from penstock.platform.run.serving import STARTING, Serving, rollout_sampling, serving
+from penstock.platform.run.serving import STARTING, Serving, prompt_limit, rollout_sampling, serving
 from penstock.rollout.trajectory.rollout_context import RolloutContext
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
@@ -57,7 +57,7 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
     rewards: list[float] = []
 
     def progress() -> Progress:
-        wanted = sample.num_tasks * sample.answers_per_task
+        wanted = (sample.num_tasks - counts["skipped"]) * sample.answers_per_task
         return Progress("sampling", counts["answers"], wanted, "answers") if is_serving else STARTING
 
     is_serving = False
@@ -65,10 +65,13 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
         stack.enter_context(console.showing(progress))
         policy = await stack.enter_async_context(serving(config, "sample"))
         is_serving = True
-        sampling = rollout_sampling(config, policy.runner.codec)
+        sampling, limit = rollout_sampling(config, policy.runner.codec), prompt_limit(config, policy.runner.codec)
         with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
             numbered = enumerate(_tasks(config, sample))
-            while tasks := list(islice(numbered, TASKS_PER_BATCH)):
+            while batch := list(islice(numbered, TASKS_PER_BATCH)):
+                tasks = [(index, task) for index, task in batch if limit is None or limit.fits(task)]
+                counts["tasks"] += len(batch)
+                counts["skipped"] += len(batch) - len(tasks)
                 groups = (_sample_group(policy, GroupId(index), task, sampling, sample) for index, task in tasks)
                 for (_, task), group in zip(tasks, await asyncio.gather(*groups), strict=True):
                     counts["failed"] += sample.answers_per_task - len(group)
@@ -84,10 +87,18 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
                         counts["pairs"] += 1
                 elapsed = format_duration(time.monotonic() - started)
                 console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
+    if counts["skipped"]:
+        room = f"{sampling.max_new_tokens} tokens in model.max_context_tokens={config.model.max_context_tokens}"
+        if counts["skipped"] == counts["tasks"]:
+            raise PenstockError(
+                f"sample: the prompts of all {counts['tasks']} tasks leave no space for an answer of {room}, so there "
+                "is nothing to write. Use a larger model.max_context_tokens, or other tasks."
+            )
+        console.note(f"{counts['skipped']} of {counts['tasks']} tasks left out: no space for an answer of {room}")
     if not counts["answers"]:
         raise PenstockError(f"sample: all {counts['failed']} answers failed, so there is nothing to write.")
     mark_finished(config)
-    figures = {name: counts[name] for name in ("answers", "failed", "abstained", "truncated", "pairs")}
+    figures = {name: counts[name] for name in ("answers", "skipped", "failed", "abstained", "truncated", "pairs")}
     reward_mean = round(fmean(rewards), 6) if rewards else None
     print(json.dumps({"model": model_path(config), "reward_mean": reward_mean, **figures, "run": str(run_dir)}))
     return EXIT_OK
