@@ -44,7 +44,7 @@ def run_sample(config: RunConfig) -> int:
 
 
 async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
-    console, started = RunConsole(0), time.monotonic()
+    console, started = RunConsole(0, config.console), time.monotonic()
     console.header(
         config.name,
         {

@@ -107,3 +107,9 @@ def test_tasks_whose_prompt_leaves_no_space_for_an_answer_are_left_out_and_count
 def test_no_task_that_fits_is_an_error(sampled) -> None:
     with pytest.raises(PenstockError, match="all 4 tasks leave no space for an answer of 8 tokens in model"):
         sampled(10)
+
+
+def test_the_form_of_the_console_is_that_of_the_configuration(sampled) -> None:
+    assert len(sampled(64, "console=quiet")) == 1
+    header, *_ = sampled(64, "console=json", "name=other")
+    assert json.loads(header)["event"] == "start"
