@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -248,7 +249,8 @@ def _keys_of_files(choices: Sequence[str], config_dir: Path) -> Iterator[str]:
 
 
 def _search_path(config_dir: Path) -> str:
-    return f"hydra.searchpath=[file://{config_dir.resolve()}]"
+    element = QuotedString(text=f"file://{config_dir.resolve()}", quote=Quote.single)
+    return f"hydra.searchpath=[{element.with_quotes()}]"
 
 
 def _set_at(raw: Raw, path: str, value: Any) -> None:

@@ -251,6 +251,14 @@ def test_the_users_own_groups_are_found(tmp_path):
     assert config.env.args == {"depth": 3}
 
 
+@pytest.mark.parametrize("name", ["conf é", "conf (1)", "a,b", "it's", "[x] {y}", 'a=b: "c"', "a\\'b"])
+def test_the_folder_of_the_users_own_groups_may_have_any_name(name, tmp_path):
+    folder = tmp_path / name
+    (folder / "env").mkdir(parents=True)
+    (folder / "env" / "mine.yaml").write_text("factory: my.tasks\n")
+    assert compose_config(["experiment=arithmetic", "env=mine"], config_dir=folder).env.factory == "my.tasks"
+
+
 def test_a_file_of_the_user_that_would_be_ignored_is_refused(tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "arithmetic.yaml").write_text("factory: my.tasks\n")
