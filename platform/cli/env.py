@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, get_args
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -28,24 +28,9 @@ from penstock.envs.threads import ThreadNames, take_turns
 from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 from penstock.platform.checks.tasks import check_reward, check_sample, read_sample
+from penstock.platform.config.compose import compose_args
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
-
-
-def parse_args(pairs: list[str]) -> dict[str, Any]:
-    """Parse `KEY=VALUE` words into keyword arguments. Values are parsed as YAML, as on the command line of `train`.
-
-    Raises:
-        ConfigError: If a word has no `=`.
-    """
-    from omegaconf import OmegaConf
-
-    wrong = [pair for pair in pairs if "=" not in pair]
-    if wrong:
-        raise ConfigError([f"{wrong[0]!r} is not KEY=VALUE. Write arguments of the environment like high=100."])
-    loaded = OmegaConf.to_container(OmegaConf.from_dotlist(pairs))
-    assert isinstance(loaded, dict)
-    return {str(key): value for key, value in loaded.items()}
 
 
 def _isolation(text: str | None) -> IsolationConfig | None:
@@ -74,7 +59,7 @@ def run_env_list(console: Console) -> int:
 
 def run_env_show(factory: str, pairs: list[str], console: Console, python: str | None = None) -> int:
     """Print the arguments of a factory of ours, its first tasks, and whether they have several turns."""
-    source = load_task_source(EnvConfig(factory=factory, args=parse_args(pairs), python=python), 0)
+    source = load_task_source(EnvConfig(factory=factory, args=compose_args(pairs), python=python), 0)
     if python is None:
         path = factory_path(factory)
         made_by = load_object(path, "env.factory")
@@ -104,7 +89,7 @@ def run_env_check(
         raise ConfigError([f"--style={style}: it is one of {', '.join(get_args(PeerStyle))}, or left out."])
     wanted = _isolation(isolation)
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
-    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits, python=python)
+    config = EnvConfig(factory=factory, args=compose_args(pairs), episode=limits, python=python)
     scored_by = (
         None
         if reward is None
@@ -149,7 +134,7 @@ def run_env_play(
 ) -> int:
     """Play one episode by hand until an empty line or the end of the input."""
     episode = EpisodeConfig(isolation=_isolation(isolation))
-    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=episode, python=python)
+    config = EnvConfig(factory=factory, args=compose_args(pairs), episode=episode, python=python)
     source = load_task_source(config, 0)
     if not isinstance(source, EnvironmentSource):
         raise ConfigError(

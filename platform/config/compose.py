@@ -173,6 +173,22 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
     return result
 
 
+def compose_args(pairs: Sequence[str]) -> Raw:
+    """Arguments of an environment, of `KEY=VALUE` words as `train` reads them after `env.args.`.
+
+    Raises:
+        ConfigError: Listing all words that cannot be used.
+    """
+    result = Composition()
+    overrides = sort_overrides(["env.args={}", *(f"env.args.{pair}" for pair in pairs)], {})
+    raw = _compose_values(overrides, None, result)
+    if problems := overrides.problems + result.problems:
+        raise ConfigError(problems)
+    args = raw["env"]["args"]
+    assert isinstance(args, dict)
+    return args
+
+
 def to_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML, with keys in schema order."""
     text: str = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.envs.sandbox.bubblewrap import why_no_namespaces
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.env import run_env_play
 from penstock.platform.cli.main import app
 
@@ -67,6 +68,12 @@ class Goldless(Good):
 
 class Lazy(Good):
     def held_out(self, num_tasks): return (task for task in super().held_out(num_tasks))
+
+class Echo(GeneratedTasks):
+    def __init__(self, seed=0, **args):
+        super().__init__(seed)
+        self.args = args
+    def draw(self, rng): return {"prompt": f"{self.args}", "draw": rng.random()}
 """
 
 
@@ -174,12 +181,32 @@ def test_list_and_show_say_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("subset=no", "no"),
+        ("id_field=010", "010"),
+        ("system=Answer: short", "Answer: short"),
+        ("path=dir é/x (1).jsonl", "dir é/x (1).jsonl"),
+        (r'stop="a\nb"', "a\nb"),
+        ("columns={a: b}", {"a": "b"}),
+    ],
+)
+def test_arguments_are_read_as_on_the_command_line_of_a_run(typed: str, value: object) -> None:
+    key = typed.partition("=")[0]
+    exit_code, output = invoke("show", "checked_envs:Echo", typed)
+    assert exit_code == 0, output
+    assert f"prompt {str({key: value})!r}" in output
+    assert compose_config(["experiment=arithmetic", "~env.args", f"env.args.{typed}"]).env.args == {key: value}
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["show", "arithmetik"], "Did you mean 'arithmetic'?"),
         (["show", "guessing:GuessingGame", "hihg=3"], "Did you mean 'high'?"),
         (["show", "guessing:GuessingGame", "high=1"], "high=1 is outside 2..1000000"),
-        (["show", "arithmetic", "digits"], "'digits' is not KEY=VALUE"),
+        (["show", "arithmetic", "digits"], "'env.args.digits' is not an override: missing EQUAL"),
+        (["show", "checked_envs:Echo", "path=[rows.jsonl"], "'env.args.path=[rows.jsonl' is not an override"),
         (["play", "arithmetic"], "tasks of a single turn"),
         (["check", "arithmetic", "--isolation", "strct"], "write process, strict, or grants"),
         (["check", "arithmetic", "--isolation", "{netwrk: true}"], "write process, strict, or grants"),
