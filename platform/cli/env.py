@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import get_args
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from yaml import YAMLError, safe_load
@@ -29,6 +30,7 @@ from penstock.envs.tools.functions import with_tools
 from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 from penstock.platform.checks.tasks import check_reward, check_sample, read_sample
 from penstock.platform.config.compose import compose_args
+from penstock.platform.config.field_errors import describe_errors
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
 
@@ -88,7 +90,15 @@ def run_env_check(
     if style not in (None, *get_args(PeerStyle)):
         raise ConfigError([f"--style={style}: it is one of {', '.join(get_args(PeerStyle))}, or left out."])
     wanted = _isolation(isolation)
-    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
+    try:
+        limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
+    except ValidationError as error:
+        typed = {
+            "env.episode.max_turns": f"--max-turns={max_turns}",
+            "env.episode.timeout_s": f"--timeout-s={timeout_s}",
+        }
+        wrong = describe_errors(error, typed, EpisodeConfig, ("env", "episode"))
+        raise ConfigError(list(wrong.values())) from error
     config = EnvConfig(factory=factory, args=compose_args(pairs), episode=limits, python=python)
     scored_by = (
         None

@@ -210,6 +210,10 @@ def test_arguments_are_read_as_on_the_command_line_of_a_run(typed: str, value: o
         (["play", "arithmetic"], "tasks of a single turn"),
         (["check", "arithmetic", "--isolation", "strct"], "write process, strict, or grants"),
         (["check", "arithmetic", "--isolation", "{netwrk: true}"], "write process, strict, or grants"),
+        (["check", "arithmetic", "--max-turns", "0"], "env.episode.max_turns=0"),
+        (["check", "arithmetic", "--timeout-s", "0"], "env.episode.timeout_s=0.0"),
+        (["check", "arithmetic", "--timeout-s", "-1"], "`--timeout-s=-1.0`) is out of range"),
+        (["check", "arithmetic", "--timeout-s", "nan"], "`--timeout-s=nan`) is not finite"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str) -> None:
