@@ -28,7 +28,6 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from penstock.dataflow.errors import ConfigError, PenstockError
@@ -36,6 +35,7 @@ from penstock.platform.checks.load import load_config
 from penstock.platform.cli.child import EndedError, run_penstock, run_side_by_side
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.overrides import parse_override
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
@@ -126,7 +126,7 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
     Raises:
         ConfigError: Listing all overrides that cannot be parsed, or that set keys of the sweep itself.
     """
-    parser, problems = OverridesParser.create(), []
+    problems: list[str] = []
     axes: dict[str, tuple[str, ...]] = {}
     typed_keys: dict[str, str] = {}
     fixed = []
@@ -140,12 +140,15 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
             key, values, typed_keys[SEED] = SEED, tuple(str(seed) for seed in seeds), SEED
         else:
             try:
-                override = parser.parse_override(text)
+                override, as_read = parse_override(text)
             except HydraException as error:
                 detail = " ".join(str(error).split())
                 problems.append(f"{text!r} is not an override: {detail}. Write KEY=VALUE or KEY=A,B.")
                 continue
             key = override.key_or_group
+            if as_read != text and "," in text:
+                problems.append(f"{text}: it can be a list or one text. Write {key}='A','B' for a list, or {as_read}.")
+                continue
             if key in OF_THE_SWEEP:
                 problems.append(f"{text}: a sweep names its run directories itself. Choose their folder with --folder.")
                 continue

@@ -101,19 +101,27 @@ def quoted(word: str) -> str:
     return f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 
 
+def parse_override(word: str) -> tuple[Override, str]:
+    """The override, and its text as Hydra reads it: `quoted` if it cannot be parsed as it is.
+
+    Raises:
+        HydraException: If neither can be parsed.
+    """
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(word), word
+    except HydraException:
+        if (text := quoted(word)) == word:
+            raise
+        return parser.parse_override(text), text
+
+
 def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
     """Parse overrides into choices and values, without composing."""
     result = Overrides()
-    parser = OverridesParser.create()
     for word in typed:
-        text = word
         try:
-            try:
-                override = parser.parse_override(word)
-            except HydraException:
-                if (text := quoted(word)) == word:
-                    raise
-                override = parser.parse_override(text)
+            override, text = parse_override(word)
         except HydraException as error:
             detail = " ".join(str(error).split())
             hint = "Write key=value; quote text with spaces or brackets: key='\"a b\"'."

@@ -68,6 +68,12 @@ def test_commas_in_brackets_and_quotes_are_no_lists(fixed: str) -> None:
     assert grid.trials[0].overrides == ("seed=3",)
 
 
+def test_a_value_that_a_run_takes_without_quotes_needs_none_here() -> None:
+    word = "model.path=dir with space/pol é"
+    grid = parse_grid([word, "seeds=3"])
+    assert (grid.fixed, len(grid.trials)) == ((word,), 1)
+
+
 def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
     grid = parse_grid(["+key='a,b',c,[1,2]"])
     assert [trial.overrides for trial in grid.trials] == [("+key='a,b'",), ("+key=c",), ("+key=[1,2]",)]
@@ -107,6 +113,7 @@ def test_a_range_of_seeds_is_that_of_a_slice_and_one_number_is_one_seed() -> Non
         (["run_dir=x", "seeds=3"], "names its run directories"),
         (["experiment=arithmetic"], "has no axis"),
         (["staleness", "seeds=3"], "not an override"),
+        (["model.path=é,b", "seeds=3"], "model.path='A','B'"),
     ],
 )
 def test_what_is_no_sweep_is_refused(overrides: list[str], what: str) -> None:
