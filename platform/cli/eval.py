@@ -104,7 +104,7 @@ def load_measurement(
     loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
     name = loaded.config.name
     if policy is not None:
-        name = "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
+        name = _short_name(policy)
     return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder or _free_folder(name))
 
 
@@ -143,6 +143,12 @@ def _new_folder(to: Path | None) -> Path | None:
     if to is not None and (problems := existing(to)):
         raise ConfigError(problems)
     return None if to is None else to.absolute()
+
+
+def _short_name(policy: str) -> str:
+    """As part of the name of a folder."""
+    named = "-".join(part for part in Path(policy).parts if part not in ("/", "..", "~", "runs", "checkpoints"))
+    return named or Path(policy).expanduser().resolve().name
 
 
 def _free_folder(name: str) -> Path:

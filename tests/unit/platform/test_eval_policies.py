@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_a_folder_takes_the_place_of_the_path_of_the_model(run_dir: Path) -> Non
     found = load("other one/policy", *(word for word in words if not word.startswith("model.path=")))
     assert found.loaded.config.model.path == "other one/policy"
     assert found.folder.name == "other one-policy"
+
+
+@pytest.mark.parametrize(("here", "policy"), [("policy", "."), ("policy/sub", "..")])
+def test_the_results_of_a_path_without_a_name_are_in_a_folder_of_its_own(here: str, policy: str, run_dir: Path) -> None:
+    words = small_run_overrides(Path("other"), "made", character_tokenizer())
+    Path("other/policy/sub").mkdir()
+    with chdir(Path("other") / here):
+        found = load(policy, *(word for word in words if not word.startswith("model.path=")))
+        assert found.folder == Path("runs/evaluations/policy").absolute()
 
 
 def test_a_name_on_the_hub_takes_its_place_too(run_dir: Path) -> None:
