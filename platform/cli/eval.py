@@ -6,6 +6,7 @@ Face folder, or a name on the Hub, in place of `model.path` of an experiment.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from penstock.platform.checks.load import LoadedConfig, load_config, settled
 from penstock.platform.checks.run_dir import is_run_dir
 from penstock.platform.cli.child import process_of
 from penstock.platform.cli.export import best_step, existing, export_policy, policy_of
+from penstock.platform.config.overrides import quoted
 from penstock.platform.metrics.evaluation_results import is_results, refuse_other_rewards, run_comparison
 from penstock.platform.metrics.progress import waiting
 from penstock.platform.metrics.run_files import POLICY_FOLDER
@@ -51,8 +53,12 @@ class Measurement:
 
 
 def policies_in(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The policies among the words of the command, which come first, and the overrides."""
-    overrides = [word for word in words if "=" in word or word.startswith("~")]
+    """The policies among the words of the command, which come first, and the overrides.
+
+    A folder that exists is a policy, also if its name has a `=`.
+    """
+    named = [word for word in words if os.path.isdir(word)]  # noqa: PTH112 - any text, which may be too long for a path
+    overrides = [word for word in words if word not in named and ("=" in word or word.startswith("~"))]
     return [word for word in words if word not in overrides], overrides
 
 
@@ -100,11 +106,9 @@ def load_measurement(
         raise ConfigError(
             [f"{policy}: {what}. Give the directory of a run, a Hugging Face folder, or a name on the Hub."]
         )
-    words = [*overrides, *([] if policy is None else [f"model.path={policy}"])]
+    words = [*overrides, *([] if policy is None else [quoted(f"model.path={policy}")])]
     loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
-    name = loaded.config.name
-    if policy is not None:
-        name = _short_name(policy)
+    name = loaded.config.name if policy is None else _short_name(policy)
     return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder or _free_folder(name))
 
 

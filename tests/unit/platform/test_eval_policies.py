@@ -148,6 +148,19 @@ def test_the_results_of_a_path_without_a_name_are_in_a_folder_of_its_own(here: s
         assert found.folder == Path("runs/evaluations/policy").absolute()
 
 
+@pytest.mark.parametrize("name", ["a=b", "a,b", "123"])
+def test_a_policy_may_have_a_name_that_an_override_cannot(name: str, run_dir: Path) -> None:
+    words = small_run_overrides(Path("other"), "made", character_tokenizer())
+    Path("other/policy").rename(name)
+    policies, overrides = policies_in([name, *(word for word in words if not word.startswith("model.path="))])
+    assert policies == [name]
+    assert load(name, *overrides).loaded.config.model.path == name
+
+
+def test_a_text_that_is_no_path_is_an_override() -> None:
+    assert policies_in([f"env.args.system={'long ' * 100}"])[0] == []
+
+
 def test_a_name_on_the_hub_takes_its_place_too(run_dir: Path) -> None:
     """It is not downloaded by a dry run, and what is not here is said."""
     result = CliRunner().invoke(
