@@ -108,8 +108,9 @@ def load_measurement(
         )
     words = [*overrides, *([] if policy is None else [quoted(f"model.path={policy}")])]
     loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
-    name = loaded.config.name if policy is None else _short_name(policy)
-    return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder or _free_folder(name))
+    folder = folder or _free_folder(loaded.config.name if policy is None else _short_name(policy))
+    loaded.warnings += _without_effect(overrides, folder)
+    return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder)
 
 
 def _of_run(
@@ -131,11 +132,18 @@ def _of_run(
     config, derived, findings = settled(config, "eval")
     if problems := [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]:
         raise ConfigError(list(dict.fromkeys(problems)))
-    told = [finding.message for finding in findings if finding.severity != "note"]
+    told = [finding.message for finding in findings if finding.severity != "note"] + _without_effect(overrides, folder)
     notes = [finding.message for finding in findings if finding.severity == "note"]
     loaded = LoadedConfig(config, [*derived, *told], notes)
     name = str(run) if version is None else f"{run}, step {version}"
     return Measurement(loaded, name, version, checkpoint, folder)
+
+
+def _without_effect(overrides: Sequence[str], folder: Path) -> list[str]:
+    """A sentence for each `run_dir=` among the overrides, which no run has here."""
+    typed = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("run_dir=")]
+    why = f"has no effect with `penstock eval`, whose results are in {folder}"
+    return [f"run_dir {why}. Use --to {path}." for path in typed]
 
 
 def _new_folder(to: Path | None) -> Path | None:

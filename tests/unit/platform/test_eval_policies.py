@@ -202,6 +202,15 @@ def test_the_dry_run_of_two_policies_shows_both(run_dir: Path) -> None:
     assert not Path("runs/evaluations").exists()
 
 
+@pytest.mark.parametrize("policy", [None, RUN])
+def test_a_typed_run_dir_has_no_effect_and_is_said(policy: str | None, run_dir: Path) -> None:
+    words = [] if policy else small_run_overrides(Path(), "made", character_tokenizer())
+    said = "run_dir has no effect with `penstock eval`, whose results are in"
+    assert not any(said in told for told in load(policy, *words).loaded.warnings)
+    found = load(policy, *words, "run_dir=out")
+    assert f"{said} {found.folder}. Use --to out." in found.loaded.warnings
+
+
 def test_two_policies_with_different_rewards_are_refused_before_one_is_measured(run_dir: Path, tmp_path: Path) -> None:
     words = small_run_overrides(tmp_path, "other", character_tokenizer(), "dataflow.pass_reward=0.5")
     other = prepare_run_dir(compose_config(words))
