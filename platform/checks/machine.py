@@ -162,9 +162,10 @@ def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield absent(f"cluster: {'; '.join(problems)}. Use an Ampere or newer GPU, e.g. A10, A100, L4 or H100.")
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
+        hidden = hardware.hidden_gpus()
         yield absent(
-            f"GPU: the run uses {wanted}, but nvidia-smi lists {found}. Use another machine, or a choice of cluster "
-            "with fewer.",
+            f"GPU: the run uses {wanted}, but {hidden or f'nvidia-smi lists {found}'}. "
+            f"{'Name more there, use' if hidden else 'Use'} another machine, or a choice of cluster with fewer.",
             "cluster",
         )
 

@@ -126,7 +126,9 @@ def check_devices() -> Iterator[Diagnosis]:
         yield Diagnosis("gpu", "warn" if hardware.is_cpu_build() else "bad", problem, advice)
     if hardware.is_cpu_build():
         advice = "Run `make setup FLAVOR=cuda` in a fresh environment to use them."
-        yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
+        hidden = f" ({shown})" if (shown := hardware.hidden_gpus()) else ""
+        found = f"{hardware.num_nvidia_gpus()} GPUs{hidden}, but torch is the CPU build"
+        yield Diagnosis("gpu", "warn", found, advice)
     else:
         yield _import_in_child(
             "gpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +19,13 @@ MIN_COMPUTE_CAPABILITY = "8.0"
 """Minimum for bfloat16 in vLLM (`check_if_supports_dtype` in vllm/platforms/cuda.py), and of the compiled kernels."""
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_LISTED = re.compile(r"^( *)(?:GPU|MIG) .*\(UUID: (.+)\)", re.MULTILINE)
+"""A line of `nvidia-smi -L`: a GPU, or, indented below it, a part of one."""
 
 
 def has_nvidia_driver() -> bool:
     """Whether an NVIDIA driver is installed and answers."""
-    return _NVIDIA_DRIVER.exists() or bool(num_nvidia_gpus())
+    return _NVIDIA_DRIVER.exists() or bool(_listed())
 
 
 def nvidia_driver_version() -> str | None:
@@ -66,15 +69,47 @@ def gpu_problems(capabilities: Mapping[str, str]) -> list[str]:
 
 
 def num_nvidia_gpus() -> int | None:
-    """Number of GPUs that nvidia-smi lists; None if it cannot be run."""
-    listed = _run_nvidia_smi("-L")
-    return None if listed is None else sum(line.startswith("GPU ") for line in listed.splitlines())
+    """Number of visible GPUs; None if nvidia-smi cannot be run."""
+    visible = visible_gpus()
+    return None if visible is None else len(visible)
+
+
+def visible_gpus() -> list[str] | None:
+    """UUIDs of the GPUs that CUDA shows to programs that are started here; None if nvidia-smi cannot be run.
+
+    `CUDA_VISIBLE_DEVICES` names them by their numbers or by beginnings of UUIDs, also of parts of GPUs (MIG). The list
+    ends at the first entry that names none, and one with a GPU twice shows none. Numbers are those of nvidia-smi, which
+    CUDA has, too, if all GPUs are alike or with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    """
+    if (listed := _listed()) is None:
+        return None
+    gpus = [uuid for is_part, uuid in listed if not is_part]
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return gpus
+    visible: list[str] = []
+    for entry in map(str.strip, named.split(",")):
+        if entry.isdecimal():
+            found = gpus[int(entry) : int(entry) + 1]
+        else:
+            found = [uuid for _, uuid in listed if entry.startswith(("GPU-", "MIG-")) and uuid.startswith(entry)]
+        if len(found) != 1:
+            break
+        visible += found
+    return visible if len(set(visible)) == len(visible) else []
+
+
+def hidden_gpus() -> str:
+    """What hides GPUs of this machine, e.g. `CUDA_VISIBLE_DEVICES=0 shows 1 of 8`; empty if nothing does."""
+    visible, num_gpus = visible_gpus() or [], sum(not is_part for is_part, _ in _listed() or ())
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA_VISIBLE_DEVICES={named} shows {len(visible)} of {num_gpus}" if len(visible) < num_gpus else ""
 
 
 def gpu_memory_gib() -> float | None:
-    """Memory of the smallest GPU that nvidia-smi lists, GiB; None if it cannot be run."""
-    said = _run_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    sizes = [int(line) for line in said.splitlines() if line.strip().isdecimal()]
+    """Memory of the smallest visible GPU, GiB; None if nvidia-smi cannot be run."""
+    said = _run_nvidia_smi("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits") or ""
+    visible, rows = visible_gpus() or (), (line.partition(", ") for line in said.splitlines())
+    sizes = [int(size) for uuid, _, size in rows if uuid in visible and size.isdecimal()]
     return min(sizes) / 1024 if sizes else None
 
 
@@ -124,6 +159,12 @@ def free_disk_bytes(path: Path) -> int:
 def disk_bytes(path: Path) -> int:
     """Size of the file system of an existing `path`."""
     return shutil.disk_usage(path).total
+
+
+def _listed() -> list[tuple[bool, str]] | None:
+    """Whether it is a part, and its UUID, of each GPU and then of its parts; None if nvidia-smi cannot be run."""
+    said = _run_nvidia_smi("-L")
+    return None if said is None else [(bool(indent), uuid) for indent, uuid in _LISTED.findall(said)]
 
 
 def _run_nvidia_smi(*arguments: str) -> str | None:

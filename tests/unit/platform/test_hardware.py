@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from penstock.platform.checks.load import compose_config
+from penstock.platform.checks.machine import check_driver
+from penstock.platform.cli.doctor import check_devices
 from penstock.platform.cluster import hardware
 
 GIB = 1 << 30
@@ -69,14 +72,75 @@ def test_without_a_kernel_module_in_proc_it_is_read_from_nvidia_smi(
     assert hardware.nvidia_driver_version() is None
 
 
-def test_capabilities_of_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SMI = """#!/bin/sh
+case "$*" in
+-L) printf 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa-0)\\nGPU 1: Tesla T4 (UUID: GPU-ab-1)\\n'
+    printf '  MIG 1g.10gb     Device  0: (UUID: MIG-c-2)\\nGPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-b-3)\\n';;
+*=name,compute_cap*) printf 'NVIDIA H100 80GB HBM3, 9.0\\nTesla T4, 7.5\\nNVIDIA H100 80GB HBM3, 9.0\\n';;
+*=uuid,memory.total*) printf 'GPU-aa-0, 81920\\nGPU-ab-1, 15360\\nGPU-b-3, 81920\\n';;
+*driver_version*) echo 580.95.05;;
+esac
+"""
+"""Of two H100 and a T4, which has a part."""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program nvidia-smi that lists three GPUs, of which nothing is hidden."""
     program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    program.write_text(
-        "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 9.0\\nNVIDIA H100 80GB HBM3, 9.0\\nTesla T4, 7.5\\n'\n"
-    )
+    program.write_text(SMI)
     program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return program
+
+
+def test_capabilities_of_gpus_are_read_from_nvidia_smi(smi: Path) -> None:
     assert hardware.gpu_capabilities() == {"NVIDIA H100 80GB HBM3": "9.0", "Tesla T4": "7.5"}
     # An old driver does not know the question.
-    program.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\n")
+    smi.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\n")
     assert hardware.gpu_capabilities() == {}
+
+
+@pytest.mark.parametrize(
+    ("named", "visible", "memory_gib"),
+    [
+        ("0", ["GPU-aa-0"], 80),
+        ("2, 0", ["GPU-b-3", "GPU-aa-0"], 80),
+        ("GPU-b,GPU-ab-1", ["GPU-b-3", "GPU-ab-1"], 15),
+        ("MIG-c-2", ["MIG-c-2"], None),
+        ("0,7,1", ["GPU-aa-0"], 80),  # CUDA ends the list at an entry that names no GPU
+        ("GPU-a", [], None),  # or several
+        ("-1", [], None),
+        ("", [], None),
+        ("0,0", [], None),
+    ],
+)
+def test_gpus_that_cuda_hides_are_neither_counted_nor_measured(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, named: str, visible: list[str], memory_gib: float | None
+) -> None:
+    assert hardware.num_nvidia_gpus() == 3
+    assert hardware.gpu_memory_gib() == 15
+    assert hardware.hidden_gpus() == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert hardware.visible_gpus() == visible
+    assert hardware.num_nvidia_gpus() == len(visible)
+    assert hardware.gpu_memory_gib() == memory_gib
+    assert hardware.hidden_gpus() == f"CUDA_VISIBLE_DEVICES={named} shows {len(visible)} of 3"
+    assert hardware.has_nvidia_driver(), "there is one, whatever is hidden"
+
+
+def test_a_run_on_more_gpus_than_are_visible_is_refused_and_the_doctor_counts_those(
+    smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    *_, finding = check_driver(config, "train")
+    assert finding.severity == "absent"
+    assert finding.message.startswith("GPU: the run uses 8, but CUDA_VISIBLE_DEVICES=0 shows 1 of 3. Name more there, ")
+    assert "1 GPUs (CUDA_VISIBLE_DEVICES=0 shows 1 of 3), but torch is" in [*check_devices()][-1].found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    *_, finding = check_driver(config, "train")
+    assert finding.message.startswith("GPU: the run uses 8, but nvidia-smi lists 3. Use another machine")
+    assert "3 GPUs, but torch is" in [*check_devices()][-1].found
