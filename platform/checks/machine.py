@@ -123,12 +123,12 @@ def unusable_path(path: str) -> str:
 
 
 def check_threads(config: RunConfig) -> Iterator[Finding]:
-    """Warn of more threads in one process on a CPU pool than this machine has CPUs."""
-    cluster, num_cpus = config.cluster, os.cpu_count() or 1
+    """Warn of more threads in one process on a CPU pool than there are CPUs for it."""
+    cluster, num_cpus = config.cluster, hardware.num_cpus()
     has_cpu_pool = any(cluster.pools[name].device == "cpu" for name in (cluster.trainer_pool, cluster.rollout_pool))
     if has_cpu_pool and cluster.threads_per_process > num_cpus:
         yield warning(
-            f"cluster.threads_per_process={cluster.threads_per_process}, but this machine has {num_cpus} CPUs: the "
+            f"cluster.threads_per_process={cluster.threads_per_process}, but this process may use {num_cpus} CPUs: the "
             f"threads of each process wait for one another. Use at most {num_cpus}."
         )
 

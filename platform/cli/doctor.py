@@ -116,7 +116,7 @@ def check_packages() -> Iterator[Diagnosis]:
 
 def check_devices() -> Iterator[Diagnosis]:
     """Check CPU cores, the NVIDIA driver, and whether torch sees the driver's GPUs."""
-    yield Diagnosis("cpu", "ok", f"{len(os.sched_getaffinity(0))} cores for this process")
+    yield Diagnosis("cpu", "ok", f"{hardware.num_cpus()} cores for this process")
     if not hardware.has_nvidia_driver():
         yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
         return

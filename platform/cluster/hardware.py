@@ -126,6 +126,11 @@ def is_cpu_build() -> bool:
     return (installed_version("torch") or "").endswith("+cpu")
 
 
+def num_cpus() -> int:
+    """Number of CPUs that this process may use, of those that the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
 def available_memory_bytes() -> int:
     """Memory available to new processes: that of the machine, or the remaining memory of the container.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from penstock.platform.checks.load import compose_config
-from penstock.platform.checks.machine import check_driver
+from penstock.platform.checks.machine import check_driver, check_threads
 from penstock.platform.cli.doctor import check_devices
 from penstock.platform.cluster import hardware
 
@@ -42,6 +43,15 @@ def test_a_container_has_what_is_left_and_its_idle_page_cache(cgroup):
     (cgroup / "memory.stat").write_text(f"anon {5 * GIB}\nactive_file {GIB}\ninactive_file {9 * GIB}\n")
     assert hardware.available_memory_bytes() == 10 * GIB
     assert hardware.total_memory_bytes() == 16 * GIB
+
+
+def test_cpus_that_a_process_may_not_use_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert next(check_devices()).found == "1 cores for this process"
+    (finding,) = check_threads(compose_config(["experiment=arithmetic", "cluster.threads_per_process=2"]))
+    assert "cluster.threads_per_process=2, but this process may use 1 CPUs" in finding.message
+    assert not [*check_threads(compose_config(["experiment=arithmetic", "cluster.threads_per_process=1"]))]
 
 
 @pytest.mark.parametrize(
