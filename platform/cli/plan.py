@@ -18,8 +18,9 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.cluster import check_pools
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.cluster.costs import Prediction, Scales, Workload, generate_s, predict, send_s, swap_s, train_s
-from penstock.platform.cluster.planner import Candidate, Plan, Search, excess_gib, search
+from penstock.platform.cluster.planner import OF_TRAINER, Candidate, Plan, Search, excess_gib, search
 from penstock.platform.config.compose import compose_all
+from penstock.platform.config.findings import Finding
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
@@ -65,6 +66,9 @@ def run_plan(
     problems = composition.problems or [finding.message for finding in check_pools(config)] if config else []
     if config is None or problems:
         raise ConfigError(problems or composition.problems)
+    composition.settle(_check_unsearched)
+    config = composition.config
+    assert config is not None, "settling replaces it by another one"
     calibration = None if calibrate is None else calibrated(calibrate, config)
     workload = Workload.assumed(config, answer_tokens)
     if calibration is not None and answer_tokens is None:
@@ -73,10 +77,19 @@ def run_plan(
     refused = Counter[str]()
     best = list(best_plans(found, refused))
     if as_json:
-        print(json.dumps(_figures(config, workload, calibration, best)))
+        figures = _figures(config, workload, calibration, best)
+        print(json.dumps({"derived": list(composition.derived.values())} | figures))
     else:
+        for sentence in composition.derived.values():
+            print(f"warning {sentence}")
         _print(found, workload, calibration, best, refused)
     return int(not best)
+
+
+def _check_unsearched(config: RunConfig) -> Iterator[Finding]:
+    """Run the checks of `penstock train`, apart from those of settings of the trainer that are searched."""
+    searched = [f"trainer.{name}" for name in OF_TRAINER]
+    return (finding for finding in check_config(config, "train") if not finding.touches(searched))
 
 
 def best_plans(found: Search, refused: Counter[str]) -> Iterator[Candidate]:

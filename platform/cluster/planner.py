@@ -27,6 +27,8 @@ MICRO_BATCHES = range(8, 64 * 8 + 1)
 """Eighths of the longest sequence that are tried as `max_tokens_per_micro_batch`."""
 MIN_GAIN = 1.01
 """A larger micro-batch needs more memory, so it is taken only if training is faster by this factor."""
+OF_TRAINER = ("num_ranks", "sequence_parallel_size", "zero_stage", "max_tokens_per_micro_batch")
+"""Keys of the trainer that are searched."""
 
 
 class Split(NamedTuple):
@@ -77,7 +79,7 @@ class Plan:
 
     def applied(self, config: RunConfig) -> RunConfig:
         """The run with this plan."""
-        trainer = {name: getattr(self, name) for name in _OF_TRAINER}
+        trainer = {name: getattr(self, name) for name in OF_TRAINER}
         engine = config.rollout.engine
         if engine.type == "vllm":
             engine = engine.model_copy(update={"tensor_parallel_size": self.tensor_parallel_size})
@@ -95,7 +97,7 @@ class Plan:
 
     def overrides(self, config: RunConfig) -> list[str]:
         """The words that make a command of the run one with this plan."""
-        words = [f"trainer.{name}={getattr(self, name)}" for name in _OF_TRAINER]
+        words = [f"trainer.{name}={getattr(self, name)}" for name in OF_TRAINER]
         words.append(f"rollout.num_engines={self.num_engines}")
         if config.rollout.engine.type == "vllm":
             words.append(f"rollout.engine.tensor_parallel_size={self.tensor_parallel_size}")
@@ -109,9 +111,6 @@ class Plan:
         total = cluster.pools[cluster.trainer_pool].count + cluster.pools[cluster.rollout_pool].count
         of_trainer = self.num_ranks + taken_by_others(config)[cluster.trainer_pool]
         return {cluster.trainer_pool: of_trainer, cluster.rollout_pool: total - of_trainer}
-
-
-_OF_TRAINER = ("num_ranks", "sequence_parallel_size", "zero_stage", "max_tokens_per_micro_batch")
 
 
 @dataclass(frozen=True, slots=True)

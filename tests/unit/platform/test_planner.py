@@ -309,6 +309,20 @@ def test_the_overrides_of_a_plan_are_a_configuration_with_this_plan(capsys: pyte
     )
 
 
+def test_a_default_that_does_not_fit_gives_way_as_in_train_unless_it_is_searched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert planned("rollout.sampling.max_new_tokens=9000") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("warning model.max_context_tokens=18000, not the default 5120: it holds a prompt and ")
+    assert "prompts of 4500 and answers of 4500 tokens" in told
+    assert planned("rollout.sampling.max_new_tokens=9000", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["derived"][0].startswith("model.max_context_tokens=18000")
+    # A micro-batch of 2,048 tokens would shorten the context of a run, but the planner takes another one.
+    assert planned("trainer.max_tokens_per_micro_batch=2048", as_json=True) == 0
+    assert not json.loads(capsys.readouterr().out)["derived"]
+
+
 def test_the_table_says_why_the_others_lose_and_that_costs_are_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned() == 0
     told = capsys.readouterr().out
