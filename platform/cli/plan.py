@@ -59,7 +59,8 @@ def run_plan(
     """Search and print; returns 1 if no plan fits.
 
     Raises:
-        ConfigError: If the configuration is invalid apart from what is searched, or its accelerators are not known.
+        ConfigError: If the configuration is invalid apart from what is searched, its accelerators are not known, or
+            no answers have that mean length.
     """
     composition = compose_all(overrides, config_dir)
     config = composition.config
@@ -69,6 +70,15 @@ def run_plan(
     composition.settle(_check_unsearched)
     config = composition.config
     assert config is not None, "settling replaces it by another one"
+    longest = config.rollout.sampling.max_new_tokens
+    if answer_tokens is not None and not 0 < answer_tokens <= longest:
+        raise ConfigError(
+            [
+                f"--answer-tokens {answer_tokens:g} is not in (0, {longest}]: answers have at most "
+                f"rollout.sampling.max_new_tokens={longest} tokens, so no step would take what is predicted. Give a "
+                "mean length in this range."
+            ]
+        )
     calibration = None if calibrate is None else calibrated(calibrate, config)
     workload = Workload.assumed(config, answer_tokens)
     if calibration is not None and answer_tokens is None:

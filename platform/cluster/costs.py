@@ -89,7 +89,8 @@ class Workload:
     def assumed(cls, config: RunConfig, answer_tokens: float | None = None) -> Workload:
         """Answers of half the longest length, unless given; prompts of half of what the context leaves."""
         longest = config.rollout.sampling.max_new_tokens
-        return cls(max((config.model.max_context_tokens - longest) / 2, 1), answer_tokens or longest / 2)
+        answer_tokens = longest / 2 if answer_tokens is None else answer_tokens
+        return cls(max((config.model.max_context_tokens - longest) / 2, 1), answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,6 +323,18 @@ def test_a_default_that_does_not_fit_gives_way_as_in_train_unless_it_is_searched
     assert not json.loads(capsys.readouterr().out)["derived"]
 
 
+@pytest.mark.parametrize("tokens", [-5, 0, 4096.5, math.nan, math.inf])
+def test_mean_lengths_that_no_answers_have_are_refused_with_both_numbers(tokens: float) -> None:
+    said = f"--answer-tokens {tokens:g} is not in (0, 4096]: answers have at most rollout.sampling.max_new_tokens=4096"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        planned(answer_tokens=tokens)
+
+
+def test_no_mean_length_is_half_of_the_longest_and_0_is_none() -> None:
+    assert Workload.assumed(BASE).answer_tokens == 2048
+    assert Workload.assumed(BASE, 0).answer_tokens == 0
+
+
 def test_the_table_says_why_the_others_lose_and_that_costs_are_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned() == 0
     told = capsys.readouterr().out
