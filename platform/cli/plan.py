@@ -87,7 +87,7 @@ def run_plan(
     refused = Counter[str]()
     best = list(best_plans(found, refused))
     if as_json:
-        figures = _figures(config, workload, calibration, best)
+        figures = _figures(found, workload, calibration, best, refused)
         print(json.dumps({"derived": list(composition.derived.values())} | figures))
     else:
         for sentence in composition.derived.values():
@@ -199,20 +199,31 @@ def column(rows: list[Row], name: str) -> NDArray[np.float64]:
 
 
 def _figures(
-    config: RunConfig, workload: Workload, calibration: Calibration | None, best: Sequence[Candidate]
+    found: Search,
+    workload: Workload,
+    calibration: Calibration | None,
+    best: Sequence[Candidate],
+    refused: Counter[str],
 ) -> dict[str, Any]:
+    config, scales = found.config, Scales() if calibration is None else calibration.scales
+    given = Candidate(Plan.of(config), predict(config, workload, scales))
+    nearest = min(found.too_large, key=lambda one: one.excess_gib, default=None)
     return {
         "workload": asdict(workload),
         "calibration": None if calibration is None else asdict(calibration),
-        "plans": [
-            {
-                "plan": asdict(one.plan),
-                "predicted": asdict(one.predicted),
-                "overrides": one.plan.overrides(config),
-            }
-            for one in best
+        "plans": [_figures_of(one) | {"overrides": one.plan.overrides(config)} for one in best],
+        "given": _figures_of(given) | {"over_memory_gib": max(excess_gib(config), 0.0)},
+        "slower": [
+            {"bound": bound, "count": len(slower), "fastest": _figures_of(slower[0])}
+            for bound, slower in _slower(found, best)
         ],
+        "over_memory": {"count": len(found.too_large), "nearest": None if nearest is None else asdict(nearest)},
+        "refused": dict(refused.most_common()),
     }
+
+
+def _figures_of(one: Candidate) -> dict[str, Any]:
+    return {"plan": asdict(one.plan), "predicted": asdict(one.predicted)}
 
 
 def _print(
@@ -271,22 +282,29 @@ def _row(plan: Plan, predicted: Prediction) -> list[str]:
     ]
 
 
-def _others(found: Search, best: Sequence[Candidate], refused: Counter[str]) -> Iterator[str]:
-    """Why other plans lose, one sentence for each reason."""
+def _slower(found: Search, best: Sequence[Candidate]) -> Iterator[tuple[str, list[Candidate]]]:
+    """What they are bound by, and the plans that lose for it, fastest first."""
     shown = {(one.plan.num_ranks, one.plan.tensor_parallel_size) for one in best}
-    for bound, idle in (("trainer", "engine_idle"), ("engines", "trainer_idle"), ("both", "trainer_idle")):
+    for bound in ("trainer", "engines", "both"):
         slower = [
             one
             for one in found.candidates
             if one.predicted.bound == bound and (one.plan.num_ranks, one.plan.tensor_parallel_size) not in shown
         ]
         if slower:
-            first = slower[0]
-            waits = {"trainer": "engines wait for the trainer", "engines": "the trainer waits for engines"}
-            yield (
-                f"{len(slower)} slower plans in which {waits.get(bound, 'they take turns')}: from "
-                f"{first.predicted.step_s:.3g} s ({first.plan.words}; {getattr(first.predicted, idle):.0%} idle)"
-            )
+            yield bound, slower
+
+
+def _others(found: Search, best: Sequence[Candidate], refused: Counter[str]) -> Iterator[str]:
+    """Why other plans lose, one sentence for each reason."""
+    waits = {"trainer": "engines wait for the trainer", "engines": "the trainer waits for engines"}
+    for bound, slower in _slower(found, best):
+        plan, predicted = slower[0].plan, slower[0].predicted
+        idle = predicted.engine_idle if bound == "trainer" else predicted.trainer_idle
+        yield (
+            f"{len(slower)} slower plans in which {waits.get(bound, 'they take turns')}: from "
+            f"{predicted.step_s:.3g} s ({plan.words}; {idle:.0%} idle)"
+        )
     if found.too_large:
         nearest = min(found.too_large, key=lambda one: one.excess_gib)
         yield (

@@ -335,6 +335,32 @@ def test_no_mean_length_is_half_of_the_longest_and_0_is_none() -> None:
     assert Workload.assumed(BASE, 0).answer_tokens == 0
 
 
+def test_json_has_all_that_the_table_and_the_lines_below_it_say(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["weights.update_mode=multi_version", "trainer.max_tokens_per_micro_batch=200000"]
+    assert planned(*typed) == 0
+    said = capsys.readouterr().out
+    assert planned(*typed, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    given = told["given"]
+    assert f"over memory by {given['over_memory_gib']:.1f} GiB" in said
+    assert re.search(rf"given │ {given['predicted']['step_s']:.3g} +│", said)
+    assert given["plan"] == {
+        "num_ranks": 4, "sequence_parallel_size": 1, "zero_stage": 3, "max_tokens_per_micro_batch": 200_000,
+        "num_engines": 4, "tensor_parallel_size": 1, "sharding": None,
+    }  # fmt: skip
+    assert told["slower"]
+    for one in told["slower"]:
+        waits = {"trainer": "engines wait for the trainer", "engines": "the trainer waits for engines"}[one["bound"]]
+        seconds = f"{one['fastest']['predicted']['step_s']:.3g}"
+        assert f"{one['count']} slower plans in which {waits}: from {seconds} s (" in said
+    lacks = told["over_memory"]
+    nearest = f"{lacks['nearest']['what']}, by {lacks['nearest']['excess_gib']:.1f} GiB"
+    assert f"{lacks['count']} settings over memory: the nearest, {nearest}" in said
+    assert told["refused"]
+    for message, count in told["refused"].items():
+        assert f"{count} plans refused: {message}" in said
+
+
 def test_the_table_says_why_the_others_lose_and_that_costs_are_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned() == 0
     told = capsys.readouterr().out
