@@ -421,7 +421,7 @@ def write_results(grid: Grid, results: Results, folder: Path) -> None:
     """Write sweep.md (the table), sweep.csv and sweep.json (one record per trial), and sweep.html (a plot)."""
     header, *rows = result_rows(grid, results)
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    title = "Greedy held-out accuracy after the last step: mean over seeds, with minimum and maximum."
+    title = "Held-out accuracy after the last step: mean over seeds, with minimum and maximum."
     (folder / "sweep.md").write_text("\n".join([title, "", *lines]) + "\n")
     records = [dict(trial.values) | asdict(result) for trial, result in results.items()]
     (folder / "sweep.json").write_text(json.dumps(records, indent=2) + "\n")
@@ -470,7 +470,7 @@ def run_sweep(
             grid, configs, folder, cell_timeout_s, note, config_dir, side_by_side=side_by_side, stops_early=stops_early
         )
     header, *rows = result_rows(grid, results)
-    shown = Table(*header, title="greedy held-out accuracy after training", title_justify="left")
+    shown = Table(*header, title="held-out accuracy after training", title_justify="left")
     for row in rows:
         shown.add_row(*row)
     console.print(shown)
@@ -512,7 +512,7 @@ def _plot(grid: Grid, results: Results, path: Path) -> None:
         figure.add_scatter(x=at, y=means, name=name, error_y=spread, mode="lines+markers")
     figure.update_layout(
         xaxis={"title": over, "type": "category"},
-        yaxis={"title": "greedy held-out accuracy", "range": [0, 1.02]},
+        yaxis={"title": "held-out accuracy", "range": [0, 1.02]},
         template="plotly_white",
         showlegend=True,
     )

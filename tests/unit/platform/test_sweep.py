@@ -214,6 +214,8 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monke
     with pytest.raises(PenstockError, match=r"1 of 2 trials failed: max_staleness-0\."):
         run_sweep(TWO, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console)
     assert "max_staleness-0: planted" in told.getvalue()
+    assert "\nheld-out accuracy after training\n" in told.getvalue(), "the evaluation may sample"
+    assert (tmp_path / "sweep.md").read_text().startswith("Held-out accuracy after the last step: mean over seeds")
     rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
     assert [(row["dataflow.max_staleness"], row["status"], row["accuracy"]) for row in rows] == [
         ("0", "failed", ""), ("2", "completed", "0.7"),
@@ -337,7 +339,7 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
         "reward": 0.7, "reference_kl": 0.02, "wall_s": 9.5,
     }  # fmt: skip
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == len(records) == 7
-    assert "greedy held-out accuracy" in (tmp_path / "sweep.html").read_text()
+    assert '"held-out accuracy"' in (tmp_path / "sweep.html").read_text()
 
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, monkeypatch) -> None:
