@@ -43,9 +43,12 @@ def run_algorithms(name: str | None, kind: str | None, console: Console) -> int:
     if name in presets and kind is None:
         _print_preset(name, console)
     elif not found:
-        known = sorted({*presets, *(one.name for one in entries() if kind in (None, one.kind))})
-        of_kind = "" if kind is None else f" of kind {kind}"
-        raise ConfigError([f"{name}: there is no algorithm of this name{of_kind}.{nearest_hint(str(name), known)}"])
+        named = {one.name for one in entries() if kind in (None, one.kind)}
+        known, of_kind = (sorted({*presets, *named}), "") if kind is None else (sorted(named), f" of kind {kind}")
+        hint = nearest_hint(str(name), known)
+        if name in presets:
+            hint = f" It is a preset, which has parts of several kinds: `penstock algorithms {name}` shows them."
+        raise ConfigError([f"{name}: there is no algorithm of this name{of_kind}.{hint}"])
     else:
         for shown in dict.fromkeys(one.kind for one in found):
             console.print(_catalog_table([one for one in found if one.kind == shown], shown))

@@ -126,6 +126,15 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     assert "dapoo: there is no algorithm of this name. Did you mean 'dapo'?" in result.stderr
 
 
+def test_a_preset_is_of_no_kind_so_it_is_not_suggested_for_one() -> None:
+    result = CliRunner().invoke(app, ["algorithms", "dapo", "--kind", "loss"])
+    assert result.exit_code == 2
+    said = "dapo: there is no algorithm of this name of kind loss. It is a preset, which has parts of several kinds: "
+    assert f"{said}`penstock algorithms dapo` shows them." in result.stderr
+    result = CliRunner().invoke(app, ["algorithms", "dapoo", "--kind", "loss"])
+    assert result.stderr.endswith("dapoo: there is no algorithm of this name of kind loss.\n")
+
+
 FORBIDDEN = [
     (["algorithm=dapo", "algorithm.kl.coefficient=0.1"], "algorithm.kl.coefficient=0.1 with algorithm.loss.clip_high"),
     (["algorithm=dapo", "algorithm.aggregation=seq_mean_token_mean"], "DAPO weighs all tokens of the batch equally"),
