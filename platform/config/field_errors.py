@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -103,11 +104,12 @@ def describe_errors(
         if details["type"] == "default_factory_not_called":
             continue  # a default that follows another key of its section, which has its own error
         place = locate(details["loc"], section, path)
-        sentences.setdefault(place.path, _sentence(place, details, _origin(place.path, overrides)))
+        typed = overrides.get(place.path, "").partition("=")[2]
+        sentences.setdefault(place.path, _sentence(place, details, _origin(place.path, overrides), typed))
     return sentences
 
 
-def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
+def _sentence(place: Place, details: ErrorDetails, origin: str, typed: str) -> str:
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
         if new := PEER_NAMES.get(place.path):
@@ -142,10 +144,19 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         return f"{where}: {details['msg']}."
     wanted = expectation(place.field)
     if kind in ("string_type", "tuple_type") and isinstance(value, str | int | float) and "text" in wanted:
-        quoted = json.dumps(value if isinstance(value, str) else _show(value), ensure_ascii=False)
+        quoted = json.dumps(value if isinstance(value, str) else _as_typed(value, typed), ensure_ascii=False)
         written = f"[{quoted}]" if wanted.startswith("a list") else quoted
         return f"{where} is not {wanted}. Quote it: '{place.path}={written}'."
     return f"{where} has the wrong type: {place.path} must be {wanted}."
+
+
+def _as_typed(value: float, typed: str) -> str:
+    """A number, or true or false, as it was typed, alone or in a list: 1e-6 and 1_000, not 1e-06 and 1000."""
+    for text in map(str.strip, typed.strip("[] ").split(",")):
+        with suppress(ValueError):
+            if text.lower() == _show(value).lower() or float(text) == value:
+                return text
+    return _show(value)
 
 
 def _as_group(path: str, value: Any) -> str:
