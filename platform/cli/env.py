@@ -12,6 +12,7 @@ from typing import get_args
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from yaml import YAMLError, safe_load
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
@@ -32,7 +33,7 @@ from penstock.platform.checks.tasks import check_reward, check_sample, read_samp
 from penstock.platform.config.compose import compose_args
 from penstock.platform.config.field_errors import describe_errors
 
-_MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
+_MARK = {True: Text("ok", "green"), False: Text("FAILED", "bold red"), None: Text("not checked")}
 
 
 def _isolation(text: str | None) -> IsolationConfig | None:
@@ -109,7 +110,7 @@ def run_env_check(
     findings += _check_as_a_run(config, scored_by)
     table = Table("check", "verdict", "what was found")
     for finding in findings:
-        table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))
+        table.add_row(finding.name, _MARK[finding.is_good], finding.found)
     console.print(table)
     bad = [finding.name for finding in findings if finding.is_good is False]
     console.print(f"{len(bad)} of {len(findings)} checks failed" if bad else "no check failed")

@@ -97,10 +97,10 @@ def print_error(error: PenstockError) -> None:
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """Create a console without automatic highlighting and line wrapping."""
+    """Create a console that prints texts as they are: brackets of paths are no markup, and lines are not wrapped."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 RUNS: dict[Command, tuple[str, str]] = {

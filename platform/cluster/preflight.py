@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from penstock.actors.bundles import Bundle
 from penstock.actors.node_probe import NodeReport, ProbeRequest, probe_nodes
@@ -96,7 +96,8 @@ def show_nodes(here: NodeReport, nodes: Sequence[NodeReport], needs: NodeNeeds, 
     findings = list(node_findings(here, nodes, needs))
     for finding in findings:
         if finding.severity == "warning":
-            console.print(f"[yellow]warning[/yellow] {escape(finding.message)}", soft_wrap=True, highlight=False)
+            told = Text("warning", "yellow").append(f" {finding.message}", style="default")
+            console.print(told, soft_wrap=True)
     return [finding.message for finding in findings if finding.severity == "error"]
 
 

@@ -11,11 +11,13 @@ import typer
 from typer.testing import CliRunner
 
 from penstock.dataflow.errors import TrainingError
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cli import main as cli
 from penstock.platform.cluster import hardware
 from penstock.platform.metrics import atomic_file
 from penstock.platform.run import offline_training as learning_run
 from penstock.platform.run.lifecycle import Interrupted
+from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.trainer.algorithms.catalog import entries
 
 
@@ -154,6 +156,12 @@ def test_a_report_of_no_steps_says_that_there_are_none(invoke):
     result = invoke("report", "runs/none")
     assert result.exit_code == 2
     assert "runs/none" in result.stderr
+
+
+@pytest.mark.parametrize("folder", ["runs/a[b]", "runs/c:x:", "[/d]"])
+def test_a_run_is_named_with_its_brackets_and_colons(invoke, folder):
+    prepare_run_dir(compose_config(["experiment=arithmetic", f"run_dir='{folder}'"]))
+    assert f"{folder} has no checkpoints" in invoke("checkpoints", folder).output
 
 
 def test_algorithms_are_listed_from_the_catalog(invoke):

@@ -78,6 +78,12 @@ def test_the_newest_policy_is_written_or_that_of_a_step(
     assert f"\n# made, step {version}\n" in Path("out/README.md").read_text()
 
 
+@pytest.mark.parametrize("target", ["out[final]", "a[/b]", "c:smile:"])
+def test_a_folder_is_named_with_its_brackets_and_colons(run_dir: Path, target: str) -> None:
+    assert run(str(run_dir), "--to", target) == f"0 policy of step 60 written to {target}\n"
+    assert Path(target, "config.json").exists()
+
+
 def test_the_tokens_that_ended_the_answers_are_named_for_other_programs(run_dir: Path) -> None:
     tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
     tokenizer.eos_token = "<|eot_id|>"
