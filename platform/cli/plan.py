@@ -233,7 +233,7 @@ def _print(
     best: Sequence[Candidate],
     refused: Counter[str],
 ) -> None:
-    console, config = Console(highlight=False, soft_wrap=True), found.config
+    console, config = Console(highlight=False, soft_wrap=True, markup=False, emoji=False), found.config
     console.width = max(console.width, _WIDTH)  # also where the output is piped
     console.print(
         f"prompts of {workload.prompt_tokens:.0f} and answers of {workload.answer_tokens:.0f} tokens on average; "

@@ -450,6 +450,7 @@ def run_sweep(
         PenstockError: If trials failed; raised after all others are done.
     """
     from rich.table import Table
+    from rich.text import Text
 
     grid = parse_grid(overrides)
     configs, warnings = check_trials(grid, folder, config_dir, dry_run=dry_run)
@@ -472,7 +473,7 @@ def run_sweep(
     header, *rows = result_rows(grid, results)
     shown = Table(*header, title="held-out accuracy after training", title_justify="left")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))
     console.print(shown)
     note(f"{folder / 'sweep.md'}, sweep.csv, sweep.json, sweep.html")
     failed = [trial.name for trial, result in results.items() if result.status == "failed"]

@@ -19,10 +19,12 @@ from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.cluster import check_device_counts, check_kv_cache, check_memory
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config
+from penstock.platform.cli import plan
 from penstock.platform.cli.plan import NUM_PLANS, best_plans, calibrated, run_plan
 from penstock.platform.cluster.costs import Scales, Workload, predict
 from penstock.platform.cluster.memory import trainer_memory
 from penstock.platform.cluster.planner import Candidate, Plan, Split, search
+from penstock.platform.config.findings import error
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.model_config import ModelShape
@@ -384,6 +386,14 @@ def test_a_plan_that_the_checks_refuse_is_not_shown() -> None:
     assert best
     assert all(one.plan.num_engines >= 2 for one in best)
     assert any("multi_version" in message for message in refused)
+
+
+def test_what_the_checks_say_is_printed_with_its_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "check_config", lambda *_: [error("rollout.sampling.stop=[end] is refused.")])
+    assert planned() == 1
+    assert "plans refused: rollout.sampling.stop=[end] is refused.\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,17 @@ def test_a_run_that_fails_is_named_and_the_others_continue(tmp_path: Path, monke
     ]  # fmt: skip
 
 
+def test_values_in_brackets_are_in_the_table(tmp_path: Path) -> None:
+    typed = ["experiment=arithmetic", "rollout.sampling.stop=[end],[stop]"]
+    for config in check_trials(parse_grid(typed), tmp_path)[0].values():
+        finish(config)
+    told = StringIO()
+    console = Console(file=told, width=200, soft_wrap=True)
+    assert run_sweep(typed, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console) == 0
+    assert "│ [end] " in told.getvalue()
+    assert "│ [stop] " in told.getvalue()
+
+
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "run_penstock", lambda *_: pytest.fail("it ran"))
     console = Console(quiet=True)
