@@ -9,9 +9,7 @@ parameter of the model. Activations are those of fake tensors, which have a shap
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +25,7 @@ from tests.contract.test_memory_estimate import (  # noqa: E402
     estimated_activation_bytes,
     estimated_bytes,
 )
+from tests.rank_processes import run_ranks  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "memory_estimate.md"
 GIB = 1 << 30
@@ -37,9 +36,7 @@ def measured() -> list[Measured]:
     with tempfile.TemporaryDirectory() as folder:
         cases, answers = Path(folder) / "cases", Path(folder) / "answers"
         cases.write_bytes(pickle.dumps(CASES))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        program = [sys.executable, "-m", "tests.contract.memory_of_a_rank", str(cases), str(answers)]
-        subprocess.run(program, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        run_ranks("tests.contract.memory_of_a_rank", [(cases, answers)], timeout_s=3600)
         found: list[Measured] = pickle.loads(answers.read_bytes())
         return found
 

@@ -34,7 +34,7 @@ def compare(records: Sequence[RunRecord]) -> tuple[list[list[str]], list[list[st
 def _shown(figure: Callable[[RunRecord], str], record: RunRecord) -> str:
     try:
         return figure(record)
-    except (KeyError, TypeError, ZeroDivisionError, IndexError):  # not measured, or the run has not ended
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError):  # not measured, or not at all yet
         return MISSING
 
 

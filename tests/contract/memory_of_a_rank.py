@@ -1,4 +1,6 @@
-"""Bytes that one rank's tensors take while a backend trains: `python -m tests.contract.memory_of_a_rank CASES ANSWERS`.
+"""Bytes that one rank's tensors take while a backend trains.
+
+    sys.argv[1:]: CASES ANSWERS
 
 Real DeepSpeed or FSDP2 on the CPU, as rank 0 of several over torch's fake process group, which sends nothing. Under
 `as_on_a_gpu`, what a GPU does differently is done as there, as far as memory goes: AdamW's `foreach`, tiles of logits.
@@ -265,12 +267,13 @@ def _answer(case: Case, connection: Any) -> None:
     connection.send(measure(case))
 
 
-def main(cases: str, answers: str) -> None:
+def main() -> None:
+    cases, answers = map(Path, sys.argv[1:])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     import deepspeed  # noqa: F401 - before the fork, once for all cases
     import transformers  # noqa: F401
 
-    given: list[Case] = pickle.loads(Path(cases).read_bytes())
+    given: list[Case] = pickle.loads(cases.read_bytes())
     forked, found = multiprocessing.get_context("fork"), []
     for case in given:
         mine, its = forked.Pipe()
@@ -279,10 +282,4 @@ def main(cases: str, answers: str) -> None:
         its.close()
         found.append(mine.recv())
         process.join()
-    Path(answers).write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    from tests.contract import memory_of_a_rank  # not as __main__: its classes are pickled for the test
-
-    memory_of_a_rank.main(*sys.argv[1:])
+    answers.write_bytes(pickle.dumps(found))

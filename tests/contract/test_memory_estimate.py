@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +18,7 @@ from penstock.trainer.algorithms.advantages import GaeConfig
 from penstock.weights.model_config import DType
 from tests.contract.memory_of_a_rank import BUCKET_ELEMENTS, Case, Measured, activation_bytes
 from tests.live_bytes import LiveBytes
-from tests.rank_processes import AS_MODULE
+from tests.rank_processes import run_ranks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -93,23 +90,7 @@ def estimated_activation_bytes(name: str, tokens: int, *, gradient_checkpointing
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Measured]:
     folder = tmp_path_factory.mktemp("memory")
     (folder / "cases").write_bytes(pickle.dumps(CASES))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            AS_MODULE,
-            "tests.contract.memory_of_a_rank",
-            str(folder / "cases"),
-            str(folder / "answers"),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("tests.contract.memory_of_a_rank", [(folder / "cases", folder / "answers")], timeout_s=800)
     return dict(zip(CASES, pickle.loads((folder / "answers").read_bytes()), strict=True))
 
 

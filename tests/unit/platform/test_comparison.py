@@ -55,6 +55,15 @@ def test_only_differing_keys_are_shown_and_a_run_that_goes_on_has_gaps(tmp_path:
     assert "peak memory" not in told, "measured in neither"
 
 
+def test_a_run_that_has_logged_nothing_yet_has_gaps(tmp_path: Path) -> None:
+    first = made_run(tmp_path / "a", "name: a\n", SUMMARY)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.yaml").write_text("name: b\n")
+    results, _ = compare([read_run(first), read_run(tmp_path / "b")])
+    told = {name: cells for name, *cells in results}
+    assert told["steps"] == ["5", "–"]
+
+
 def test_the_command_keeps_whole_keys_in_a_narrow_terminal(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name, f"a_long_section: {{and_a_long_key: [{name}]}}\n", None) for name in "ab"]
     result = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "50"})
