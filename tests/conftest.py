@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from penstock.dataflow.ports import WeightManifest
+from penstock.platform.checks import model_probe
 from penstock.platform.checks import tasks as checks
+from penstock.platform.checks.model_probe import Answer, Question, SettingsQuestion
 from penstock.platform.config import compose
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.layout.algebra import TensorSpec
@@ -62,13 +65,26 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def _ask_here(
+    question: Question | SettingsQuestion, otherwise: Callable[[Question | SettingsQuestion], Answer]
+) -> Answer:
+    if isinstance(question, SettingsQuestion) or question.engine_dtype is not None:
+        return otherwise(question)
+    with torch.random.fork_rng(devices=[]):
+        return model_probe.answer_about(question)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _checked_once() -> Iterator[None]:
-    """In `make test`, Hydra composes the same choice, and a check calls the same reward, once per process."""
+    """In `make test`, Hydra composes the same choice, and a check calls the same reward, once per process.
+
+    What a check asks a child about a model is answered here, unless it is for vLLM; runs by command ask a child.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not IS_FULL:
             patch.setattr(compose, "_compose", compose_choices_once)
             patch.setattr(checks, "check_first_calls", check_first_calls_once)
+            patch.setattr(model_probe, "_ask_child", partial(_ask_here, otherwise=model_probe._ask_child))
         yield
 
 

@@ -600,7 +600,9 @@ def refused_by_vllm(folder: Path, **changed: Any) -> list[str]:
 
 @pytest.mark.integration
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)")
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", *(pytest.param(one, marks=pytest.mark.full) for one in ("gemma3", "qwen3_5"))]
+)
 def test_a_tied_model_whose_files_also_hold_a_head_has_the_layout_of_one_tensor(
     model_type: str, tmp_path: Path
 ) -> None:

@@ -121,7 +121,8 @@ def test_training_that_continues_from_a_policy_of_other_data_reports_it():
     run_dir = prepare_run_dir(warm_start(*ROWS))
     model = warm_start().model
     create_policy(model, character_tokenizer(), str(run_dir / "policy"), 0)
-    overrides = ["experiment=arithmetic", *ROWS, f"model.path={run_dir}/policy", "evaluation.num_tasks=1"]
+    own = ["rollout/engine=torch", f"model.path={run_dir}/policy", "evaluation.num_tasks=1"]
+    overrides = ["experiment=arithmetic", *ROWS, *own]
 
     def warnings() -> list[str]:
         return [one for one in load_config("train", overrides, dry_run=True).warnings if "the data has changed" in one]
