@@ -100,7 +100,7 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the everyday tests (16 to 20 minutes on two cores)
+test: setup  ## Run the everyday tests (12 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.compose import Composition, to_yaml
 from penstock.platform.config.field_errors import describe_errors
+from penstock.platform.config.overrides import sort_overrides
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.leaves import leaves
@@ -85,25 +87,29 @@ def changed_config(
                 for word in choices
             ]
         )
-    words = {word.partition("=")[0]: word for word in overrides}
+    given = sort_overrides(overrides, {})  # read as `train` reads them
+    if given.problems:
+        raise ConfigError(given.problems)
     # Without that file every key counts as typed, so that no default of the run is adapted once more.
     began_with = read_environment(run_dir).get("typed", flat(saved)) if typed is None else typed
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.create(_escaped(_with_start_policies(saved, run_dir))), OmegaConf.from_dotlist(list(overrides))
-        )
-        raw = OmegaConf.to_container(merged, resolve=True)
+        changed = OmegaConf.create(_escaped(_with_start_policies(saved, run_dir)))
+        for one in OverridesParser.create().parse_overrides(given.values):
+            OmegaConf.update(changed, one.key_or_group, one.value(), merge=True)
+        raw = OmegaConf.to_container(changed, resolve=True)
         assert isinstance(raw, dict)
         raw |= {"run_dir": str(other or run_dir), "overwrite": False}
         raw |= {} if other is None else {"name": other.name, "resume": "never"}
-        composition = Composition(raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *words])
+        composition = Composition(
+            raw={str(key): value for key, value in raw.items()}, typed=[*began_with, *given.typed]
+        )
         composition.validate()
         assert composition.config is not None, "it is valid"
         return composition.config
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).splitlines()[0]]) from error
     except ValidationError as error:
-        raise ConfigError(list(describe_errors(error, words).values())) from error
+        raise ConfigError(list(describe_errors(error, given.typed).values())) from error
 
 
 def _with_start_policies(saved: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:

@@ -104,3 +104,21 @@ def test_another_critic_or_partner_is_not_ignored() -> None:
 
 def test_the_strictest_of_several_limits_counts() -> None:
     assert decide([Limit("data", "a"), Limit("optimizer", "b")], None)[0] == "optimizer"
+
+
+@pytest.mark.parametrize(
+    ("word", "args"),
+    [
+        ("env.args.digits=010", {"digits": "010"}),
+        ("env.args.language=no", {"language": "no"}),
+        ("env.args.path=/home/josé (1)/rows", {"path": "/home/josé (1)/rows"}),
+        ("env.args={high: 9}", {"high": 9}),
+    ],
+)
+def test_words_for_a_saved_configuration_are_read_as_those_of_train(
+    run_dir: Path, word: str, args: dict[str, object]
+) -> None:
+    saved = read_saved_config(run_dir)
+    left = {} if word.startswith("env.args=") else saved["env"]["args"]
+    for found in (changed_config(saved, [word], run_dir), compose_config(["experiment=arithmetic", word])):
+        assert found.env.args == left | args
