@@ -128,6 +128,8 @@ def is_cpu_build() -> bool:
 
 def num_cpus() -> int:
     """Number of CPUs that this process may use, of those that the machine has."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 
 

@@ -88,13 +88,13 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
                 elapsed = format_duration(time.monotonic() - started)
                 console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
     if counts["skipped"]:
-        room = f"{sampling.max_new_tokens} tokens in model.max_context_tokens={config.model.max_context_tokens}"
+        answer = f"{sampling.max_new_tokens} tokens in model.max_context_tokens={config.model.max_context_tokens}"
         if counts["skipped"] == counts["tasks"]:
             raise PenstockError(
-                f"sample: the prompts of all {counts['tasks']} tasks leave no space for an answer of {room}, so there "
-                "is nothing to write. Use a larger model.max_context_tokens, or other tasks."
+                f"sample: the prompts of all {counts['tasks']} tasks leave no space for an answer of {answer}, so "
+                "there is nothing to write. Use a larger model.max_context_tokens, or other tasks."
             )
-        console.note(f"{counts['skipped']} of {counts['tasks']} tasks left out: no space for an answer of {room}")
+        console.note(f"{counts['skipped']} of {counts['tasks']} tasks left out: no space for an answer of {answer}")
     if not counts["answers"]:
         raise PenstockError(f"sample: all {counts['failed']} answers failed, so there is nothing to write.")
     mark_finished(config)

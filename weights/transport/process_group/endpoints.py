@@ -49,7 +49,7 @@ class ReceiverAddress(NamedTuple):
     """In error messages."""
     node: str
     process: int = 0
-    """Of the processes that have had this name one after the other."""
+    """Its number: a restarted engine is another process of the same name, which has joined no group yet."""
 
 
 @dataclass(frozen=True)
