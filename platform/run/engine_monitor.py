@@ -17,7 +17,6 @@ from penstock.rollout.engine_pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 
-WINDOW_POLLS = 6
 ANSWER_S = 5.0
 """Longest wait for the load of one engine, seconds: all others wait with it for their next poll."""
 SPEED_WINDOW_S, LEAST_BUSY_S, WARM_UP_S = 60.0, 20.0, 10.0
@@ -25,13 +24,12 @@ SPEED_WINDOW_S, LEAST_BUSY_S, WARM_UP_S = 60.0, 20.0, 10.0
 
 
 class EngineMonitor:
-    """Computes rates from absolute counters over the newest polls, so a missed poll loses no data.
+    """Computes rates from absolute counters, so a missed poll loses no data.
 
     The counters belong to the engine's process and restart at 0 with it. Only differences between two polls of the same
     process are accumulated.
 
     Attributes:
-        idle_share: 1 − busy seconds ÷ wall seconds, both summed over the engines, 0..1.
         num_preemptions: Preemptions of all engines since the run began; absolute.
         has_equal_engines: Whether all should be equally fast.
     """
@@ -49,11 +47,10 @@ class EngineMonitor:
         self._adapts_concurrency = adapts_concurrency
         self._last_load: dict[EngineId, tuple[float, EngineLoad]] = {}
         self._observed_s = self._busy_s = 0.0
-        self._polls: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=WINDOW_POLLS)
         self._limits: dict[EngineId, ConcurrencyLimit] = {}
         self._speeds: dict[EngineId, EngineSpeed] = {}
         self._cache_usage: dict[EngineId, float] = {}
-        self.idle_share = 0.0
+        self._idle_share = 0.0
         self.num_preemptions = 0
         self.has_equal_engines = has_equal_engines
 
@@ -72,6 +69,16 @@ class EngineMonitor:
         serving = [engine.engine_id for engine in self._pool.engines()]
         found = {engine_id: self._speeds[engine_id].measured() for engine_id in serving if engine_id in self._speeds}
         return {engine_id: speed for engine_id, speed in found.items() if speed is not None}
+
+    def take_idle_share(self) -> float:
+        """1 − busy seconds ÷ wall seconds since the last call, both summed over the engines, 0..1.
+
+        Without a poll since then, it is what the last call has returned.
+        """
+        if self._observed_s > 0:
+            self._idle_share = min(max(1 - self._busy_s / self._observed_s, 0.0), 1.0)
+        self._observed_s = self._busy_s = 0.0
+        return self._idle_share
 
     def take_cache_usage(self) -> dict[EngineId, float]:
         """Largest share of each engine's KV cache that was in use at a poll since the last call, 0..1."""
@@ -122,10 +129,6 @@ class EngineMonitor:
                 self._busy_s += load.busy_s - before.busy_s
                 self._observed_s += now - polled_at
             self._speeds[engine_id].observe(now, load)
-        self._polls.append((self._observed_s, self._busy_s))
-        observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
-        if observed_s > 0:
-            self.idle_share = min(max(1 - busy_s / observed_s, 0.0), 1.0)
 
 
 class EngineSpeed:

@@ -76,6 +76,7 @@ class StepLog:
 
     def begin(self) -> None:
         """Note that the first step starts."""
+        self._monitor.take_idle_share()  # an evaluation before it is not part of it
         self._last_step_at = asyncio.get_running_loop().time()
 
     async def dump_bad_batch(self, version: int, report: StepReport) -> None:
@@ -208,7 +209,7 @@ class StepLog:
             "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
             "idle/trainer_wait_s": sum(waited_s.values()),
             **{f"idle/trainer_wait_for/{wait_reason}": seconds for wait_reason, seconds in waited_s.items()},
-            "idle/engine_share": self._monitor.idle_share,
+            "idle/engine_share": self._monitor.take_idle_share(),
             **{f"engine/kv_cache_usage/{name}": share for name, share in self._monitor.take_cache_usage().items()},
             **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
         }

@@ -67,7 +67,7 @@ async def test_idle_share_and_preemptions_stay_right_when_an_engine_is_started_a
     first.busy_s += 10.0
     other.busy_s += 5.0
     await monitor.poll()
-    assert monitor.idle_share == pytest.approx(1 - (10 + 5) / (10 + 10))
+    assert monitor.take_idle_share() == pytest.approx(1 - (10 + 5) / (10 + 10))
     assert monitor.num_preemptions == 50
 
     pool.fence(EngineId("a"), "it died")
@@ -76,12 +76,12 @@ async def test_idle_share_and_preemptions_stay_right_when_an_engine_is_started_a
     clock.now += 10.0
     again.busy_s, again.num_preemptions, other.busy_s = 2.0, 1, other.busy_s + 10.0
     await monitor.poll()
-    assert monitor.idle_share == pytest.approx(1 - (10 + 5 + 10) / (10 + 10 + 10)), "the new process was polled once"
+    assert monitor.take_idle_share() == pytest.approx(1 - 10 / 10), "the new process was polled once"
     assert monitor.num_preemptions == 51
     clock.now += 10.0
     again.busy_s, again.num_preemptions, other.busy_s = again.busy_s + 10.0, 3, other.busy_s + 10.0
     await monitor.poll()
-    assert monitor.idle_share == pytest.approx(1 - (10 + 5 + 10 + 10 + 10) / 50)
+    assert monitor.take_idle_share() == pytest.approx(1 - (10 + 10) / 20)
     assert monitor.num_preemptions == 53
 
 
@@ -95,12 +95,28 @@ async def test_an_engine_that_misses_a_poll_is_counted_for_all_of_the_time_when_
     clock.now += 10.0
     engine.busy_s, other.busy_s = 10.0, 10.0
     await monitor.poll()
-    assert monitor.idle_share == 0.0
+    assert monitor.take_idle_share() == 0.0
     engine.answers = True
     clock.now += 10.0
     engine.busy_s, other.busy_s = 10.0, 20.0
     await monitor.poll()
-    assert monitor.idle_share == pytest.approx(1 - (10 + 20) / (20 + 20))
+    assert monitor.take_idle_share() == pytest.approx(1 - (10 + 10) / (20 + 10))
+
+
+async def test_the_idle_share_of_a_step_is_that_of_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, engine = Clock(monkeypatch), Counting("a")
+    monitor = EngineMonitor(EnginePool([engine], 8))
+    await monitor.poll()
+    for second in range(60):  # it samples for 30 s, then waits for the trainer
+        clock.now += 1.0
+        engine.busy_s += second < 30
+        await monitor.poll()
+    assert monitor.take_idle_share() == pytest.approx(0.5)
+    assert monitor.take_idle_share() == pytest.approx(0.5), "a step shorter than the time between two polls"
+    clock.now += 1.0
+    engine.busy_s += 1.0
+    await monitor.poll()
+    assert monitor.take_idle_share() == 0.0
 
 
 def test_an_engine_that_does_not_answer_keeps_the_others_from_their_next_poll_for_a_few_seconds_only() -> None:
