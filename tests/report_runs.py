@@ -52,7 +52,7 @@ def write_run(run_dir: Path, num_steps: int, num_recorded: int = 40) -> Path:
             "loss/entropy": 1.5 - learned, "loss/grad_norm": 0.4 + 0.1 * abs(noise), "ratio/behavior_mean": 1.0,
             "mismatch/abs_logprob_mean": 0.01, "weights/stall_s": 0.02, "weights/changed_share": 0.9,
             "staleness/mean_versions": 0.8, "staleness/max_versions": 2.0, "idle/trainer_share": 0.25,
-            "idle/engine_share": 0.1, "throughput/generated_tokens_per_s": 5000 + 100 * noise,
+            "idle/engine_share": 0.1, "throughput/step_s": 1.5, "throughput/generated_tokens_per_s": 5000 + 100 * noise,
             "throughput/trained_tokens_per_s": 4800.0, "flow/retries": 12.0 * learned,
             **{f"reward/part/{index}": noise for index in range(60)},
         })  # fmt: skip

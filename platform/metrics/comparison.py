@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from penstock.platform.metrics.leaves import leaves
 from penstock.platform.metrics.progress import format_duration
@@ -42,12 +43,8 @@ def _change(before: str, after: str, form: str) -> Callable[[RunRecord], str]:
     return lambda record: f"{record.summary[before]:{form}} → {record.summary[after]:{form}}"
 
 
-def _last_mean(name: str, form: str) -> Callable[[RunRecord], str]:
-    def figure(record: RunRecord) -> str:
-        values = record.values(name)[-10:]
-        return f"{sum(values) / len(values):{form}}"
-
-    return figure
+def _last_staleness(record: RunRecord) -> str:
+    return f"{fmean(record.values('staleness/mean_versions')[-10:]):.2f}"
 
 
 _FIGURES: dict[str, Callable[[RunRecord], str]] = {
@@ -63,9 +60,9 @@ _FIGURES: dict[str, Callable[[RunRecord], str]] = {
     "reward, first → last steps": _change("reward_first", "reward_last", ".3f"),
     "wall time": lambda record: format_duration(record.summary["wall_s"]),
     "trained tokens per second": lambda record: f"{record.summary['tokens_trained'] / record.summary['wall_s']:,.0f}",
-    "mean staleness, last 10 steps": _last_mean("staleness/mean_versions", ".2f"),
-    "trainer idle, last 10 steps": _last_mean("idle/trainer_share", ".0%"),
-    "engines idle, last 10 steps": _last_mean("idle/engine_share", ".0%"),
+    "mean staleness, last 10 steps": _last_staleness,
+    "trainer idle, last 10 steps": lambda record: f"{record.share_of_time('idle/trainer_share', 10):.0%}",
+    "engines idle, last 10 steps": lambda record: f"{record.share_of_time('idle/engine_share', 10):.0%}",
     "groups failed": lambda record: f"{record.summary['ledger']['failed']:,}",
     "groups dropped": lambda record: f"{record.summary['ledger']['dropped']:,}",
     "peak memory": lambda record: f"{record.summary['peak_memory_gib']:.1f} GiB",

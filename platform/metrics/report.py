@@ -6,7 +6,6 @@ text. The page's `Content-Security-Policy` forbids network access.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -185,9 +184,7 @@ def _wait_bars(record: RunRecord) -> list[dict[str, Any]]:
         ("Trainer", "idle/trainer_share", "waits for a batch, a publish or an evaluation"),
         ("Engines", "idle/engine_share", "wait for credits or new weights"),
     ):
-        values = [min(1.0, max(0.0, value)) for value in record.values(metric) if math.isfinite(value)]
-        if values:
-            idle = sum(values) / len(values)
+        if (idle := record.share_of_time(metric)) is not None:
             bars.append({"component": component, "busy_share": 1.0 - idle, "idle_share": idle, "waits_for": waits_for})
     return bars
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,21 @@ class RunRecord:
     def values(self, name: str) -> list[float]:
         """All values of one metric in step order; empty if it was never logged."""
         return self.series[name].values if name in self.series else []
+
+    def share_of_time(self, name: str, num_steps: int = 0) -> float | None:
+        """Mean of a metric that is a share of each step, weighted by how long the steps took; None if none was logged.
+
+        Args:
+            name: Metric.
+            num_steps: Of so many newest steps; 0: of all.
+        """
+        of_steps = self.series.get("throughput/step_s", Series([], []))
+        seconds = dict(zip(of_steps.steps, of_steps.values, strict=True))
+        shares = self.series.get(name, Series([], []))
+        newest = zip(shares.steps[-num_steps:], shares.values[-num_steps:], strict=True)
+        weighted = [(share, seconds[step]) for step, share in newest if step in seconds and math.isfinite(share)]
+        total_s = sum(length_s for _, length_s in weighted)
+        return sum(share * length_s for share, length_s in weighted) / total_s if total_s else None
 
 
 def read_run(run_dir: Path) -> RunRecord:

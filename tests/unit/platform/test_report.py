@@ -19,6 +19,7 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics import report_data, report_server
+from penstock.platform.metrics.comparison import compare
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
@@ -56,6 +57,7 @@ def log_run(run_dir: Path) -> None:
     tracker.log(0, {"eval/accuracy": 0.5})
     for step in range(1, 6):
         metrics = {"reward/mean": 0.1 * step, "staleness/mean_versions": 0.5, "staleness/max_versions": 2.0}
+        metrics["throughput/step_s"] = 2.0
         tracker.log(
             step, {**metrics, "idle/trainer_share": 0.25, "idle/engine_share": 0.75, "loss/policy": float("nan")}
         )
@@ -103,6 +105,17 @@ def test_a_complete_run_gives_one_page_with_everything_on_it(run_dir: Path) -> N
         assert text in page, text
     assert "Some pieces of this run are missing" not in page
     assert page.count("Plotly.newPlot(") == 5
+
+
+def test_a_long_step_counts_for_as_long_as_it_took_in_the_idle_time_of_the_run(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    for step in range(1, 101):
+        idle = {"idle/trainer_share": 0.9, "throughput/step_s": 1000.0}
+        tracker.log(step, idle if step == 1 else {"idle/trainer_share": 0.0, "throughput/step_s": 1.0})
+    tracker.close()
+    assert "Idle 81.9% of the time" in write_report(tmp_path).read_text(encoding="utf-8"), "900 of 1,099 s"
+    results, _ = compare([read_run(tmp_path)])
+    assert ["trainer idle, last 10 steps", "0%"] in results
 
 
 def test_what_a_model_wrote_is_escaped_and_the_page_reaches_no_network(run_dir: Path) -> None:
