@@ -125,7 +125,7 @@ def _heatmap(title: str, caption: str, points: list[tuple[int, float]], color: s
     """Columns are steps, rows are bins of the values; each column sums to 1."""
     if len({step for step, _ in points}) < 2:
         return []
-    values = np.array([value for _, value in points])
+    values = np.array([float(f"{value:.4g}") for _, value in points])  # equal ones have one row
     steps, column = np.unique([step for step, _ in points], return_inverse=True)
     distinct = np.unique(values)
     if len(distinct) <= 12:  # e.g. rewards of 0 and 1
@@ -226,7 +226,7 @@ def flow_charts(record: RunRecord) -> list[Chart]:
 
 def _lines_of(record: RunRecord, prefix: str, sign: float) -> list[tuple[str, str, str]]:
     """Lines of a metric of each rank or engine: of the `_MAX_LINES` with the smallest mean, with −1 the largest."""
-    means = {name: sum(one.values) / len(one.values) for name, one in record.series.items() if name.startswith(prefix)}
+    means = {name: _mean(one.values) for name, one in record.series.items() if name.startswith(prefix)}
     shown = sorted(means, key=lambda name: sign * means[name])[:_MAX_LINES]
     names = sorted(shown, key=lambda name: (len(name), name))  # engine-2 before engine-10
     kind = prefix.partition("/")[0]
@@ -286,7 +286,7 @@ def _add_raw_and_smooth(figure: go.Figure, series: Series, color: str) -> None:
     )  # fmt: skip
     if not is_short:
         windows = [series.values[max(0, end - _SMOOTHING_STEPS) : end] for end in range(1, len(series.values) + 1)]
-        smooth = _thinned(Series(series.steps, [sum(window) / len(window) for window in windows]))
+        smooth = _thinned(Series(series.steps, list(map(_mean, windows))))
         figure.add_scatter(
             x=smooth.steps, y=smooth.values, mode="lines",
             line={"color": color, "width": 2.5}, hoverinfo="skip",
@@ -307,8 +307,14 @@ def _thinned(series: Series) -> Series:
     parts = [series.values[start : start + every] for start in starts]
     return Series(
         [series.steps[min(start + every, len(series.steps)) - 1] for start in starts],
-        [float(f"{sum(part) / len(part):.6g}") for part in parts],
+        [float(f"{_mean(part):.6g}") for part in parts],
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Mean of the finite ones, since one NaN would hide its neighbours; NaN if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _figure(x_title: str, height: int = 290) -> go.Figure:

@@ -22,6 +22,7 @@ from penstock.platform.metrics import report_data, report_server
 from penstock.platform.metrics.comparison import compare
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.report_charts import distribution_charts, health_charts
 from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
 from penstock.platform.metrics.report_server import LiveReport, serve_report
 from penstock.platform.metrics.run_record import read_run
@@ -116,6 +117,26 @@ def test_a_long_step_counts_for_as_long_as_it_took_in_the_idle_time_of_the_run(t
     assert "Idle 81.9% of the time" in write_report(tmp_path).read_text(encoding="utf-8"), "900 of 1,099 s"
     results, _ = compare([read_run(tmp_path)])
     assert ["trainer idle, last 10 steps", "0%"] in results
+
+
+def test_values_that_are_not_finite_hide_no_others_in_the_lines_of_a_long_run(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    for step in range(1, 6001):
+        tracker.log(step, {"loss/grad_norm": float("nan" if step % 20 == 0 else "inf" if step % 20 == 7 else 2.0)})
+    tracker.close()
+    (chart,) = health_charts(read_run(tmp_path))
+    for line in re.findall(r'"y":\[(.*?)\]', chart.html):
+        assert set(line.split(",")) == {"2.0"}
+
+
+def test_rewards_that_are_equal_up_to_rounding_have_one_row(tmp_path: Path) -> None:
+    table = TrajectoryTable(tmp_path)
+    for step in (1, 2):
+        members = [a_trajectory(f"{step}/{index}", reward=reward) for index, reward in enumerate((0.3, 0.1 + 0.2, 1.0))]
+        table.write_step(step, members, version=6)
+    (tmp_path / "config.yaml").write_text("name: equal\n")
+    chart = distribution_charts(read_run(tmp_path))[0]
+    assert '"y":[0.3,1.0],"z":[[0.667,0.667],[0.333,0.333]]' in chart.html
 
 
 def test_what_a_model_wrote_is_escaped_and_the_page_reaches_no_network(run_dir: Path) -> None:
