@@ -20,10 +20,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text` in UTF-8. The data is on disk when this returns."""
+    """Replace the content of `path` by `text`, in UTF-8 that escapes lone surrogates. Returns once it is on disk."""
 
     def write(temporary: Path) -> None:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -29,6 +29,7 @@ from penstock.platform.metrics.report_charts import (
 from penstock.platform.metrics.report_data import groups_data, timeline_data
 from penstock.platform.metrics.run_files import REPORT_FILE
 from penstock.platform.metrics.run_record import RunRecord, read_run
+from penstock.platform.metrics.trajectory_table import encodable
 
 _FACTS = (
     ("Model", "model.path"),
@@ -100,7 +101,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         "Experts": expert_charts(record),
         "Throughput": flow_charts(record),
     }
-    return template.render(
+    page = template.render(
         plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library itself
         css=_part("report.css"),
         javascript=_part("report.js"),
@@ -134,6 +135,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         ],
         config_text=record.config_text,
     )  # fmt: skip
+    return encodable(page)
 
 
 def _headline(record: RunRecord) -> list[tuple[str, str, str]]:

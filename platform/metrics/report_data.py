@@ -43,10 +43,9 @@ def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]
     shown: list[dict[str, Any]] = []
     num_bytes = num_left_out = 0
     for source, of_source in (("training", rows), ("evaluation", answers)):
-        by_group: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        by_group: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for row in of_source:
-            name = row["group_id"] if source == "training" else row["task_id"]
-            by_group.setdefault((row["step"], name), []).append(row)
+            by_group.setdefault((row["step"], row["group_id"]), []).append(row)
         for _, members in sorted(by_group.items(), key=lambda item: -item[0][0]):
             group = _group(source, members)
             size = len(json.dumps(group))

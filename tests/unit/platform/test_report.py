@@ -14,22 +14,25 @@ import aiohttp
 import numpy as np
 import pytest
 
-from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.errors import PenstockError, TrainingError, TrajectoryError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.task import Task
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics import report_data, report_server
 from penstock.platform.metrics.comparison import compare
+from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.report_charts import distribution_charts, health_charts
 from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
 from penstock.platform.metrics.report_server import LiveReport, serve_report
 from penstock.platform.metrics.run_record import read_run
-from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_staleness, write_summary
+from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_failures, write_staleness, write_summary
 from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 from penstock.platform.metrics.trajectory_table import TrajectoryTable, read_trajectories
+from penstock.platform.run.lifecycle import write_failure
 from tests.chromium import CHROMIUM, inspect_page
 from tests.report_runs import write_run, write_timeline
 
@@ -321,6 +324,26 @@ def test_a_failed_run_shows_its_reason_first(run_dir: Path) -> None:
         in page
     )
     assert "group 3 ready" in page
+
+
+def test_half_an_emoji_in_an_error_ends_neither_the_page_nor_the_error(run_dir: Path) -> None:
+    half = "bad answer \ud83d"
+    write_failure(run_dir, TrainingError(half))
+    write_failures(run_dir, [TrajectoryError("reward", f"ValueError: {half}")])
+    for page in (write_report(run_dir).read_text(encoding="utf-8"), LiveReport(run_dir).page()):
+        assert "ValueError: bad answer ?" in page
+    assert "TrainingError: bad answer \\ud83d" in (run_dir / "error.txt").read_text(encoding="utf-8")
+
+
+def test_tasks_of_two_evaluation_sets_with_one_id_are_two_groups(tmp_path: Path) -> None:
+    answers = [
+        (Task(TaskId("1"), name, evaluation_set=name), [replace(a_trajectory(reward=reward), task_id=TaskId("1"))])
+        for name, reward in (("easy", 1.0), ("hard", 0.0))
+    ]
+    EvaluationTable(tmp_path).write(5, answers)
+    (tmp_path / "config.yaml").write_text("name: sets\n")
+    groups = data_of(write_report(tmp_path).read_text(encoding="utf-8"))["groups"]
+    assert [(group["set"], len(group["members"])) for group in groups] == [("easy", 1), ("hard", 1)]
 
 
 def test_the_timeline_of_a_long_run_is_shown_in_windows_with_groups(tmp_path: Path) -> None:
