@@ -120,7 +120,7 @@ class RunConsole:
             is_graded = reward_mean and not self._is_solved
             self._eval, self._eval_unit = (reward_mean, _MEAN) if is_graded else (accuracy, _ACCURACY)
         self._total_steps = int(metrics.get("config/total_steps", self._total_steps))
-        if "reward/mean" not in metrics or step <= self._last_step:
+        if "reward/mean" not in metrics or step == self._last_step:
             return
         self._last_step = step
         self._arrivals.append((self._clock(), step))

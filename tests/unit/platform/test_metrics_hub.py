@@ -183,6 +183,17 @@ def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() ->
     assert all(len(line) <= 80 for line in lines)
 
 
+def test_the_console_shows_the_steps_that_are_trained_again_after_a_rollback() -> None:
+    stream = io.StringIO()
+    hub = MetricsHub([], RunConsole(100, stream=stream))
+    for step in (1, 2, 3):
+        hub.log(step, STEP)
+    hub.roll_back(1, list)
+    for step in (2, 3):
+        hub.log(step, STEP)
+    assert re.findall(r"(\d)/100", stream.getvalue()) == ["1", "2", "3", "2", "3"]
+
+
 def test_graded_rewards_are_shown_by_their_mean_until_a_task_is_solved() -> None:
     stream = io.StringIO()
     hub = MetricsHub([], RunConsole(100, stream=stream))
