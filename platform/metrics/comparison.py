@@ -40,7 +40,12 @@ def _shown(figure: Callable[[RunRecord], str], record: RunRecord) -> str:
 
 
 def _change(before: str, after: str, form: str) -> Callable[[RunRecord], str]:
-    return lambda record: f"{record.summary[before]:{form}} → {record.summary[after]:{form}}"
+    def figure(record: RunRecord) -> str:
+        found = [record.summary.get(key) for key in (before, after)]
+        told = [MISSING if value is None else f"{value:{form}}" for value in found]
+        return MISSING if told == [MISSING, MISSING] else " → ".join(told)
+
+    return figure
 
 
 def _last_staleness(record: RunRecord) -> str:

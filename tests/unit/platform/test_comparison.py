@@ -55,6 +55,16 @@ def test_only_differing_keys_are_shown_and_a_run_that_goes_on_has_gaps(tmp_path:
     assert "peak memory" not in told, "measured in neither"
 
 
+def test_a_run_with_one_evaluation_shows_it(tmp_path: Path) -> None:
+    at_end_only = {**SUMMARY, "eval_before": None, "eval_reward_before": None}
+    interrupted = {**SUMMARY, "status": "interrupted", "eval_after": None, "eval_reward_after": None}
+    runs = [made_run(tmp_path / name, "", one) for name, one in (("a", at_end_only), ("b", interrupted))]
+    results, _ = compare([read_run(run) for run in runs])
+    told = {name: cells for name, *cells in results}
+    assert told["accuracy"] == ["– → 90.0%", "40.0% → –"]
+    assert told["reward on these tasks"] == ["– → 0.950", "0.500 → –"]
+
+
 def test_a_run_that_has_logged_nothing_yet_has_gaps(tmp_path: Path) -> None:
     first = made_run(tmp_path / "a", "name: a\n", SUMMARY)
     (tmp_path / "b").mkdir()
