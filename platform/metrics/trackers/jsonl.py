@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import boundary
-from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.atomic_file import write_atomically
 from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.base import TrackerError
 
@@ -127,11 +127,20 @@ def drop_later_records(run_dir: Path, first_step: int) -> int:
     Returns:
         The last step that had been logged; -1 if none was.
     """
-    records = list(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else []
-    kept = [record for record in records if record.step < first_step]
-    lines = [_line(record.step, record.time_s, record.metrics) for record in kept]
-    write_text_atomically(run_dir / METRICS_FILE, "".join(lines))
-    return records[-1].step if records else -1
+    logged_to = -1
+
+    def write(temporary: Path) -> None:
+        nonlocal logged_to
+        with temporary.open("w", encoding="utf-8") as file:  # line by line: the file of a long run is large
+            for record in read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else ():
+                logged_to = record.step
+                if record.step < first_step:
+                    file.write(_line(record.step, record.time_s, record.metrics))
+            file.flush()
+            os.fsync(file.fileno())
+
+    write_atomically(run_dir / METRICS_FILE, write)
+    return logged_to
 
 
 def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:

@@ -8,6 +8,7 @@ import math
 import resource
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from penstock.platform.metrics.trackers.config import (
     TrackerConfig,
     WandbTrackerConfig,
 )
-from penstock.platform.metrics.trackers.jsonl import JsonlTracker, read_metrics
+from penstock.platform.metrics.trackers.jsonl import JsonlTracker, drop_later_records, read_metrics
 from penstock.platform.metrics.trackers.run_artifacts import COLUMNS, MAX_CHARACTERS, run_artifacts, transcripts
 from penstock.platform.metrics.trackers.wandb import resolve_mode
 from penstock.platform.metrics.trajectory_table import TRAJECTORY_SCHEMA, BadBatches, StepFiles, TrajectoryTable
@@ -82,6 +83,20 @@ def test_a_torn_last_line_is_skipped_and_a_broken_one_before_it_is_an_error(tmp_
     path.write_text("garbage\n" + path.read_text())
     with pytest.raises(TrackerError, match=r"metrics\.jsonl:1"):
         list(read_metrics(tmp_path))
+
+
+def test_a_resumed_run_drops_later_records_without_holding_the_file_in_memory(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    for step in range(1, 1001):
+        tracker.log(step, {f"loss/measured/{index}": 0.123456789 for index in range(50)})
+    tracker.close()
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    tracemalloc.start()
+    assert drop_later_records(tmp_path, 901) == 1000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [record.step for record in read_metrics(tmp_path)] == list(range(1, 901))
+    assert peak < size / 2
 
 
 @contextmanager
