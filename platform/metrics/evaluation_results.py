@@ -287,8 +287,8 @@ def _print_changed(found: Comparison, task: TaskKey, console: Console) -> None:
 
 
 def _cut(text: str, width: int) -> str:
-    """One line; of a longer text its beginning and its end, where the answer mostly is."""
-    line = "".join(" " if one.isspace() else one for one in text)
+    """One line without control codes; of a longer text its beginning and its end, where the answer mostly is."""
+    line = "".join(one if one.isprintable() else " " for one in text)
     if len(line) <= width:
         return line
     end = width // 3

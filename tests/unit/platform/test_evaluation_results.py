@@ -179,6 +179,16 @@ def test_markup_and_odd_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "[red]t1[/red]" in text.getvalue()
 
 
+def test_what_a_model_says_controls_no_terminal(tmp_path: Path) -> None:
+    said = "\x1b[2J\x1b]0;title\x07 half \ud83d \u202edesrever"
+    first = results(tmp_path / "a", said, {"t1": [True]})
+    second = results(tmp_path / "b", "new", {"t1": [False]})
+    (first / "evaluation.json").write_text(json.dumps({"policy": "old", **FACTS}))
+    code, output = compare(first, second)
+    assert code == 0
+    assert "A  solved       [2J ]0;title  half    desrever says True" in output
+
+
 def test_labels() -> None:
     assert [label_of(""), label_of("hard"), label_of("", "easy"), label_of("hard", "easy")] == [
         "held-out", "hard", "easy", "hard/easy",
