@@ -63,7 +63,8 @@ class SimulationConfig(Settings):
     engine_speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Relative speed per engine, repeated over the engines."""
     rank_speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
-    """Relative speed per trainer rank, repeated over the ranks; a step takes as long as the slowest needs."""
+    """Relative speed per trainer rank, of at least two, over which one is repeated; a step takes as long as the slowest
+    needs."""
     train_s_per_token: float = Field(default=100e-6, gt=0)
     """Device-seconds to train one token."""
     train_fixed_s: float = Field(default=0.5, gt=0)
@@ -187,6 +188,21 @@ def _contradictions(config: SimulationConfig) -> Iterator[str]:
     """Yield the contradictions between keys."""
     if config.colocated and config.eta:
         yield f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."
+    if config.surplus and config.on_expiry != "wait":
+        yield (
+            f"surplus={config.surplus} with on_expiry={config.on_expiry}: redundant groups are cancelled when a batch "
+            "waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
+        )
+    if config.surplus and config.stream:
+        yield (
+            f"surplus={config.surplus} with stream=true: redundant groups are cancelled when a batch closes, but a "
+            "streamed batch has trained most of its groups by then. Use one of the two."
+        )
+    if len(config.engine_speeds) > config.engines:
+        yield (
+            f"engine_speeds has {len(config.engine_speeds)} speeds for engines={config.engines}: the others would not "
+            "count. Use as many engines."
+        )
     if config.min_group_size > config.group_size:
         yield f"min_group_size={config.min_group_size} is above group_size={config.group_size}. Lower it."
     batch = config.batch * config.group_size

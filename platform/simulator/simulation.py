@@ -118,7 +118,7 @@ class Outcome:
     tail: list[str]
     """The last events."""
     virtual_s: float
-    """Length of the run in virtual seconds; `train_s` of it from the first admission to the last publish."""
+    """Length of the run in virtual seconds; `train_s` of it to the end of the last step, first evaluation included."""
     train_s: float
     counts: LedgerCounts | None
     trained: Trained

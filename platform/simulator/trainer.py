@@ -22,6 +22,7 @@ from penstock.platform.simulator.virtual_actor import VirtualProcess
 from penstock.platform.simulator.world import World, task_of
 
 NUM_RANKS = 2
+"""Ranks, unless there are speeds of more."""
 RATE_SIGMA = 0.15
 """σ of the logarithm of a rank's rate as measured in one step (benchmarks/results/slow_parts.md)."""
 
@@ -102,8 +103,9 @@ class SimulatedTrainer:
         self.node_id = "simulated"
         self.trained = Trained()
         self.version = 0
-        self.processes = [self.process(self.rank(self, rank), lambda: None) for rank in range(NUM_RANKS)]
-        self._num_calls = [0] * NUM_RANKS
+        num_ranks = max(NUM_RANKS, len(config.rank_speeds))
+        self.processes = [self.process(self.rank(self, rank), lambda: None) for rank in range(num_ranks)]
+        self._num_calls = [0] * num_ranks
         self._results: dict[int, asyncio.Future[Any]] = {}
         self._parts: list[GroupRef] = []
         self._world = world
@@ -154,7 +156,7 @@ class SimulatedTrainer:
         return self._config.rank_speeds[rank % len(self._config.rank_speeds)]
 
     def _compute_s(self, num_tokens: int) -> float:
-        slowest = min(map(self._speed_of, range(NUM_RANKS)))
+        slowest = min(map(self._speed_of, range(len(self.processes))))
         per_token_s = self._config.train_s_per_token * self._config.grain
         return num_tokens * per_token_s / (self._config.trainer_devices * slowest)
 

@@ -77,8 +77,11 @@ def test_mistakes_are_named_all_at_once() -> None:
 
 def test_keys_that_contradict_each_other_are_named() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_simulation(["colocated=true", "eta=1", "min_group_size=5", "max_live=15"])
-    assert len(raised.value.violations) == 3
+        parse_simulation(["colocated=true", "eta=1", "min_group_size=5", "max_live=15", "engine_speeds=1,1,1,1,2"])
+    assert len(raised.value.violations) == 4
+    with pytest.raises(ConfigError) as raised:
+        parse_simulation(["surplus=auto", "on_expiry=drop", "stream=true"])
+    assert len(raised.value.violations) == 2, "as in training"
 
 
 def test_seeds_are_a_range_or_one_seed() -> None:
