@@ -101,6 +101,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         "Experts": expert_charts(record),
         "Throughput": flow_charts(record),
     }
+    groups = groups_data(record.rows(record.trajectories), record.rows(record.answers))
     page = template.render(
         plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library itself
         css=_part("report.css"),
@@ -123,7 +124,7 @@ def render(record: RunRecord, stamp: str = "") -> str:
         retries=int(sum(record.values("flow/retries")[-1:])),
         failures=record.failures,
         data={
-            **groups_data(record.trajectories, record.answers),
+            **groups,
             "timeline": timeline_data(record.timeline),
             "staleness_colors": STALENESS_COLORS,
             "phase_colors": PHASE_COLORS,

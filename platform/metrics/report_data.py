@@ -30,12 +30,12 @@ MAX_GROUP_SLICES = 4000
 """Slices of groups in a window. Whole lanes beyond it are left out, and the page says how many."""
 
 
-def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The trajectory browser's groups, newest step first.
+def groups_data(rows: Iterable[dict[str, Any]], answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The trajectory browser's groups. Of each source the rows of a group follow one another.
 
     Args:
-        rows: Sampled trajectories.
-        answers: Answers of evaluations, with `evaluation_set`.
+        rows: Sampled trajectories, newest step first.
+        answers: Answers of evaluations, with `evaluation_set`, newest step first.
 
     Returns:
         `groups`, and `num_left_out`, the number of those beyond `MAX_GROUPS_BYTES`.
@@ -43,11 +43,8 @@ def groups_data(rows: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]
     shown: list[dict[str, Any]] = []
     num_bytes = num_left_out = 0
     for source, of_source in (("training", rows), ("evaluation", answers)):
-        by_group: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for row in of_source:
-            by_group.setdefault((row["step"], row["group_id"]), []).append(row)
-        for _, members in sorted(by_group.items(), key=lambda item: -item[0][0]):
-            group = _group(source, members)
+        for _, members in itertools.groupby(of_source, key=lambda row: (row["step"], row["group_id"])):
+            group = _group(source, list(members))
             size = len(json.dumps(group))
             # Training groups take at most 70 % of the size, so that answers of evaluations are shown, too.
             if num_bytes + size > MAX_GROUPS_BYTES * (0.7 if source == "training" else 1.0):

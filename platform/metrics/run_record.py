@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,11 +27,18 @@ from penstock.platform.metrics.run_files import (
 )
 from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_outcomes, read_trajectories, spread_steps
+from penstock.platform.metrics.trajectory_table import (
+    TRAJECTORIES_DIR,
+    iterate_trajectories,
+    read_outcomes,
+    spread_steps,
+)
 
 _MAX_STEPS_SHOWN = 8
 _MAX_EVALUATIONS_SHOWN = 3
 _MAX_STEPS_COUNTED = 60
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, PenstockError)
 
 T = TypeVar("T")
 
@@ -58,12 +65,12 @@ class RunRecord:
     """Metric name -> its values over the steps."""
     staleness: dict[int, int] = field(default_factory=dict)
     """Staleness in versions -> trained tokens; empty if missing."""
-    trajectories: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of at most eight evenly spaced steps."""
+    trajectories: list[Path] = field(default_factory=list)
+    """Files of at most eight evenly spaced steps, for `rows`."""
     outcomes: list[tuple[int, float | None, int]] = field(default_factory=list)
     """Step, reward and length (sampled tokens) of the sampled trajectories, of more of the steps."""
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of at most three evaluations; empty if none are stored."""
+    answers: list[Path] = field(default_factory=list)
+    """Files of at most three evaluations, for `rows`; empty if none are stored."""
     timeline: list[dict[str, Any]] = field(default_factory=list)
     """Events of `timeline.json`; empty if missing."""
     environment: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +103,14 @@ class RunRecord:
         """All values of one metric in step order; empty if it was never logged."""
         return self.series[name].values if name in self.series else []
 
+    def rows(self, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+        """Rows of some of these files, those of the newest one first. One that cannot be read is told in `missing`."""
+        for path in reversed(files):
+            try:
+                yield from iterate_trajectories(path)
+            except _UNREADABLE as error:
+                self.missing.append(f"{path.relative_to(self.run_dir)} cannot be read: {error}")
+
     def share_of_time(self, name: str, num_steps: int = 0) -> float | None:
         """Mean of a metric that is a share of each step, weighted by how long the steps took; None if none was logged.
 
@@ -113,7 +128,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read all files that exist.
+    """Read all files that exist, but for the trajectories.
 
     Raises:
         PenstockError: If the directory does not exist or holds no file of a run.
@@ -131,11 +146,11 @@ def read_run(run_dir: Path) -> RunRecord:
     record.series = _read(record, METRICS_FILE, _read_series) or {}
     record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
-    record.trajectories = _read(record, TRAJECTORIES_DIR, lambda path: _rows(path, _MAX_STEPS_SHOWN)) or []
+    record.trajectories = _read(record, TRAJECTORIES_DIR, lambda path: spread_steps(path, _MAX_STEPS_SHOWN)) or []
     record.outcomes = _read(record, TRAJECTORIES_DIR, _read_outcomes, is_optional=True) or []
     # Not every run has these.
     record.answers = (
-        _read(record, EVALUATIONS_DIR, lambda path: _rows(path, _MAX_EVALUATIONS_SHOWN), is_optional=True) or []
+        _read(record, EVALUATIONS_DIR, lambda path: spread_steps(path, _MAX_EVALUATIONS_SHOWN), is_optional=True) or []
     )
     record.timeline = _read(record, TIMELINE_FILE, read_timeline, is_optional=True) or []
     record.environment = _read(record, ENVIRONMENT_FILE, _read_mapping, is_optional=True) or {}
@@ -157,7 +172,7 @@ def _read(
         return None
     try:
         return read(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, PenstockError) as error:
+    except _UNREADABLE as error:
         record.missing.append(f"{name} cannot be read: {error}")
         return None
 
@@ -181,10 +196,6 @@ def _read_series(path: Path) -> dict[str, Series]:
         for name, value in record.metrics.items():
             by_name.setdefault(name, {})[record.step] = value
     return {name: Series(sorted(points), [points[step] for step in sorted(points)]) for name, points in by_name.items()}
-
-
-def _rows(directory: Path, most: int) -> list[dict[str, Any]]:
-    return [row for file in spread_steps(directory, most) for row in read_trajectories(file)]
 
 
 def _read_outcomes(directory: Path) -> list[tuple[int, float | None, int]]:

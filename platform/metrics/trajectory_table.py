@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ TRAJECTORIES_DIR = "trajectories"
 BAD_BATCHES_DIR = "bad_batches"
 TokenTexts = Callable[[Iterable[int]], list[str]]
 """Token ids -> the text of each."""
+ROWS_AT_ONCE = 16
+"""Rows of a file that are decoded together."""
 MAX_KEPT = 16
 """Files of bad batches; older ones are deleted."""
 
@@ -171,15 +173,20 @@ def spread_steps(directory: Path, most: int) -> list[Path]:
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
 
 
+def iterate_trajectories(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file with decoded JSON columns. Few are in memory at once: a token takes some 200 bytes."""
+    for batch in pq.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE):
+        for row in batch.to_pylist():
+            row["reward_parts"] = json.loads(row["reward_parts"])
+            row["spans"] = json.loads(row["spans"])
+            row["threads"] = json.loads(row.get("threads") or "[]")
+            row["turns"] = json.loads(row.get("turns") or "[]")
+            yield row
+
+
 def read_trajectories(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file with decoded JSON columns."""
-    rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
-    for row in rows:
-        row["reward_parts"] = json.loads(row["reward_parts"])
-        row["spans"] = json.loads(row["spans"])
-        row["threads"] = json.loads(row.get("threads") or "[]")
-        row["turns"] = json.loads(row.get("turns") or "[]")
-    return rows
+    """Read all rows of a file with decoded JSON columns."""
+    return list(iterate_trajectories(path))
 
 
 def read_outcomes(path: Path) -> list[tuple[int, float | None, int]]:

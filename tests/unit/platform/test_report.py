@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, 
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics import report_data, report_server
 from penstock.platform.metrics.comparison import compare
-from penstock.platform.metrics.evaluation_table import EvaluationTable
+from penstock.platform.metrics.evaluation_table import MAX_ROWS_PER_SET, EvaluationTable
 from penstock.platform.metrics.flow_stats import FlowStats, sampled_every
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.report_charts import distribution_charts, health_charts
-from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, timeline_data
+from penstock.platform.metrics.report_data import MAX_TOKENS_SHOWN, groups_data, timeline_data
 from penstock.platform.metrics.report_server import LiveReport, serve_report
 from penstock.platform.metrics.run_record import read_run
 from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_failures, write_staleness, write_summary
@@ -173,7 +174,9 @@ def test_unreadable_pieces_are_named_and_the_rest_is_shown(run_dir: Path) -> Non
     record = read_run(run_dir)
     assert {sentence.split()[0] for sentence in record.missing} == {"config.yaml", "summary.json", "trajectories"}
     assert record.values("reward/mean") == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    write_report(run_dir)
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "trajectories/step_000002.parquet cannot be read" in page
+    assert [group["step"] for group in data_of(page)["groups"]] == [1]
 
 
 @pytest.mark.parametrize(("name", "message"), [("absent", "no such directory"), ("", "is not a run")])
@@ -261,9 +264,31 @@ def test_the_report_reads_few_steps_of_a_long_run(tmp_path: Path) -> None:
     table = TrajectoryTable(tmp_path)
     for step in range(1, 31):
         table.write_step(step, [a_trajectory()], version=5)
-    steps = [row["step"] for row in read_run(tmp_path).trajectories]
+    record = read_run(tmp_path)
+    steps = [row["step"] for row in record.rows(record.trajectories)][::-1]
     assert len(steps) == 8
     assert (steps[0], steps[-1]) == (1, 30)
+
+
+def test_the_report_holds_few_of_the_tokens_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_data, "MAX_GROUPS_BYTES", 100_000)
+    count = 300
+    one = replace(
+        a_trajectory(), token_ids=np.zeros(count, np.int32), loss_mask=np.ones(count, bool),
+        behavior_logprobs=np.zeros(count, np.float32), spans=(Span(1, count),),
+    )  # fmt: skip
+    table = EvaluationTable(tmp_path, token_texts=lambda ids: ["x" for _ in ids])
+    for step in (1, 2):
+        table.write(step, [(Task(one.task_id, one.prompt), [one])] * MAX_ROWS_PER_SET)
+    (tmp_path / "config.yaml").write_text("name: long\n")
+    tracemalloc.start()
+    record = read_run(tmp_path)
+    data = groups_data(record.rows(record.trajectories), record.rows(record.answers))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(data["groups"]) + data["num_left_out"] == 2 * MAX_ROWS_PER_SET
+    assert data["groups"][0]["step"] == 2
+    assert peak < 3e6
 
 
 def test_tokens_are_shown_in_stretches_with_what_is_known_of_each(tmp_path: Path) -> None:

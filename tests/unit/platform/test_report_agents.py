@@ -73,6 +73,11 @@ def shown(run_dir: Path, trajectory: Trajectory) -> dict[str, Any]:
     return member_of(run_dir)
 
 
+def first_row(agent_run: Path) -> dict[str, Any]:
+    record = read_run(agent_run)
+    return next(record.rows(record.trajectories))
+
+
 def test_the_threads_of_an_episode_are_told_with_what_they_fork_and_those_not_trained_last(agent_run: Path) -> None:
     threads = member_of(agent_run)["threads"]
     told = [(one["trained"], one["fork_of"], one.get("after_turn"), one["num_turns"]) for one in threads]
@@ -88,7 +93,7 @@ def test_the_threads_of_an_episode_are_told_with_what_they_fork_and_those_not_tr
     ]
     assert threads[0]["name"] == "main"
     assert len({one["name"] for one in threads}) == len(threads)
-    (row, *_) = read_run(agent_run).trajectories
+    row = first_row(agent_run)
     sampled = [turn for turn in row["turns"] if turn["role"] == "policy"]
     assert sum(one["num_tokens"] for one in threads if one["trained"]) == sum(row["loss_mask"]) == row["num_tokens"]
     assert sum(one["num_tokens"] for one in threads) == sum(turn["num_tokens"] for turn in sampled)
@@ -101,7 +106,7 @@ def test_a_fork_is_shown_from_where_it_differs(agent_run: Path) -> None:
     assert "I could rewrite the module" in text_of(member, "main")
     assert text_of(member, again["name"]).startswith("One replacement is enough")
     assert again["num_own"] == 0, "the same request was sent again"
-    (row, *_) = read_run(agent_run).trajectories
+    row = first_row(agent_run)
     length = {name: count for name, _, count in row["threads"]}
     ids = row["token_ids"]
     start, shared = length["main"], again["num_shared"]
@@ -117,7 +122,7 @@ def test_a_fork_is_shown_from_where_it_differs(agent_run: Path) -> None:
 
 
 def test_turns_that_are_not_trained_are_kept_to_be_read_without_tokens(agent_run: Path) -> None:
-    (row, *_) = read_run(agent_run).trajectories
+    row = first_row(agent_run)
     untrained = [turn for turn in row["turns"] if not turn.get("trained", True)]
     assert row["turns"][-len(untrained) :] == untrained
     member = member_of(agent_run)
@@ -255,7 +260,7 @@ def test_the_tree_of_an_episode_is_folded_linked_and_fits_phones_and_wide_screen
         assert answer["injected"] == 0
         assert HOSTILE in answer["said"]
         assert "not trained" in answer["said"]
-        of_main = [turn for turn in read_run(agent_run).trajectories[0]["turns"] if turn["thread"] == "main"]
+        of_main = [turn for turn in first_row(agent_run)["turns"] if turn["thread"] == "main"]
         seconds = [turn["seconds"] for turn in of_main if turn["role"] == "policy"]
         widths = [sampling for sampling, _ in answer["times"]]
         assert np.argsort(widths).tolist() == np.argsort(seconds).tolist()
