@@ -25,6 +25,7 @@ from penstock.platform.metrics.run_files import (
     SUMMARY_FILE,
     TIMELINE_FILE,
 )
+from penstock.platform.metrics.summary import RESUMED_FROM
 from penstock.platform.metrics.timeline import read_timeline
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import (
@@ -60,7 +61,7 @@ class RunRecord:
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved configuration, nested dict; empty if missing."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """`summary.json`; empty if missing."""
+    """`summary.json`; empty if missing, or of an end after which the run was resumed."""
     series: dict[str, Series] = field(default_factory=dict)
     """Metric name -> its values over the steps."""
     staleness: dict[int, int] = field(default_factory=dict)
@@ -145,6 +146,9 @@ def read_run(run_dir: Path) -> RunRecord:
     record.config = (_read(record, CONFIG_FILE, _read_mapping) or {}) if record.config_text else {}
     record.series = _read(record, METRICS_FILE, _read_series) or {}
     record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
+    if (resumed_from := record.summary.get(RESUMED_FROM)) is not None:
+        record.missing.append(f"{SUMMARY_FILE} is of an earlier end: the run was resumed from step {resumed_from}.")
+        record.summary = {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
     record.trajectories = _read(record, TRAJECTORIES_DIR, lambda path: spread_steps(path, _MAX_STEPS_SHOWN)) or []
     record.outcomes = _read(record, TRAJECTORIES_DIR, _read_outcomes, is_optional=True) or []

@@ -11,8 +11,10 @@ from typing import Any, Literal
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ledger import LedgerCounts
 from penstock.platform.metrics.atomic_file import write_text_atomically
-from penstock.platform.metrics.run_files import FAILURES_FILE, STALENESS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.run_files import ERROR_FILE, FAILURES_FILE, STALENESS_FILE, SUMMARY_FILE
 
+RESUMED_FROM = "resumed_from"
+"""Key of `summary.json` of a run that was resumed at this step and has not ended since then."""
 RunStatus = Literal["completed", "interrupted", "failed"]
 EvaluatedOn = Literal["held-out", "training", "held-out and training"]
 """Kind of the tasks of evaluations."""
@@ -134,6 +136,13 @@ def first_and_last_mean(values: Sequence[float]) -> tuple[float | None, float | 
 def write_summary(run_dir: Path, summary: RunSummary) -> None:
     """Write `summary.json` atomically."""
     write_text_atomically(run_dir / SUMMARY_FILE, json.dumps(summary.to_dict(), indent=2) + "\n")
+
+
+def note_resume(run_dir: Path, summary: Mapping[str, Any], step: int) -> None:
+    """After an end with this summary the run goes on from `step`: its figures are those of the end no longer."""
+    if summary:
+        write_text_atomically(run_dir / SUMMARY_FILE, json.dumps({**summary, RESUMED_FROM: step}, indent=2) + "\n")
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
 
 
 def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> None:

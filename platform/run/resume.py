@@ -19,6 +19,7 @@ from penstock.platform.config.schema import RunConfig, is_within
 from penstock.platform.metrics.evaluation_table import EvaluationTable
 from penstock.platform.metrics.progress import waiting
 from penstock.platform.metrics.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.summary import note_resume
 from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TrajectoryTable
 from penstock.platform.run import training
@@ -117,9 +118,10 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             "sampled with that. A batch cannot mix truncated and whole distributions. Resume with "
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
+    summary = read_json(run_dir / SUMMARY_FILE)
     is_at_end = checkpoint.version == config.total_steps
     # After the last step of a run that a signal has ended, only its last evaluation may be left.
-    lacks_evaluation = is_at_end and read_json(run_dir / SUMMARY_FILE).get("status") == "interrupted"
+    lacks_evaluation = is_at_end and summary.get("status") == "interrupted"
     if not lacks_evaluation and (finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}")):
         problems.append(finished)
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
@@ -127,6 +129,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
         raise ConfigError(list(dict.fromkeys(problems)))
     changed = differences(saved, config.model_dump(mode="json"))
     write_changed(run_dir, config, checkpoint.version, changed, by="resume")
+    note_resume(run_dir, summary, checkpoint.version)
     TrajectoryTable(run_dir).files.drop_after(checkpoint.version)
     EvaluationTable(run_dir).files.drop_after(checkpoint.version)
     reached = 0

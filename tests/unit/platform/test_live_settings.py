@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,18 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.session import with_absolute_paths
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.run_record import read_run
+from penstock.platform.metrics.summary import write_summary
 from penstock.platform.run import controller, resume, saved_config, training
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.flow import FlowSnapshot
+from penstock.platform.run.lifecycle import write_failure
 from penstock.platform.run.live_settings import LiveSettings
 from penstock.platform.run.run import Run
-from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.platform.run.run_dir import prepare_run_dir, read_json
 from penstock.platform.run.saved_config import read_history, read_saved_config
+from penstock.platform.run.training import unstarted_summary
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.runs import run_of
 from tests.small_run import small_run_overrides
@@ -104,6 +109,26 @@ def test_the_command_line_that_began_a_run_continues_it_with_what_was_set(
     assert len(trained) == 2
     assert read_saved_config(RUN_DIR)["total_steps"] == LATER
     assert {row["by"] for row in read_history(RUN_DIR)} == {"set"}
+
+
+def test_a_run_that_was_resumed_shows_neither_the_figures_nor_the_error_of_its_earlier_end(
+    typed: Callable[..., RunConfig], trained: list[RunConfig]
+) -> None:
+    summary = unstarted_summary(typed(), "failed", 50, 9.0, 1.0)
+    write_summary(RUN_DIR, replace(summary, policy_version=50))
+    write_failure(RUN_DIR, PenstockError("yesterday's"))
+    assert "The run has failed" in write_report(RUN_DIR).read_text()
+    stop_at(40)
+    assert resume.train(typed()) == 0
+    assert trained
+    record = read_run(RUN_DIR)
+    assert (record.summary, record.error) == ({}, "")
+    page = write_report(RUN_DIR).read_text()
+    assert "The run has failed" not in page
+    assert "summary.json is of an earlier end: the run was resumed from step 40." in page
+    assert read_json(RUN_DIR / "summary.json")["policy_version"] == 50, "as `penstock export` reads it"
+    write_summary(RUN_DIR, replace(summary, status="completed"))
+    assert read_run(RUN_DIR).summary["status"] == "completed"
 
 
 def test_a_command_line_that_was_changed_since_then_wins(
