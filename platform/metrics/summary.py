@@ -80,7 +80,7 @@ class RunSummary:
     multi_version_trajectories: int = 0
     """Trained trajectories with tokens of two or more versions."""
     tokens_generated: int = 0
-    """Tokens sampled for training, trained or not."""
+    """Sampled tokens of all completed trajectories, trained or not."""
     tokens_trained: int = 0
     """Sampled tokens trained on."""
     peak_memory_gib: float
