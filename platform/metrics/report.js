@@ -390,7 +390,7 @@ if (list) {
     field("step").value = found.map(String).includes(chosen) ? chosen : "";
   };
   const update = () => {
-    const [source, set = ""] = field("source").value.split(": ");
+    const [source, set = ""] = field("source").value.split(/: (.*)/s);  // a set may be named "math: hard"
     const step = field("step").value, needle = field("text").value.toLowerCase(), order = ORDERS[field("order").value];
     let found = data.groups.filter(group => group.source === source && (source === "training" || group.set === set)
       && (!step || String(group.step) === step) && KINDS[field("kind").value](group)

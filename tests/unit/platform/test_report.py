@@ -438,6 +438,16 @@ async def test_a_live_report_is_served_to_this_machine(run_dir: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_answers_of_a_set_of_any_name_are_shown(tmp_path: Path) -> None:
+    task = Task(TaskId("1"), "47+85=", evaluation_set="math: hard: 5")
+    EvaluationTable(tmp_path).write(5, [(task, [a_trajectory()])])
+    (tmp_path / "config.yaml").write_text("name: sets\n")
+    (result,) = inspect_page(write_report(tmp_path), [1200], [".group"])
+    assert (result["errors"], result["counts"][".group"]) == ([], 1)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("steps", [60, pytest.param(10_000, marks=pytest.mark.full)])
 def test_the_page_fits_phones_and_wide_screens_and_its_scripts_run(tmp_path: Path, steps: int) -> None:
     path = write_report(write_run(tmp_path / "run", steps))
