@@ -76,15 +76,18 @@ class Anomalies:
         if not rewards or not are_equal(rewards):
             self._equal_reward, self._num_equal = None, 0
             return
-        is_same = self._equal_reward is not None and are_equal([self._equal_reward, rewards[0]])
-        self._num_equal = self._num_equal + 1 if is_same else 1
-        self._equal_reward = rewards[0] if not is_same else self._equal_reward
-        if self._num_equal < NUM_EQUAL_GROUPS or rewards[0] in self._shown:
+        reward = rewards[0]
+        if self._equal_reward is not None and are_equal([self._equal_reward, reward]):
+            reward, self._num_equal = self._equal_reward, self._num_equal + 1
+        else:
+            self._num_equal = 1
+        self._equal_reward = reward
+        if self._num_equal < NUM_EQUAL_GROUPS or reward in self._shown:
             return
-        self._shown.add(rewards[0])
+        self._shown.add(reward)
         one = members[0]
         self._note(
-            f"all rewards of the last {NUM_EQUAL_GROUPS} groups are {rewards[0]:g}, so there is nothing to learn from. "
+            f"all rewards of the last {NUM_EQUAL_GROUPS} groups are {reward:g}, so there is nothing to learn from. "
             f"One of them, {one.task_id}: prompt {_end(one.prompt)!r}, answer {_start(one.text)!r}, "
             f"finish_reason {one.finish_reason}. See docs/debugging.md, “The reward is flat”."
         )

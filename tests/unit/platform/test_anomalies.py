@@ -69,6 +69,14 @@ def test_a_sample_is_shown_once_when_all_rewards_of_many_groups_are_the_same(rew
     assert f"t/0: prompt '?', answer '{'x' * 300}…', finish_reason stop. See docs/debugging.md" in note
 
 
+def test_rewards_that_are_equal_up_to_rounding_are_noted_once() -> None:
+    notes: list[str] = []
+    anomalies = Anomalies(notes.append)
+    for index in range(200):
+        anomalies.group_scored(scored(0.3 + index * 1e-12, 0.3))
+    assert len(notes) == 1
+
+
 def test_groups_of_different_rewards_are_no_anomaly() -> None:
     notes: list[str] = []
     anomalies = Anomalies(notes.append)
