@@ -50,7 +50,8 @@ class Anomalies:
 
     def attempt_failed(self, task_id: TaskId, failure: TrajectoryError) -> None:
         """Count a failed attempt at a task, and note a reason that is new."""
-        reason = f"{failure.kind}: {failure.cause}"
+        # It may have the colors of a tool's output, or half an emoji, with which nothing would be printed.
+        reason = "".join(one if one.isprintable() else " " for one in f"{failure.kind}: {failure.cause}")
         # Reasons that differ only in numbers, addresses or quoted data are one.
         alike = re.sub(r"'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|\d+", "…", reason)
         is_new = alike not in self._reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.metrics.anomalies import MAX_REASONS, NUM_EQUAL_GROUPS, OTHER_REASONS, Anomalies
+from penstock.platform.metrics.console import RunConsole
 from tests.answers import answered
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, train_all
@@ -67,6 +69,14 @@ def test_a_sample_is_shown_once_when_all_rewards_of_many_groups_are_the_same(rew
     (note,) = notes
     assert note.startswith(f"all rewards of the last {NUM_EQUAL_GROUPS} groups are {reward:g}, so there is nothing to")
     assert f"t/0: prompt '?', answer '{'x' * 300}…', finish_reason stop. See docs/debugging.md" in note
+
+
+def test_control_codes_and_half_an_emoji_in_an_error_neither_reach_the_console_nor_hide_it() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    anomalies = Anomalies(RunConsole(10, stream=stream).note)
+    anomalies.attempt_failed(TaskId("t/0"), TrajectoryError("env", "\x1b[31mFAILED\x1b[0m \ud83d"))
+    stream.seek(0)
+    assert stream.read().startswith("  an attempt at t/0 failed (env:  [31mFAILED [0m")
 
 
 def test_rewards_that_are_equal_up_to_rounding_are_noted_once() -> None:
