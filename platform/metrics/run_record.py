@@ -146,10 +146,11 @@ def read_run(run_dir: Path) -> RunRecord:
     record.config = (_read(record, CONFIG_FILE, _read_mapping) or {}) if record.config_text else {}
     record.series = _read(record, METRICS_FILE, _read_series) or {}
     record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
-    if (resumed_from := record.summary.get(RESUMED_FROM)) is not None:
-        record.missing.append(f"{SUMMARY_FILE} is of an earlier end: the run was resumed from step {resumed_from}.")
-        record.summary = {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
+    if (resumed_from := record.summary.get(RESUMED_FROM)) is not None:
+        ended = f"{SUMMARY_FILE} and {STALENESS_FILE} are of an earlier end"
+        record.missing.append(f"{ended}: the run was resumed from step {resumed_from}.")
+        record.summary, record.staleness = {}, {}
     record.trajectories = _read(record, TRAJECTORIES_DIR, lambda path: spread_steps(path, _MAX_STEPS_SHOWN)) or []
     record.outcomes = _read(record, TRAJECTORIES_DIR, _read_outcomes, is_optional=True) or []
     # Not every run has these.

@@ -16,7 +16,7 @@ from penstock.platform.cluster.session import with_absolute_paths
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.report import write_report
 from penstock.platform.metrics.run_record import read_run
-from penstock.platform.metrics.summary import write_summary
+from penstock.platform.metrics.summary import write_staleness, write_summary
 from penstock.platform.run import controller, resume, saved_config, training
 from penstock.platform.run.checkpoint import CheckpointFolder
 from penstock.platform.run.flow import FlowSnapshot
@@ -116,16 +116,17 @@ def test_a_run_that_was_resumed_shows_neither_the_figures_nor_the_error_of_its_e
 ) -> None:
     summary = unstarted_summary(typed(), "failed", 50, 9.0, 1.0)
     write_summary(RUN_DIR, replace(summary, policy_version=50))
+    write_staleness(RUN_DIR, {0: 10})
     write_failure(RUN_DIR, PenstockError("yesterday's"))
     assert "The run has failed" in write_report(RUN_DIR).read_text()
     stop_at(40)
     assert resume.train(typed()) == 0
     assert trained
     record = read_run(RUN_DIR)
-    assert (record.summary, record.error) == ({}, "")
+    assert (record.summary, record.staleness, record.error) == ({}, {}, "")
     page = write_report(RUN_DIR).read_text()
     assert "The run has failed" not in page
-    assert "summary.json is of an earlier end: the run was resumed from step 40." in page
+    assert "summary.json and staleness.json are of an earlier end: the run was resumed from step 40." in page
     assert read_json(RUN_DIR / "summary.json")["policy_version"] == 50, "as `penstock export` reads it"
     write_summary(RUN_DIR, replace(summary, status="completed"))
     assert read_run(RUN_DIR).summary["status"] == "completed"
