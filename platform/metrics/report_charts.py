@@ -63,8 +63,8 @@ def learning_charts(record: RunRecord) -> list[Chart]:
     # A figure without the tasks that were too long would look like one of all.
     counted = ""
     if any(skipped := record.values("eval/skipped")):
-        num_tasks = record.values("eval/tasks")[-1]
-        counted = f" On {num_tasks:.0f} of {num_tasks + skipped[-1]:.0f} tasks: the other prompts are too long."
+        num_skipped, num_tasks = max(zip(skipped[::-1], record.values("eval/tasks")[::-1], strict=False))
+        counted = f" On {num_tasks:.0f} of {num_tasks + num_skipped:.0f} tasks: the other prompts are too long."
     kind = (record.evaluated_on or "held-out").capitalize()
     trained = (
         "none of which is trained on" if kind == "Held-out" else "which are trained on, too: it says what is learned"

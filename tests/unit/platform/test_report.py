@@ -133,6 +133,14 @@ def test_values_that_are_not_finite_hide_no_others_in_the_lines_of_a_long_run(tm
         assert set(line.split(",")) == {"2.0"}
 
 
+def test_tasks_that_only_the_larger_evaluations_skip_are_told(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(0, {"eval/accuracy": 0.5, "eval/tasks": 30, "eval/skipped": 2})
+    tracker.log(5, {"eval/accuracy": 0.6, "eval/tasks": 8, "eval/skipped": 0})
+    tracker.close()
+    assert "On 30 of 32 tasks: the other prompts are too long." in write_report(tmp_path).read_text(encoding="utf-8")
+
+
 def test_rewards_that_are_equal_up_to_rounding_have_one_row(tmp_path: Path) -> None:
     table = TrajectoryTable(tmp_path)
     for step in (1, 2):
