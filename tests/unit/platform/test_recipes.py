@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.config.checkpoint_shapes import packaged_config
@@ -87,6 +88,7 @@ def test_a_recipe_fits_its_devices(name: str) -> None:
     assert is_thinking == config.model.path.startswith("Qwen/Qwen3-")
     assert (config.evaluation.temperature > 0) == is_thinking, "Qwen3 may repeat itself without end if it is greedy"
     assert config.rollout.engine.kv_cache_gib is None, "a stated cache leaves memory unused, and answers wait for it"
+    assert check_config(config, "train") == [], "a recipe that its own dry run warns of"
 
 
 def test_the_recipe_for_preferences_reads_the_pairs_of_a_user() -> None:
