@@ -312,15 +312,20 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
             where = (
                 f"{key}={limit:g}" if config.is_typed(key) else f"memory: a GPU of the pool {name} has {limit:g} GiB"
             )
-            sharing = (
-                "more ranks, gradient_checkpointing=true, offload_parameters=true with offload_optimizer=true, or "
-                "trainer.lora={}"
-                if config.trainer.backend == "fsdp2"
-                else "ZeRO with more ranks (zero_stage), gradient_checkpointing=true, offload_optimizer=true or "
-                "trainer=lora"
-            )
+            if {one.role for one in placements if one.pool == name} == {"engine"}:
+                remedy = "larger GPUs, or several for each engine (its tensor_parallel_size)"
+            elif config.trainer.backend == "fsdp2":
+                remedy = (
+                    "larger or more GPUs, more ranks, gradient_checkpointing=true, offload_parameters=true with "
+                    "offload_optimizer=true, or trainer.lora={}"
+                )
+            else:
+                remedy = (
+                    "larger or more GPUs, ZeRO with more ranks (zero_stage), gradient_checkpointing=true, "
+                    "offload_optimizer=true or trainer=lora"
+                )
             yield error(
-                f"{where}, but its fullest GPU needs about {load:.1f} GiB. Use larger or more GPUs, {sharing}"
+                f"{where}, but its fullest GPU needs about {load:.1f} GiB. Use {remedy}"
                 f"{or_change([key for key in MEMORY_SETTINGS if config.is_typed(key)])}.",
                 *_MEMORY_KEYS,
                 fits=smaller_micro_batch(config, partial(_device_load_gib, command, name), limit),

@@ -42,7 +42,8 @@ SCALES = sorted(path.stem for path in (CONF_DIR / "scale").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 RECIPES = [name for name in EXPERIMENTS if re.search(r"_(\d+gpu|\dnodes)$", name)]
 TOO_LARGE = re.compile(
-    r"memory: a GPU of the pool \w+ has (24|80) GiB, (but its fullest GPU needs about .* or trainer=lora\.|"
+    r"memory: a GPU of the pool \w+ has (24|80) GiB, (but its fullest GPU needs about .* "
+    r"(or trainer=lora|several for each engine \(its tensor_parallel_size\))\.|"
     r"of which the weights .* leave .* for its KV cache, and one trajectory .*)"
 )
 MIXTURES = ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "gpt_oss_20b")

@@ -99,7 +99,7 @@ def test_weights_take_a_route_with_as_many_layouts_as_there_are(overrides: list[
         (["cluster.extra_rollout_pools={a100: {num_engines: 9}}"], ["cluster.pools.a100.count=8", "9 for engines"]),
         (
             ["cluster.extra_rollout_pools={a100: {num_engines: 1, engine: {type: vllm, kv_cache_gib: 30}}}"],
-            ["cluster.pools.a100.memory_gib=40", "fullest GPU"],
+            ["cluster.pools.a100.memory_gib=40", "fullest GPU", "several for each engine"],
         ),
         (
             ["cluster.extra_rollout_pools={a100: {num_engines: 2, engine: {type: vllm, kv_cache_gib: 0.01}}}"],
