@@ -1,4 +1,4 @@
-"""Your own multi-turn environment, and a reward for it; docs/guides/first-environment.md goes through it.
+"""Your own multi-turn environment, and a reward for it; docs/guides/first-environment.md explains the parts.
 
 In this folder:
 

@@ -1,4 +1,4 @@
-"""Your own tasks and your own reward in one file; the README and docs/extending.md go through it.
+"""Your own tasks and your own reward in one file; docs/extending.md goes through it.
 
 The tiny policy of `make demo` can answer these prompts: its tokenizer knows digits and `+-*/=();`. In this folder:
 
