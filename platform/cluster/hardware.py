@@ -52,10 +52,10 @@ def driver_problem(version: str | None) -> str | None:
 
 
 def gpu_capabilities() -> dict[str, str]:
-    """Name of each kind of GPU -> its compute capability, e.g. `{"NVIDIA L4": "8.9"}`; empty if unknown."""
-    said = _run_nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader") or ""
-    found = (line.rpartition(",") for line in said.splitlines())
-    return {name.strip(): text.strip() for name, _, text in found if re.fullmatch(r"\d+\.\d+", text.strip())}
+    """Name of each kind of visible GPU -> its compute capability, e.g. `{"NVIDIA L4": "8.9"}`; empty if unknown."""
+    said = _run_nvidia_smi("--query-gpu=compute_cap,uuid,name", "--format=csv,noheader") or ""
+    visible, rows = visible_gpus() or (), (line.split(", ", 2) for line in said.splitlines())
+    return {row[2]: row[0] for row in rows if len(row) == 3 and row[1] in visible and re.fullmatch(r"\d+\.\d+", row[0])}
 
 
 def gpu_problems(capabilities: Mapping[str, str]) -> list[str]:

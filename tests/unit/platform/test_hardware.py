@@ -86,7 +86,8 @@ SMI = """#!/bin/sh
 case "$*" in
 -L) printf 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa-0)\\nGPU 1: Tesla T4 (UUID: GPU-ab-1)\\n'
     printf '  MIG 1g.10gb     Device  0: (UUID: MIG-c-2)\\nGPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-b-3)\\n';;
-*=name,compute_cap*) printf 'NVIDIA H100 80GB HBM3, 9.0\\nTesla T4, 7.5\\nNVIDIA H100 80GB HBM3, 9.0\\n';;
+*=compute_cap,uuid,name*) printf '9.0, GPU-aa-0, NVIDIA H100 80GB HBM3\\n7.5, GPU-ab-1, Tesla T4\\n'
+    printf '9.0, GPU-b-3, NVIDIA H100 80GB HBM3\\n';;
 *=uuid,memory.total*) printf 'GPU-aa-0, 81920\\nGPU-ab-1, 15360\\nGPU-b-3, 81920\\n';;
 *driver_version*) echo 580.95.05;;
 esac
@@ -105,8 +106,12 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_capabilities_of_gpus_are_read_from_nvidia_smi(smi: Path) -> None:
+def test_capabilities_of_visible_gpus_are_read_from_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.gpu_capabilities() == {"NVIDIA H100 80GB HBM3": "9.0", "Tesla T4": "7.5"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert hardware.gpu_capabilities() == {"NVIDIA H100 80GB HBM3": "9.0"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert hardware.gpu_capabilities() == {"Tesla T4": "7.5"}
     # An old driver does not know the question.
     smi.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\n")
     assert hardware.gpu_capabilities() == {}
