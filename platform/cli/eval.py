@@ -89,7 +89,7 @@ def load_measurement(
     """
     folder = _new_folder(to)
     path = None if policy is None else Path(policy).expanduser()
-    if policy is not None and any(word.lstrip("+").startswith("model.path=") for word in overrides):
+    if policy is not None and _typed("model.path", overrides):
         raise ConfigError([f"{policy} and model.path= name two policies. Give one of them."])
     if path is not None and is_run_dir(path.parent.parent) and (found := _STEP.fullmatch(path.name)):
         if step is not None or best:
@@ -108,7 +108,8 @@ def load_measurement(
         )
     words = [*overrides, *([] if policy is None else [quoted(f"model.path={policy}")])]
     loaded = load_config("eval", words, config_dir=config_dir, dry_run=dry_run)
-    folder = folder or _free_folder(loaded.config.name if policy is None else _short_name(policy))
+    own_name = loaded.config.name if policy is None or _typed("name", overrides) else _short_name(policy)
+    folder = folder or _free_folder(own_name)
     loaded.warnings += _without_effect(overrides, folder)
     return Measurement(loaded, policy or str(loaded.config.model.path), None, None, folder)
 
@@ -122,11 +123,13 @@ def _of_run(
     if best:
         step = best_step(run_dir, step)
     version, checkpoint = policy_of(run_dir, step)
-    folder = folder or _free_folder(run_dir.name if version is None else f"{run_dir.name}-step_{version}")
+    here = Path.cwd()
     enter_folder_of(run_dir)
     # Until it is written, the checks read the model that the run has started from: it has the same form.
     own = {} if checkpoint is not None else {"path": str(run_dir / POLICY_FOLDER)}
     config = changed_config(saved_config, overrides, run_dir)
+    own_name = run_dir.name if version is None else f"{run_dir.name}-step_{version}"
+    folder = folder or _free_folder(config.name if _typed("name", overrides) else own_name, here)
     model = config.model.model_copy(update={**own, "from_scratch": False})
     config = config.model_copy(update={"model": model, "run_dir": str(folder)})
     config, derived, findings = settled(config, "eval")
@@ -141,9 +144,13 @@ def _of_run(
 
 def _without_effect(overrides: Sequence[str], folder: Path) -> list[str]:
     """A sentence for each `run_dir=` among the overrides, which no run has here."""
-    typed = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("run_dir=")]
     why = f"has no effect with `penstock eval`, whose results are in {folder}"
-    return [f"run_dir {why}. Use --to {path}." for path in typed]
+    return [f"run_dir {why}. Use --to {path}." for path in _typed("run_dir", overrides)]
+
+
+def _typed(key: str, overrides: Sequence[str]) -> list[str]:
+    """The values that the overrides give a key."""
+    return [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith(f"{key}=")]
 
 
 def _new_folder(to: Path | None) -> Path | None:
@@ -163,10 +170,10 @@ def _short_name(policy: str) -> str:
     return named or Path(policy).expanduser().resolve().name
 
 
-def _free_folder(name: str) -> Path:
+def _free_folder(name: str, within: Path = Path()) -> Path:
     """A folder for results that does not exist."""
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for one in names if not (path := (RESULTS_FOLDER / one).absolute()).exists())
+    return next(path for one in names if not (path := (within / RESULTS_FOLDER / one).absolute()).exists())
 
 
 def measure(measurement: Measurement) -> int:

@@ -134,7 +134,7 @@ def test_a_run_that_wrote_a_policy_without_steps_is_measured_as_it_is(run_dir: P
 
 def test_a_folder_takes_the_place_of_the_path_of_the_model(run_dir: Path) -> None:
     words = small_run_overrides(Path("other one"), "made", character_tokenizer())
-    found = load("other one/policy", *(word for word in words if not word.startswith("model.path=")))
+    found = load("other one/policy", *(word for word in words if not word.startswith(("model.path=", "name="))))
     assert found.loaded.config.model.path == "other one/policy"
     assert found.folder.name == "other one-policy"
 
@@ -144,7 +144,7 @@ def test_the_results_of_a_path_without_a_name_are_in_a_folder_of_its_own(here: s
     words = small_run_overrides(Path("other"), "made", character_tokenizer())
     Path("other/policy/sub").mkdir()
     with chdir(Path("other") / here):
-        found = load(policy, *(word for word in words if not word.startswith("model.path=")))
+        found = load(policy, *(word for word in words if not word.startswith(("model.path=", "name="))))
         assert found.folder == Path("runs/evaluations/policy").absolute()
 
 
@@ -209,6 +209,16 @@ def test_a_typed_run_dir_has_no_effect_and_is_said(policy: str | None, run_dir: 
     assert not any(said in told for told in load(policy, *words).loaded.warnings)
     found = load(policy, *words, "run_dir=out")
     assert f"{said} {found.folder}. Use --to out." in found.loaded.warnings
+
+
+@pytest.mark.parametrize("policy", [None, RUN, "policy"])
+def test_a_typed_name_is_that_of_the_folder_of_the_results(
+    policy: str | None, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = small_run_overrides(Path(), "made", character_tokenizer())
+    words = [word for word in words if not word.startswith("model.path=" if policy else "name=")]
+    here = Path.cwd()
+    assert load(policy, *([] if policy == RUN else words), 'name="1e-6"').folder == here / "runs/evaluations/1e-6"
 
 
 def test_two_policies_with_different_rewards_are_refused_before_one_is_measured(run_dir: Path, tmp_path: Path) -> None:
