@@ -119,9 +119,7 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
             f"top_k={before}, or start a run from the exported policy (penstock export)."
         )
     summary = read_json(run_dir / SUMMARY_FILE)
-    is_at_end = checkpoint.version == config.total_steps
-    # After the last step of a run that a signal has ended, only its last evaluation may be left.
-    lacks_evaluation = is_at_end and summary.get("status") == "interrupted"
+    lacks_evaluation = checkpoint.version == config.total_steps and lacks_last_evaluation(summary)
     if not lacks_evaluation and (finished := nothing_left(config, checkpoint, f"penstock resume {run_dir}")):
         problems.append(finished)
     problems += [finding.message for finding in findings if finding.refuses(dry_run=False)]
@@ -140,6 +138,12 @@ def _continue(config: RunConfig, saved: Mapping[str, Any], checkpoint: Checkpoin
         print(f"warning {sentence}")
     print(f"continuing {run_dir} from the checkpoint of step {checkpoint.version}{again}")
     return training.train_in(config, run_dir, checkpoint)
+
+
+def lacks_last_evaluation(summary: Mapping[str, Any]) -> bool:
+    """Whether the evaluation after the last step of this summary has failed, or may have been cut off by a signal."""
+    has_failed = summary.get("evaluated_on") is not None and summary.get("eval_after") is None
+    return summary.get("status") == "interrupted" or (summary.get("status") == "completed" and has_failed)
 
 
 def nothing_left(config: RunConfig, checkpoint: Checkpoint, longer: str) -> str | None:
