@@ -100,7 +100,7 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-# Tests start hundreds of processes. Without the modules that the first one has compiled, each would compile them itself.
+# Tests start many processes. Without the modules that the first one has compiled, each would compile them itself.
 test test-full: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## Run the everyday tests (12 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
